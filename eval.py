@@ -2,5 +2,5 @@
 
 import sys
 
-print("error: found no eval.py, expected python train.py mode=test ckpt_path=PATH", file=sys.stderr)
+print("error: eval.py is replaced by train.py; type python train.py mode=test ckpt_path=PATH", file=sys.stderr)
 raise SystemExit(2)

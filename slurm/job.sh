@@ -57,9 +57,9 @@ export PYTHONPATH=$checkout/src${PYTHONPATH:+:$PYTHONPATH} # the code of this ch
 choice="python of slurm/site.sh"
 if ((!${#python[@]})); then
   if [[ -n ${VIRTUAL_ENV:-} ]]; then
-    python=("$VIRTUAL_ENV/bin/python") choice="the virtual environment that sbatch was typed in"
+    python=("$VIRTUAL_ENV/bin/python") choice="the virtual environment active when sbatch ran"
   elif [[ -n ${CONDA_PREFIX:-} && ${CONDA_DEFAULT_ENV:-} != base ]]; then
-    python=("$CONDA_PREFIX/bin/python") choice="the conda environment that sbatch was typed in"
+    python=("$CONDA_PREFIX/bin/python") choice="the conda environment active when sbatch ran"
   elif [[ -x $checkout/.venv/bin/python ]]; then
     python=("$checkout/.venv/bin/python") choice=".venv of the checkout"
   else
@@ -88,7 +88,7 @@ per_node() {
   done
 }
 
-((${SLURM_HET_SIZE:-1} == 1)) || refuse "found a job of $SLURM_HET_SIZE components, and a run has one; submit it without \":\""
+((${SLURM_HET_SIZE:-1} == 1)) || refuse "found a job of $SLURM_HET_SIZE components, but a run needs one; submit it without \":\""
 # asked of each node by --gpus-per-node or --gres, the more of both where there are two; an exclusive node gives all it has
 asked=$(sed -nE 's/^ *TresPerNode=//p' <<< "$details" | tr ',' '\n' | sed '/gpu/!d' | paste -s -d ,)
 gpus_per_node=$(count "${SLURM_GPUS_PER_NODE:-}")
@@ -98,12 +98,15 @@ if ((!gpus_per_node)) && [[ -z ${SLURM_GPUS_PER_NODE:-} ]]; then
   gpus_per_node=${SLURM_GPUS_ON_NODE:-0}
   given=$(per_node)
   [[ $(cut -d ' ' -f 1 <<< "$given" | sort -u | wc -l) == 1 ]] ||
-    refuse "found GPUs ${given//$'\n'/, }, and each node must have as many; use --gpus-per-node=N, or --constraint"
+    refuse "found GPUs ${given//$'\n'/, }, but each node must have the same number; \
+use --gpus-per-node=N, or --constraint"
 fi
 [[ -z ${SLURM_GPUS:-} ]] || (($(count "$SLURM_GPUS") == gpus_per_node * SLURM_NNODES)) ||
-  refuse "found --gpus=$SLURM_GPUS over $SLURM_NNODES nodes, and each node must have as many; use --gpus-per-node=N"
+  refuse "found --gpus=$SLURM_GPUS over $SLURM_NNODES nodes, but each node must have the same number; \
+use --gpus-per-node=N"
 ((${SLURM_NTASKS:-0} % SLURM_NNODES == 0)) ||
-  refuse "found $SLURM_NTASKS tasks on $SLURM_NNODES nodes, and each node must have as many; use --ntasks-per-node=N"
+  refuse "found $SLURM_NTASKS tasks on $SLURM_NNODES nodes, but each node must have the same number; \
+use --ntasks-per-node=N"
 
 ((gpus_per_node)) || gpus_per_node=""
 tasks_per_node=${SLURM_NTASKS:+$((SLURM_NTASKS / SLURM_NNODES))}
@@ -158,7 +161,7 @@ go_on_without_lost_nodes() {
     if answers "$node"; then alive+=("$node"); else lost+=("$node"); fi
   done
   ((${#lost[@]} && ${#alive[@]} >= min_nodes)) || return 0
-  echo "lost       ${lost[*]}: goes on with ${#alive[@]} of $SLURM_NNODES nodes" >&2
+  echo "lost       ${lost[*]}: continues with ${#alive[@]} of $SLURM_NNODES nodes" >&2
   unset SLURM_GPUS
   SLURM_NNODES=${#alive[@]} SLURM_NTASKS=$((${#alive[@]} * tasks_per_node))
   SLURM_JOB_NODELIST=$(IFS=, && echo "${alive[*]}")
@@ -186,7 +189,7 @@ requeue_after() {
         return
       fi
       if [[ $details == *" Requeue=0 "* ]]; then
-        echo "failed with exit code $1: not started again, by --no-requeue" >&2
+        echo "failed with exit code $1: not requeued, because of --no-requeue" >&2
         return
       fi
       if { echo "exit code $1" >> "$failures"; } 2> /dev/null; then

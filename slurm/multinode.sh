@@ -20,7 +20,7 @@ scripts=${BASH_SOURCE[0]%/*}
 [[ -e $scripts/job.sh ]] || scripts=$(scontrol show job "${SLURM_JOB_ID:?is not set; submit this by sbatch}" |
   sed -nE 's#^ *Command=##; T; s#/[^/ ]+\.sh( .*)?$##p' | sort -u)
 [[ -e $scripts/job.sh ]] || {
-  echo "error: found no job.sh in $scripts; submit the script where it is, by sbatch CHECKOUT/slurm/NAME.sh" |
+  echo "error: found no job.sh in $scripts; submit the script inside its checkout, with sbatch CHECKOUT/slurm/NAME.sh" |
     tee "slurm-$SLURM_JOB_ID.out" >&2
   exit 2
 }

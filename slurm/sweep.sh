@@ -19,7 +19,7 @@ scripts=${BASH_SOURCE[0]%/*}
 [[ -e $scripts/job.sh ]] || scripts=$(scontrol show job "${SLURM_JOB_ID:?is not set; submit this by sbatch}" |
   sed -nE 's#^ *Command=##; T; s#/[^/ ]+\.sh( .*)?$##p' | sort -u)
 [[ -e $scripts/job.sh ]] || {
-  echo "error: found no job.sh in $scripts; submit the script where it is, by sbatch CHECKOUT/slurm/NAME.sh" |
+  echo "error: found no job.sh in $scripts; submit the script inside its checkout, with sbatch CHECKOUT/slurm/NAME.sh" |
     tee "slurm-$SLURM_JOB_ID.out" >&2
   exit 2
 }
@@ -32,7 +32,7 @@ lines=()
 (($# < 2)) || mapfile -t lines < <(shift && printf '%s\n' "$@" | sed '/^[[:space:]]*$/d')
 
 if [[ -z ${SLURM_ARRAY_TASK_ID:-} || -z ${lines[SLURM_ARRAY_TASK_ID]+there} ]]; then
-  refuse "found array task ${SLURM_ARRAY_TASK_ID:-none}, and ${#lines[@]} lines of overrides after --; use --array=0-N"
+  refuse "found array task ${SLURM_ARRAY_TASK_ID:-none}, but ${#lines[@]} lines of overrides after --; use --array=0-N"
 fi
 if ! words=$(xargs printf '%s\n' <<< "${lines[SLURM_ARRAY_TASK_ID]}" 2> /dev/null); then # quotes hold a word together
   refuse "found a quote that is not closed in line $SLURM_ARRAY_TASK_ID (from 0) of the overrides after --: \

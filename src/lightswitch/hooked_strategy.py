@@ -129,8 +129,8 @@ class HookedStrategy(Mixin, Strategy):
     def _tell_of_filled_rows(self, rows: list[int]) -> None:
         if getattr(self, "global_rank", 0) == 0 and not self._has_told_of_filled_rows:
             log.info(
-                "self.all_gather gets from %d to %d rows of a rank; where there are fewer, the last is repeated, as "
-                "Lightning's own sampler repeats samples", min(rows), max(rows),
+                "self.all_gather: ranks have from %d to %d rows; shorter tensors are padded by repeating their last "
+                "row, as Lightning's sampler repeats samples", min(rows), max(rows),
             )  # fmt: skip
         self._has_told_of_filled_rows = True
 
@@ -232,8 +232,8 @@ def filled(tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:
     for rank, shape in enumerate(shapes):
         if shape != first and (not first or not shape or shape[1:] != first[1:]):
             raise Refused(
-                f"self.all_gather: rank 0 has a tensor of shape {first}, rank {rank} one of {shape}; ranks may differ "
-                "in the first dimension alone, that of samples"
+                f"self.all_gather: rank 0 has a tensor of shape {first}, rank {rank} one of {shape}; shapes may differ "
+                "only in the first dimension, the samples"
             )
     lacking = max(shape[0] for shape in shapes) - len(tensor)
     last = tensor[-1:] if len(tensor) else tensor.new_zeros(1, *tensor.shape[1:])

@@ -61,46 +61,46 @@ _LOG = (
     "(self, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group, "
     "add_dataloader_idx, batch_size, metric_attribute, rank_zero_only)"
 )
-_HOOKS = "hooks that are empty are skipped, which cost a small model's step more than its arithmetic"
-_PLATEAU = "validation once an epoch, where a schedule needs its metric: schedules are known only once training begins"
-_LOOP = "a loop with less overhead: Lightning's finds out anew in each batch what has not changed"
-_AGREED = "a planned step has no rank 0 to agree with; put back after it"
-_ASKED = "a planned step is given values that it asks tensors for: no operator is called for these"
+_HOOKS = "skips empty hooks, which cost a small model's step more time than its arithmetic"
+_PLATEAU = "validates once an epoch if a schedule needs the metric: schedules are known only once training begins"
+_LOOP = "a loop with less overhead: Lightning's recomputes in each batch what has not changed"
+_AGREED = "a planned step has no rank 0 to agree with; restored after the step"
+_ASKED = "supplies the tensor values that a planned step reads: these reads call no operator"
 _FAKE = "a planned step's tensors have no values to move, and there is no other rank to wait for"
-_KEPT = "put back after a planned step: DeepSpeed keeps it for the process, and would take it for the next engine"
-_SAVED = "checkpoints are written once all hooks of a batch or an epoch are over; no callback is asked after them"
+_KEPT = "restored after a planned step: DeepSpeed stores it per process, and would use it for the next engine"
+_SAVED = "checkpoints are written after all hooks of a batch or an epoch, when no callback is called any more"
 _CONNECTOR = "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector"
-_LOGGED = "what ranks log, who each see their share, is brought together: all of them reach these two moments"
-_LOGGED_BY_STEP = "what a module logs by step is of all ranks; a step of an evaluation is none of metrics.csv's rows"
-_WHOLE = "a fraction of an epoch is one of its steps: Lightning counts micro batches"
-_ITEMS = "the gradients of a step are divided by its items: DeepSpeed's method that sets it tells of it each time"
+_LOGGED = "combines what ranks log, each for its share of the samples: all ranks reach both calls"
+_LOGGED_BY_STEP = "values logged by step are reduced over all ranks; evaluation steps are not written to metrics.csv"
+_WHOLE = "a fraction of an epoch counts its optimizer steps: Lightning counts micro-batches"
+_ITEMS = "the gradients of a step are divided by its number of items: DeepSpeed's setter logs every call"
 
 PATCHES = (
     Patch(
         "hydra._internal.hydra.Hydra",
         "get_mode",
         "(self, config_name, overrides)",
-        "Hydra composes a config to see whether it is a sweep's, and once more to run it",
+        "Hydra composes the config twice: to detect a sweep, and to run it",
         for_process=True,
     ),
     Patch(
         "hydra.core.config_loader.ConfigLoader",
         "load_configuration",
         "(self, config_name, overrides, run_mode, from_shell, validate_sweep_overrides)",
-        "returns the config that get_mode has composed, in the loader of the run",
+        "returns the config that get_mode has composed, for the loader of the run",
     ),
     Patch(
         "hydra._internal.hydra.Hydra",
         "multirun",
         "(self, config_name, task_function, overrides, with_log_configuration)",
-        "a sweep ends with its table; Hydra's callback for that is not called when one ends early",
+        "prints the table at the end of a sweep; Hydra does not call its callback if a sweep ends early",
         for_process=True,
     ),
     Patch(
         "lightning.pytorch.Trainer",
         "save_checkpoint",
         "(self, filepath, weights_only, storage_options)",
-        "the time that training waits for a save is measured: a callback's hook comes only when one begins",
+        "measures how long training waits for a save: callbacks have a hook only for its beginning",
     ),
     Patch("lightning.pytorch.Trainer", "check_val_every_n_epoch", "int | None", _PLATEAU),
     Patch("lightning.pytorch.Trainer", "val_check_batch", "int | float | None", _PLATEAU),
@@ -108,7 +108,7 @@ PATCHES = (
         "lightning.pytorch.Trainer",
         "fit_loop",
         "_FitLoop",
-        "a run that was cut off at its end is ended when it is resumed: Lightning returns at once",
+        "completes a resumed run that was interrupted at its end: Lightning returns at once",
     ),
     Patch("lightning.pytorch.Trainer", "limit_train_batches", "int | float", _WHOLE),
     Patch("lightning.pytorch.Trainer", "val_check_interval", "int | float | None", _WHOLE),
@@ -116,19 +116,20 @@ PATCHES = (
         "lightning.pytorch.Trainer",
         "limit_val_batches",
         "int | float",
-        "mode=check ends before an epoch does, and waits for no metric of a validation",
+        "mode=check ends within an epoch, and does not wait for a validation's metric",
     ),
     Patch(
         "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector",
         "register_signal_handlers",
         "(self)",
-        "does nothing: Lightning's handlers save and broadcast wherever the signal comes, and can't be switched off",
+        "does nothing: Lightning's handlers save and broadcast whenever a signal arrives, and can't be disabled",
     ),
     Patch(
         "lightning.pytorch.loops._TrainingEpochLoop",
         "_broadcast_sigterm_tensor",
         "(self)",
-        "does nothing: at each batch, over the GPUs, it asks for signals that are handled elsewhere",
+        "does nothing: it checks for signals at each batch with a broadcast over the GPUs; signals are handled "
+        "elsewhere",
     ),
     Patch("lightning.pytorch.loops._FitLoop", "epoch_loop", "_TrainingEpochLoop", _LOOP),
     Patch("lightning.pytorch.loops._TrainingEpochLoop", "on_advance_end", "(self, data_fetcher)", _SAVED),
@@ -138,46 +139,46 @@ PATCHES = (
         "lightning.pytorch.LightningModule",
         "on_train_epoch_end",
         "(self)",
-        "may fail once, where a run goes on at the end of an epoch whose batches another process has seen",
+        "may fail once if a run resumes at the end of an epoch whose batches another process has read",
     ),
     Patch(_CONNECTOR, "epoch_end_reached", "(self)", _LOGGED),
     Patch(_CONNECTOR, "on_epoch_end", "(self)", _LOGGED),
-    Patch(_CONNECTOR, "on_batch_end", "(self)", "what a rank logs of a sample that another evaluates is undone then"),
+    Patch(_CONNECTOR, "on_batch_end", "(self)", "discards what a rank logs for a sample that another rank evaluates"),
     Patch(_CONNECTOR, "update_train_step_metrics", "(self)", _LOGGED_BY_STEP),
     Patch(_CONNECTOR, "update_eval_step_metrics", "(self, step)", _LOGGED_BY_STEP),
     Patch(
         "torch.autograd",
         "_engine_run_backward",
         "(t_outputs, *args, **kwargs)",
-        "within a step under FSDP: a gradient that is differentiated itself is refused; put back after the step",
+        "refuses second derivatives in a step under FSDP; restored after the step",
         for_process=True,
     ),
     Patch(
         "lightning.pytorch.callbacks.WeightAveraging",
         "__class__",
         "type",
-        "the engine's methods before its own: it averages what a rank keeps, and not a copy of the module",
+        "adds the engine's methods: it averages the rank's shards instead of a copy of the module",
     ),
     Patch(
         "lightning.pytorch.callbacks.BaseFinetuning",
         "setup",
         "(self, trainer, pl_module, stage)",
-        "freezes layers under DeepSpeed as well: Lightning's refuses that",
+        "also freezes layers under DeepSpeed, which Lightning's refuses",
         for_process=True,
     ),
     Patch(
         "lightning.pytorch.callbacks.BaseFinetuning",
         "on_train_epoch_start",
         "(self, trainer, pl_module)",
-        "adds to groups of parameters, where DeepSpeed has put flat ones in their place",
+        "adds to the original parameter groups, which DeepSpeed has replaced by flat ones",
         for_process=True,
     ),
     Patch(
         "lightning.pytorch.callbacks.BaseFinetuning",
         "filter_on_optimizer",
         "(optimizer, params)",
-        "looks for the parameters themselves: Lightning's compares values, which leaves out a layer that begins as "
-        "another, and fails where some are sharded and others whole",
+        "compares parameters by identity: Lightning's compares values, which omits a layer initialized like another, "
+        "and fails if some parameters are sharded and others are not",
         for_process=True,
     ),
     Patch(
@@ -205,27 +206,27 @@ PATCHES = (
         "lightning.pytorch.LightningModule",
         "configure_model",
         "(self)",
-        "the model's size is told after it is built and before it is sharded: no callback runs in between; and a model "
-        "that is planned is built before",
+        "logs the model's size after it is built and before it is sharded, when no callback runs; a planned model is "
+        "built earlier",
     ),
     Patch(
         "lightning.pytorch.LightningModule",
         "training_step",
         "(self, *args, **kwargs)",
-        "it is compiled as a whole: compiled by its call, the module would be wherever a strategy steps through that; "
-        "and left out of a plan where it needs values",
+        "is compiled itself: a compiled __call__ would take effect only where a strategy calls the module; a plan "
+        "omits it if it needs tensor values",
     ),
     Patch(
         "lightning.pytorch.LightningModule",
         "_device_mesh",
         "DeviceMesh | None",
-        "the mesh of up to three dimensions: ModelParallelStrategy makes one of two and sets that",
+        "the mesh with up to three dimensions: ModelParallelStrategy sets one with two",
     ),
     Patch(
         "lightning.pytorch.utilities.rank_zero_only",
         "rank",
         "int",
-        "this process has its own rank again once it has simulated another's steps, whose strategy sets that",
+        "restores this process's rank after it has simulated a step of another rank, whose strategy sets it",
         for_process=True,
     ),
     Patch(
@@ -235,7 +236,7 @@ PATCHES = (
         "torch.UntypedStorage",
         "resize_",
         "method_descriptor",
-        "the ledger of a plan sees what FSDP frees and takes again: no operator is called for it",
+        "lets the ledger of a plan see what FSDP frees and allocates again, which calls no operator",
         for_process=True,
     ),
     *(
@@ -250,44 +251,44 @@ PATCHES = (
         "torch.utils.data._utils.worker",
         "_worker_info",
         "WorkerInfo | None",
-        "hidden while a worker reads a stream: a dataset that splits itself by workers then yields all of it",
+        "hidden while a worker reads a stream: a dataset that splits itself over workers then yields all samples",
         for_process=True,
     ),
     Patch(
         "torch.nn.Module",
         "forward",
         "(self, *input)",
-        "activations are computed again, inside of the hooks that gather the unit; torch's wrapper renames parameters",
+        "recomputes activations inside the hooks that gather the unit; torch's wrapper renames parameters",
     ),
     Patch(
         "torch.distributed.tensor.DTensor",
         "data",
         "getset_descriptor",
-        "parameter.data = … writes to the shard: torch takes the assignment, and the shard stays as it was",
+        "parameter.data = … writes to the shard: torch accepts the assignment, but leaves the shard unchanged",
         for_process=True,
     ),
     Patch(
         "torch._dynamo.config",
         "optimize_ddp",
         "bool",
-        "units that are compiled stay whole, though DDP's buckets end within them: each has its own backward pass, "
-        "after which gradients are sent",
+        "compiled units are not split where DDP's buckets end: each has a separate backward pass, after which "
+        "gradients are sent",
         for_process=True,
     ),
     Patch(
         "torch._dynamo.eval_frame.OptimizedModule",
         "_opt_mod_attributes",
         "set",
-        "a compiled module has parameters of its own, not those of the one inside (ZeRO stage 3)",
+        "a compiled module has a separate mapping of parameters, not the inner module's (ZeRO stage 3)",
         for_process=True,
     ),
     Patch(
         "torchmetrics.Metric",
         "process_group",
         "ProcessGroup | None",
-        "devices that hold a layer together have seen the same samples, and count once",
+        "devices that share a layer have read the same samples, and count once",
     ),
-    Patch("torchmetrics.Metric", "_update_count", "int", "a metric that is restored has been updated"),
+    Patch("torchmetrics.Metric", "_update_count", "int", "marks a restored metric as updated"),
     *(
         Patch("deepspeed.runtime.zero.utils", name, expected, _AGREED, for_process=True)
         for name, expected in (
@@ -307,28 +308,28 @@ PATCHES = (
         "deepspeed.DeepSpeedEngine",
         "_broadcast_model",
         "(self)",
-        "does nothing; it is done by then, and fails for a parameter that is a scalar",
+        "does nothing: weights are already broadcast, and the method fails for scalar parameters",
         for_process=True,
     ),
     Patch(
         "deepspeed.DeepSpeedEngine",
         "optimizer",
         "ZeROOptimizer",
-        "taken out of an engine that another one follows: what is left of it releases the optimizer once more when it "
-        "is collected, and with it the parameters that the other steps",
+        "removed from an engine that is replaced: when garbage-collected, the old engine would release the optimizer "
+        "again, with the parameters that the new engine steps",
     ),
     Patch(
         "deepspeed.DeepSpeedEngine",
         "global_steps",
         "int",
-        "steps go on from a portable checkpoint: DeepSpeed sets them only from one of its own",
+        "continues the step count of a portable checkpoint: DeepSpeed sets it only from its own checkpoints",
     ),
     *(
         Patch(
             f"deepspeed.runtime.zero.{optimizer}",
             "step",
             expected,
-            "steps by the engine where a module that optimizes by hand calls it: it reduces no gradients itself",
+            "steps the engine if a module under manual optimization calls it: DeepSpeed's method reduces no gradients",
         )
         for optimizer, expected in (
             ("stage_1_and_2.DeepSpeedZeroOptimizer", "(self, closure)"),
@@ -339,13 +340,13 @@ PATCHES = (
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
         "_hp_optimizer_states_linked",
         "bool",
-        "states that were loaded take the place of those that parameters were linked to",
+        "loaded states replace those that parameters were linked to",
     ),
     Patch(
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
         "loss_scaler",
         "LossScalerBase",
-        "the loss scale goes on from a checkpoint: DeepSpeed sets it only from one of its own",
+        "continues the loss scale of a checkpoint: DeepSpeed sets it only from its own checkpoints",
     ),
     Patch("deepspeed.runtime.base_optimizer.ZeROOptimizer", "external_loss_scale", "float | None", _ITEMS),
     Patch("deepspeed.runtime.base_optimizer.ZeROOptimizer", "custom_loss_scaler", "bool", _ITEMS),
@@ -415,7 +416,7 @@ def _patch_of(target: Any, name: str) -> Patch:
         try:
             owner = resolve_name(patch.owner)
         except (AttributeError, ImportError) as error:
-            raise ChangedDependency(_complaint(patch, f"is gone ({error})")) from error
+            raise ChangedDependency(_complaint(patch, f"is missing ({error})")) from error
         if target is owner if patch.for_process else isinstance(target, owner):
             return patch
     raise LookupError(f"{name} of {target!r} is not in lightswitch.patches.PATCHES; add it there")
@@ -450,7 +451,7 @@ def _parameters(function: Any) -> str:
 
 def _described(found: Any) -> str:
     if found is _MISSING:
-        return "not there"
+        return "missing"
     return _parameters(found) if inspect.isfunction(found) else f"a {type(found).__name__}"
 
 
@@ -458,8 +459,8 @@ def _complaint(patch: Patch, found: str) -> str:
     version = versions.of([patch.package]).get(patch.package, "of an unknown version")
     supported = f"{patch.package}{SUPPORTED[patch.package]}"
     return (
-        f"{patch.owner}.{patch.name} of {patch.package} {version} {found}, where lightswitch expects "
-        f"{patch.expected} and replaces it; type pip install '{supported}'"
+        f"{patch.owner}.{patch.name} of {patch.package} {version} {found}, but lightswitch replaces it and expects "
+        f"{patch.expected}; type pip install '{supported}'"
     )
 
 

@@ -174,7 +174,7 @@ class Process:
             while not self.is_watched.wait(1):
                 if os.getppid() != parent:
                     if os.environ["LOCAL_RANK"] == "1":  # one line for all ranks
-                        line = f"rank 0 failed: process {parent} was killed before it trained"
+                        line = f"rank 0 failed: process {parent} was killed before training began"
                         print(line, file=sys.stderr, flush=True)
                     self.leave_now(ExitCode.FAILED)
 

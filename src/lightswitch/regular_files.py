@@ -114,7 +114,7 @@ def read_text(path: Path, errors: str = "strict", most_bytes: int = _MOST_BYTES)
     with check(path).open("rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise ValueError(f"{path.name} is larger than {most_bytes >> 10} KiB, the most that is read of such a file")
+        raise ValueError(f"{path.name} is larger than {most_bytes >> 10} KiB, the limit for such a file")
     return content.decode(errors=errors)
 
 
@@ -153,7 +153,7 @@ def read_yaml(path: Path, resolve: bool = False) -> Any:
     try:
         for token in yaml.scan(text, _Scanner):
             if isinstance(token, yaml.AliasToken):
-                raise ValueError("it has YAML aliases, and no run writes any")
+                raise ValueError("it has YAML aliases, which runs never write")
             if isinstance(token, yaml.ScalarToken) and token.value.count("${") > _MOST_INTERPOLATIONS:
                 raise ValueError(f"a value has more than {_MOST_INTERPOLATIONS} interpolations")
         return _shallow(OmegaConf.to_container(OmegaConf.create(text), resolve=resolve))
@@ -221,7 +221,9 @@ def _children(node: Any) -> Iterator[Any]:
 
 
 def _check_own(path: Path, found: os.stat_result) -> None:
-    _checked(path, found, "a file of the run's own", "a file with another name elsewhere" if found.st_nlink > 1 else "")
+    _checked(
+        path, found, "a regular file with one hard link", "a file with several hard links" if found.st_nlink > 1 else ""
+    )
 
 
 def _checked(path: Path, found: os.stat_result, expected: str, other: str = "") -> Path:
@@ -259,7 +261,7 @@ def remove_tree(path: Path) -> None:
         OSError: some of it could not be removed.
     """
     if reason := _why_not(path):
-        raise Refused(f"{path} is not removed: {reason}; if it is to go, remove it by hand")
+        raise Refused(f"{path} was not removed: {reason}; to delete it, remove it manually")
     for child in path.iterdir():
         if child.is_dir() and not child.is_symlink():
             shutil.rmtree(child)
@@ -276,11 +278,11 @@ def is_own_tree(path: Path) -> bool:
 def _why_not(path: Path) -> str | None:
     for kept, name in ((Path.cwd(), "the working directory"), (Path("~").expanduser(), "the home directory")):
         if path.resolve() in (kept.resolve(), *kept.resolve().parents):
-            return f"it is {name}, or holds it"
+            return f"it is {name}, or contains it"
     if path.is_symlink():
         return "it is a link"
     if not path.is_dir():
-        return "it is no directory"
+        return "it is not a directory"
     if not any(path.iterdir()):  # a process was killed before it set the mark, or after it removed it
         return None
-    return None if (path / MARK).is_file() else f"it holds no {MARK}, so lightswitch has not made it"
+    return None if (path / MARK).is_file() else f"it has no {MARK}, so lightswitch did not create it"

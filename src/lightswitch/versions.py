@@ -39,7 +39,7 @@ def unmet(requirements: Iterable[str]) -> list[str]:
     for one in (one for one in map(Requirement, requirements) if one.marker is None):
         with contextlib.suppress(PackageNotFoundError):  # an extra
             if not one.specifier.contains(there := version(one.name), prereleases=True):
-                found.append(f"{one.name} {there}, and this engine is for {one}")
+                found.append(f"{one.name} {there}, expected {one}")
     return found
 
 

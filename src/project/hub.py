@@ -38,7 +38,7 @@ def folder_of(name: str, key: str, download: bool = False, asking: str = "model.
     try:
         return Path(snapshot_download(name, local_files_only=not download, allow_patterns=_FILES))
     except (OSError, ValueError) as error:  # not in the cache, offline, or not a repository's name
-        tried = f"it could not be downloaded ({str(error).splitlines()[0]})" if download else "nothing is downloaded"
+        tried = f"it could not be downloaded ({str(error).splitlines()[0]})" if download else "downloads are off"
         raise FileNotFoundError(
             f"{key}={name}: there is no such folder, {constants.HF_HUB_CACHE} has no model of that name, and {tried}; "
             f"name a folder{'' if download else f', or type {asking}'}"
@@ -59,7 +59,7 @@ def check_weights(folder: Path) -> None:
                 pass
     except FileNotFoundError as error:
         raise ValueError(
-            f"model.pretrained: {folder} has no {file}; expected what save_pretrained writes, and no pickles"
+            f"model.pretrained: {folder} has no {file}; expected safetensors of save_pretrained, no pickles"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise ValueError(f"model.pretrained: {folder} has weights that can't be read: {error}") from error
@@ -72,4 +72,4 @@ def read_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer: {folder} has none that can be read; {str(error).splitlines()[0]}") from error
+        raise ValueError(f"tokenizer: {folder} has no readable tokenizer; {str(error).splitlines()[0]}") from error

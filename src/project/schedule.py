@@ -27,7 +27,9 @@ class WarmupDecay:
         final_fraction: float = 0.1,
     ) -> None:
         if total_steps < 1 and total_steps != -1:
-            raise ValueError(f"scheduler.total_steps is {total_steps}; expected at least 1, or -1 for the run's")
+            raise ValueError(
+                f"scheduler.total_steps is {total_steps}; expected at least 1, or -1 for the steps of the run"
+            )
         if not 0 <= warmup_fraction < 1:
             raise ValueError(f"scheduler.warmup_fraction is {warmup_fraction}; expected at least 0, less than 1")
         if not 0 <= final_fraction < math.inf:
@@ -43,7 +45,7 @@ class WarmupDecay:
         """Return the same schedule over `run_steps` steps. Raises ValueError if the run's last step is not known."""
         if not 0 < run_steps < math.inf:
             raise ValueError(
-                "the rate falls towards the run's last step, which is not known; set trainer.max_steps=1000 (or "
+                "the rate decays until the run's last step, which is not known; set trainer.max_steps=1000 (or "
                 "another number), scheduler.total_steps=1000, or scheduler=constant"
             )
         return WarmupDecay(int(run_steps), self.decay, self.warmup_fraction, self.final_fraction)

@@ -88,9 +88,7 @@ def test_its_precision_is_refused_by_deepspeed_before_anything_starts(fork: Path
     refused = train(
         *_overrides(fork, "strategy=deepspeed_stage_2", "precision=bf16-training"), folder=fork, check=False
     )
-    told = (
-        "precision BF16Training is a plugin, and DeepSpeed casts by its own config; use strategy=ddp or strategy=fsdp"
-    )
+    told = "precision BF16Training is a plugin, but DeepSpeed casts by its config; use strategy=ddp or strategy=fsdp"
     assert refused.err.strip() == f"error: {told}"
 
 

@@ -38,7 +38,7 @@ def test_nothing_fails_or_diverges() -> None:
 def _refused_by_place(strategy: str, nodes: int, devices: int) -> set[str]:
     """At any precision."""
     if strategy == "single" and nodes * devices > 1:
-        return {f"strategy=single is one device, and {nodes} × {devices} are asked for; use strategy=ddp"}
+        return {f"strategy=single uses one device, but {nodes} × {devices} are requested; use strategy=ddp"}
     if strategy in ("ddp_fork", "ddp_spawn") and nodes > 1:
         return {f"strategy {strategy} starts processes on one node, and trainer.num_nodes={nodes}; use strategy=ddp"}
     if strategy == "fsdp_hybrid" and devices < 2:

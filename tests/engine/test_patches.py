@@ -251,8 +251,8 @@ def test_a_name_that_is_gone_is_refused() -> None:
         patches.replace(trainer, "val_check_batch", 1)
     (line,) = refused.value.problems
     assert re.fullmatch(
-        r"lightning\.pytorch\.Trainer\.val_check_batch of lightning \d\S+ is .*, where lightswitch expects int "
-        r"\| float \| None and replaces it; type pip install 'lightning>=\S+'",
+        r"lightning\.pytorch\.Trainer\.val_check_batch of lightning \d\S+ is .*, but lightswitch replaces it and "
+        r"expects int \| float \| None; type pip install 'lightning>=\S+'",
         line,
     )
 
@@ -260,14 +260,16 @@ def test_a_name_that_is_gone_is_refused() -> None:
 def test_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LightningModule, "log", lambda self, name, value: None)
     model = LightningModule()
-    with pytest.raises(ChangedDependency, match=r"is \(self, name, value\), where lightswitch expects \(self, name, v"):
+    with pytest.raises(
+        ChangedDependency, match=r"is \(self, name, value\), but lightswitch replaces it and expects \(s"
+    ):
         patches.replace(model, "log", print)
     assert "log" not in vars(model)
 
 
 def test_a_class_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torchmetrics.Metric")
-    with pytest.raises(ChangedDependency, match=r"torchmetrics\.Metric\.process_group of torchmetrics \S+ is gone"):
+    with pytest.raises(ChangedDependency, match=r"torchmetrics\.Metric\.process_group of torchmetrics \S+ is missing"):
         patches.replace(object(), "process_group", None)
 
 

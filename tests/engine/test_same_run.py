@@ -68,8 +68,8 @@ def test_epochs_are_shuffled_differently(alone: Finished) -> None:
 def test_a_loader_that_cannot_be_remade_runs_as_it_is_and_the_run_says_so(train: Train) -> None:
     run = train(*RUN, "data._target_=tests.engine.plain.OwnBatchesData", "strategy=ddp_fork", "trainer.devices=2")
     assert (
-        "a data loader runs as it is, because it has a batch sampler of its own, OwnBatches: batch size and order are "
-        "its own, and a resumed run starts its epoch anew; every rank reads the same samples"
+        "this data loader is left unchanged because it has a custom batch sampler, OwnBatches: it sets its own batch "
+        "size and order, and a resumed run restarts its epoch; every rank reads the same samples"
     ) in run.out
     assert _samples_of_steps(run.run_dir)[0, 0] == tuple(sorted([*range(10), *range(10)]))
 

@@ -9,7 +9,7 @@ def test_two_processes_are_measured_and_told_of_once() -> None:
     asked = asked_of("-m", "torch.distributed.run", "--nproc-per-node=2", *DOCTOR)
     assert asked.returncode == 0, asked.stdout + asked.stderr
     assert asked.stdout.count("gloo, 16 MiB: ") == 1
-    assert asked.stdout.startswith("processes   2, which meet at ")
+    assert asked.stdout.startswith("processes   2, rendezvous at ")
 
 
 def test_a_rank_that_does_not_come_is_a_problem(port: str) -> None:

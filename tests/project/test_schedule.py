@@ -46,7 +46,7 @@ def test_one_step_is_enough_for_a_schedule():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"total_steps": 0}, r"total_steps is 0; expected at least 1, or -1 for the run's"),
+        ({"total_steps": 0}, r"total_steps is 0; expected at least 1, or -1 for the steps of the run"),
         ({"total_steps": 9, "final_fraction": float("nan")}, r"final_fraction is nan; expected a number, at least 0"),
         ({"total_steps": 9, "warmup_fraction": 1.5}, r"warmup_fraction is 1\.5; expected at least 0"),
         ({"total_steps": 9, "decay": "sine"}, r"decay is 'sine'; use cosine or linear"),

@@ -42,9 +42,9 @@ def check_optimizers(optimizers: Iterable[Optimizer], plan: BatchPlan) -> None:
     for optimizer in optimizers:
         if plan.accumulation > 1 and goes_by_loss(optimizer):
             raise Refused(
-                f"{type(optimizer).__name__} evaluates the loss several times a step, which of several micro batches "
-                "would be that of the last one alone; leave micro_batch_size out, or type "
-                f"global_batch_size={plan.micro_batch * plan.replicas} for steps of one"
+                f"{type(optimizer).__name__} evaluates the loss several times a step; with several micro batches, only "
+                "the last one's loss would be evaluated; leave micro_batch_size out, or type "
+                f"global_batch_size={plan.micro_batch * plan.replicas} for steps of one micro batch"
             )
 
 
@@ -106,7 +106,7 @@ class CountedSamples:
                 callback.count(samples)
         if trainer.global_rank == 0:
             cut = replace(self._plan, global_batch=samples, micro_batch=micro)
-            log.info("batch      %s, as the data loader makes them", cut)
+            log.info("batch      %s, as the data loader forms them", cut)
 
 
 KEY = "items"
@@ -174,9 +174,12 @@ def _number(given: Any, trainer: Trainer) -> Tensor:
     is_scalar = given.numel() == 1 if isinstance(given, Tensor) else isinstance(given, int | float) and given > 0
     if not is_scalar:
         told = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
-        raise Refused(f'training_step has returned {told} as "{KEY}"; return the number of items of its loss, above 0')
+        raise Refused(
+            f'training_step has returned {told} as "{KEY}"; return the number of items that its loss is a mean '
+            "over, above 0"
+        )
     if not trainer.lightning_module.automatic_optimization:
-        raise Refused(f'training_step optimizes by hand, and weights its losses itself; leave "{KEY}" out')
+        raise Refused(f'training_step uses manual optimization, and weights its losses itself; leave "{KEY}" out')
     return torch.as_tensor(given, dtype=torch.float32, device=trainer.strategy.root_device).detach().reshape(())
 
 

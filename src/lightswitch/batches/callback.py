@@ -139,8 +139,8 @@ class GlobalBatch(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if not loss.requires_grad:
             raise Refused(
-                f"the loss of step {trainer.global_step} depends on nothing that is trained: parameters are frozen, or "
-                "it is detached; return a loss with a gradient from training_step"
+                f"the loss of step {trainer.global_step} depends on no trainable parameter: all are frozen, or the "
+                "loss is detached; return a loss with a gradient from training_step"
             )
         self._items.count(trainer, self._share_of_samples > 0)
         weight = self._weight()
@@ -240,7 +240,7 @@ class GlobalBatch(Callback):
             if position is not None:  # metrics are logged at the step of the weights that are evaluated
                 set_logged_steps(trainer.fit_loop.epoch_loop, _logged_steps(trainer, position))
             return
-        assert position is not None, "a run goes on from no other checkpoint"
+        assert position is not None, "a run resumes only from a checkpoint with a position"
         self._resumed = position
         self._loaders.start_at(position.next_batch, checkpoint.get(STREAMS, []))
         if (fetcher := trainer.fit_loop._data_fetcher) is not None:  # the module has requested the number of steps
@@ -272,8 +272,8 @@ def _check_replicas(trainer: Trainer, plan: BatchPlan) -> None:
     found = int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
     if found != plan.replicas:
         raise Refused(
-            f"the global batch is cut for {plan.replicas} devices, and {type(trainer.strategy).__name__} has {found} "
-            "that read different samples; give trainer.devices and trainer.num_nodes as numbers"
+            f"the global batch is split for {plan.replicas} devices, but {type(trainer.strategy).__name__} has {found} "
+            "that read different samples; set trainer.devices and trainer.num_nodes to numbers"
         )
 
 

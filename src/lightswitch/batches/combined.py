@@ -116,15 +116,15 @@ class Combined:
         """
         if self.mode() == "sequential":
             raise Refused(
-                "the training loaders are a CombinedLoader with mode=sequential, which no Trainer fits on; "
+                "the training loaders are a CombinedLoader with mode=sequential, which the Trainer can't fit on; "
                 "use min_size, max_size_cycle or max_size"
             )
         if self.is_single:
             return
         if not self.is_sized and self.mode() == CYCLE:
             raise Refused(
-                "a training stream, one of several loaders, has no len(), so it is unknown which one ends last; give "
-                "its dataset a __len__, or use a CombinedLoader with mode=min_size or max_size"
+                "a training stream, one of several loaders, has no len(), so it is unknown which loader ends last; "
+                "give its dataset a __len__, or use a CombinedLoader with mode=min_size or max_size"
             )
         for slices in self.slices:
             if not slices.is_even:
@@ -136,7 +136,7 @@ def _uneven(slices: Slices) -> str:
     if not plan.is_even:
         return (
             f"global_batch_size {plan.global_batch} does not divide over {plan.replicas} devices × accumulation "
-            f"{plan.accumulation}, as it has to for several training loaders; use global_batch_size="
+            f"{plan.accumulation}, as several training loaders require; use global_batch_size="
             f"{plan.micro_batch * plan.slices}"
         )
     which = "stream, one of several loaders, may end with a batch that"
@@ -145,7 +145,7 @@ def _uneven(slices: Slices) -> str:
         which = f"loader of {slices.samples} samples, one of several, ends with a batch of {last}, which"
     return (
         f"a training {which} does not "
-        f"divide over {plan.replicas} devices × accumulation {plan.accumulation}; give that loader drop_last=True"
+        f"divide over {plan.replicas} devices × accumulation {plan.accumulation}; set drop_last=True in that loader"
     )
 
 

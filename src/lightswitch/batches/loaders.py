@@ -91,8 +91,8 @@ class SharedLoaders:
         if not is_stream(loader):
             return None
         if getattr(loader.dataset, "_distributed", None) is not None:  # Hugging Face's split_dataset_by_node
-            return "its dataset splits itself by ranks"
-        return None if self._shares_streams else "its dataset splits itself by ranks (data.sharded_by=dataset)"
+            return "its dataset splits itself by rank"
+        return None if self._shares_streams else "its dataset splits itself by rank (data.sharded_by=dataset)"
 
     def _made_anew(self, trainer: Trainer, loader: DataLoader[Any], is_training: bool) -> DataLoader[Any]:
         plan, rank, gather = self._plan, data_rank(trainer), functools.partial(_gather, trainer)
@@ -108,7 +108,7 @@ class SharedLoaders:
         self._check_length(trainer)
         if trainer.global_rank == 0 and (readers := plan.replicas * max(1, loader.num_workers)) > 1:
             log.info(
-                "stream     %d readers, %d for each device, read all of it, and keep a part each",
+                "stream     %d readers, %d for each device: each reads the whole stream and uses only its share",
                 readers, max(1, loader.num_workers),
             )  # fmt: skip
         return shared
@@ -116,8 +116,8 @@ class SharedLoaders:
     def _check_length(self, trainer: Trainer) -> None:
         if not self.training.is_sized and trainer.max_steps == -1 and not trainer.optimizers:
             raise Refused(
-                "the module asks how long the run is, for a schedule, and the training stream has no len(): "
-                "trainer.max_epochs does not bound its steps; type trainer.max_steps=N, or give the dataset a __len__"
+                "a schedule of the module needs the number of steps, but the training stream has no len(), so "
+                "trainer.max_epochs does not limit the steps; type trainer.max_steps=N, or give the dataset a __len__"
             )
 
     def _start_streams(self) -> None:
@@ -160,19 +160,19 @@ def _mode(trainer: Trainer) -> str:
 def _say_what_does_not_hold(trainer: Trainer, reason: str, training: bool, splits: bool) -> None:
     if splits:
         lost = (
-            "which samples a step takes follows it and the number of devices, a resumed run starts its epoch anew, and "
-            "ranks must end at the same batch; weights and checkpoints are as always"
+            "the samples of a step depend on the dataset and the number of devices, a resumed run restarts its epoch, "
+            "and all ranks must end at the same batch; weights and checkpoints are not affected"
             if training
-            else "what each rank evaluates follows it"
+            else "the samples that each rank evaluates depend on the dataset"
         )
     elif training:
-        lost = "batch size and order are its own, and a resumed run starts its epoch anew"
-        shared = "; every rank reads the same samples unless it splits them itself" if trainer.world_size > 1 else ""
+        lost = "it sets its own batch size and order, and a resumed run restarts its epoch"
+        shared = "; every rank reads the same samples unless the loader splits them" if trainer.world_size > 1 else ""
         lost += shared
     else:
         lost = "samples may be counted twice" if trainer.world_size > 1 else ""
     if lost and trainer.global_rank == 0:
-        log.warning("a data loader runs as it is, because %s: %s", reason, lost)
+        log.warning("this data loader is left unchanged because %s: %s", reason, lost)
 
 
 def obstacle(loader: object) -> str | None:
@@ -180,11 +180,11 @@ def obstacle(loader: object) -> str | None:
     if not isinstance(loader, DataLoader):
         return f"it is a {type(loader).__name__}, not a torch DataLoader"
     if loader.batch_sampler is None:
-        return "it has batch_size=None, so that its dataset makes the batches"
+        return "it has batch_size=None, so its dataset makes the batches"
     if is_stream(loader):
         return None
     if not _is_plain(kind := type(unwrapped(loader.batch_sampler))):
-        return f"it has a batch sampler of its own, {kind.__name__}"
+        return f"it has a custom batch sampler, {kind.__name__}"
     return None
 
 

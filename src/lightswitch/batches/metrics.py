@@ -388,8 +388,8 @@ def _lenient(trainer: Trainer, end: Callable[[], None]) -> Callable[[], None]:
             if progress.total.ready != begun_before:  # the module has seen batches of the epoch
                 raise
             log.warning(
-                "epoch %d was cut off before its end: on_train_epoch_end fails without what it had gathered (%s: %s); "
-                "the run goes on without it", epoch, type(error).__name__, error,
+                "epoch %d was interrupted before its end: on_train_epoch_end fails without the data that the module "
+                "had collected (%s: %s); the run continues without it", epoch, type(error).__name__, error,
             )  # fmt: skip
 
     return attempt

@@ -71,7 +71,7 @@ class TrainingSlices(Sampler[Any]):
 
     def __len__(self) -> int:
         if not self.combined.is_sized:  # Lightning then prefetches a batch, to find the epoch's last one
-            raise TypeError("the length of an epoch is unknown: it ends with a stream")
+            raise TypeError("the length of an epoch is unknown, because it ends when a stream ends")
         return self.steps * self.plan.accumulation
 
     @property
@@ -276,8 +276,8 @@ def _drawn(sampler: Any, samples: int, seed: int, epoch: int) -> list[Any]:
         order = list(sampler)
     if len(order) != samples:
         raise Refused(
-            f"the sampler {type(sampler).__name__} draws {len(order)} samples, and its len() is {samples}; let its "
-            "__len__ return the number that it draws"
+            f"the sampler {type(sampler).__name__} draws {len(order)} samples, but its len() is {samples}; correct "
+            "its __len__"
         )
     return order
 

@@ -45,8 +45,8 @@ class BatchPlan:
         """
         if global_batch < 1 or (micro_batch is not None and micro_batch < 1):
             raise BatchError(
-                f"global_batch_size {global_batch} and micro_batch_size {micro_batch}: both count samples, "
-                "so they are at least 1"
+                f"global_batch_size {global_batch} and micro_batch_size {micro_batch}: both are numbers "
+                "of samples, and must be at least 1"
             )
         most = micro_batch or -(-global_batch // replicas)
         accumulation = -(-global_batch // (replicas * most))

@@ -200,8 +200,9 @@ class BatchesAlone:
     def _batch(self, batch: Any) -> Any:
         if isinstance(batch, Cut):
             raise Refused(
-                f"a stream's data loader, {type(self).__name__}, has an __iter__ that does not call torch's by "
-                "super().__iter__(); use torch's DataLoader, or data.sharded_by=dataset to run it as it is"
+                f"the data loader of a stream, {type(self).__name__}, has an __iter__ that does not call "
+                "super().__iter__(); use torch's DataLoader, or type data.sharded_by=dataset to leave the loader "
+                "unchanged"
             )
         return batch
 
@@ -259,8 +260,8 @@ class Received:
             self._tell_skipped(*cut.skipped)
         if isinstance(cut.state, Unkept):
             self._tell(
-                f"the stream's state holds a {cut.state.kind}, which a checkpoint can't keep: a resumed run reads the "
-                "stream up to its place"
+                f"the stream's state contains a {cut.state.kind}, which a checkpoint can't store: a resumed run reads "
+                "the stream again up to its position"
             )
             cut = cut._replace(state=None)
         elif cut.samples < self._slices.plan.replicas and isinstance(self._slices, StreamRounds):
@@ -288,15 +289,15 @@ class Received:
             return
         if len(set(others)) > 1:
             raise Refused(
-                f"{which} different samples of a stream that they are to share: if its dataset splits itself, type "
-                "data.sharded_by=dataset; else let it draw from the generators of torch, NumPy and Python, or from "
-                "one that set_epoch seeds"
+                f"{which} different samples of a stream that they should share: if its dataset splits itself, type "
+                "data.sharded_by=dataset; otherwise, let it draw from the global generators of torch, NumPy and "
+                "Python, or from one that set_epoch seeds"
             )
 
     def _tell_skipped(self, samples: int, seconds: float) -> None:
         self._tell(
-            f"skipped    {samples:,} samples of a stream in {seconds:.1f} s, to go on where the run stood; a "
-            "dataset with state_dict and load_state_dict goes on at once"
+            f"skipped    {samples:,} samples of a stream in {seconds:.1f} s, to resume at the same sample; a "
+            "dataset with state_dict and load_state_dict resumes at once"
         )
 
     @rank_zero_only
@@ -410,9 +411,9 @@ class StreamSlices(TrainingSlices):
             return
         if self._begins.get(of_pass, digest) != digest and self.rank == 0:
             log.warning(
-                "a stream does not begin as it did before, so that the run does not go on at its sample: its data have "
-                "changed, or its order is drawn anew by each process; let it draw from the generators of torch, NumPy "
-                "and Python, or from one that set_epoch seeds"
+                "the stream starts with different samples than before, so the run can't resume at the same sample: its "
+                "data have changed, or each process shuffles it in another order; let it draw from the global "
+                "generators of torch, NumPy and Python, or from one that set_epoch seeds"
             )
         self._begins = {of_pass: digest}
 
@@ -432,7 +433,7 @@ class StreamSlices(TrainingSlices):
             raise Refused("the training stream has no samples")
         if self._is_sized and self.rank == 0:
             log.warning(
-                "a training stream has ended after %d samples, and its len() is %d: correct its dataset's __len__",
+                "a training stream has ended after %d samples, but its len() is %d: correct its dataset's __len__",
                 self.epoch_samples if self._short else steps * self.plan.global_batch, self.samples,
             )  # fmt: skip
 

@@ -63,23 +63,23 @@ class Cause:
 REMEDIES = {
     "batch norm": "type trainer.sync_batchnorm=true on GPUs, use a norm over a sample's own features (GroupNorm, "
     "LayerNorm), or give the same micro_batch_size everywhere",
-    "loss that is no mean over samples": 'return {"loss": loss, "items": n} where the loss is a mean over n items, as '
-    "tokens; a sum, or a loss divided by the batch, becomes a mean over samples",
-    "loss over the local batch": "gather what the loss compares over all devices (self.all_gather, sync_grads=True), "
-    "or give the same micro_batch_size everywhere",
-    "noise by rank": "draw it in the dataset, where each sample has a seed of its own, or set dropout and other noise "
-    "to 0 and check again: devices draw other numbers than one process, which changes no promise but this equality",
+    "loss that is no mean over samples": 'return {"loss": loss, "items": n} where the loss is a mean over n items, '
+    "such as tokens; replace a sum, or a loss divided by the batch size, by a mean over samples",
+    "loss over the local batch": "gather the tensors that the loss compares from all devices (self.all_gather, "
+    "sync_grads=True), or give the same micro_batch_size everywhere",
+    "noise by rank": "draw it in the dataset, where each sample has its own seed, or set dropout and other noise to 0 "
+    "and check again: several devices draw different numbers than one process, which affects only this comparison",
     "weights written outside of the optimizer": "write to parameters in place (mul_, lerp_, copy_) in a hook, from "
     "values that are the same on all devices (self.all_gather), keep averages in parameters that are frozen, or use "
     "strategy=ddp",
-    "buffers that ranks change each for itself": "gather what goes into the buffer over all devices first "
-    "(self.all_gather), so that each device writes the same",
-    "generator that nobody seeds": "draw from the generator of torch, NumPy or Python, which each step seeds, or give "
-    "yours a seed made of self.trainer.global_step",
+    "buffers that ranks change each for itself": "gather the values from all devices before they are written to the "
+    "buffer (self.all_gather), so that each device writes the same values",
+    "generator that nobody seeds": "draw from the global generators of torch, NumPy and Python, which are seeded at "
+    "each step, or seed yours from self.trainer.global_step",
     "state in Python objects": "keep it in a persistent buffer (register_buffer), or write it in on_save_checkpoint "
     "and read it in on_load_checkpoint",
-    "optimizer stepped past Lightning": "step what self.optimizers() returns, so that steps are counted: limits, "
-    "schedules and checkpoints follow the count",
+    "optimizer stepped past Lightning": "call step() of what self.optimizers() returns, so that steps are counted: "
+    "limits, schedules and checkpoints depend on the count",
     "operation that the strategy can't do": "use strategy=ddp, or rewrite the line that the traceback names",
 }
 UNKNOWN = "unknown"
@@ -108,7 +108,7 @@ def of_one(one: Measured, comparison: Comparison) -> Iterator[Cause]:
     if counted and max(counted) == 0 and moved is not None:
         yield _cause(
             "optimizer stepped past Lightning",
-            f"{moved.name} was trained for {max(whole)} steps, of which the Trainer has counted none, and so nothing "
+            f"{moved.name} was trained for {max(whole)} steps, but the Trainer counted none of them, so nothing "
             "was saved",
         )
         return
@@ -125,9 +125,9 @@ def of_one(one: Measured, comparison: Comparison) -> Iterator[Cause]:
     begun = min(resumed)
     _, at_start = comparison.again({begun: resumed[begun]}, whole)
     if at_start.first is None:
-        told = f"all tensors are restored at step {begun}, and {again.name} differs after step {again.step}"
+        told = f"all tensors are restored at step {begun}, but {again.name} differs after step {again.step}"
     else:
-        told = f"{listed(at_start.differing)} is not restored at step {begun}: no checkpoint holds it"
+        told = f"{listed(at_start.differing)} is not restored at step {begun}: no checkpoint contains it"
     yield _cause("state in Python objects", told)
 
 
@@ -149,8 +149,8 @@ def of_difference(evidence: Evidence, comparison: Comparison, whole: States) -> 
     found = _of_difference(evidence, comparison, whole, module)
     if found is None:
         unexplained = listed([one.name for one in (loss, first) if one is not None])
-        told = f"none of the ten explains that {unexplained or 'a replica'} differs"
-        return Cause(UNKNOWN, told, "take parts of the step away, with check.steps=2, until it holds", when)
+        told = f"none of the ten known causes explains why {unexplained or 'a replica'} differs"
+        return Cause(UNKNOWN, told, "set check.steps=2 and remove parts of training_step until the check passes", when)
     return Cause(found.name, found.told, found.remedy, when)
 
 
@@ -180,7 +180,7 @@ def _of_difference(
         if buffers and (not in_first_forward or buffers[0] in names):
             return _cause(
                 "buffers that ranks change each for itself",
-                f"{listed(buffers)} is another on each rank within a step",
+                f"{listed(buffers)} differs between ranks within a step",
             )
     if in_first_forward and any(one.get("draws") for one in evidence.one if one["moment"] == FORWARD):
         return _cause("noise by rank", "the training step draws random numbers, and the loss of the first step differs")
@@ -188,11 +188,11 @@ def _of_difference(
         return None
     if norms:
         return _cause(
-            "batch norm", f"{listed(norms)} takes its statistics over a micro batch; one process that takes the same "
+            "batch norm", f"{listed(norms)} computes its statistics over a micro batch; one process with the same "
             "micro batches gives the same run",
         )  # fmt: skip
     weights, left = _weights_of_micro_batches(evidence)
-    same = "one process that takes the micro batches of a device gives the same run"
+    same = "one process with the micro batches of a device gives the same run"
     if left <= _FITS:
         total = math.fsum(weights)
         squared = len(weights) ** 2  # each micro-batch's gradient comes divided by their number
@@ -200,7 +200,9 @@ def _of_difference(
         return _cause(
             "loss that is no mean over samples", f"{same}; the loss of a batch is {kind} of its parts' losses"
         )
-    return _cause("loss over the local batch", f"{same}; the loss of a batch is no weighted sum of its parts' losses")
+    return _cause(
+        "loss over the local batch", f"{same}; the loss of a batch is not a weighted sum of its parts' losses"
+    )
 
 
 def _cause(name: str, told: str) -> Cause:

@@ -155,7 +155,7 @@ class Check:
             if way != SINGLE:
                 elsewhere = self.start(SINGLE, f"{way.name}_elsewhere", resume=checkpoint)
             resumed = self.start(way, "resumed", resume=checkpoint)
-        exported = self._starter.call(exports, whole.run_dir) or "the process that loads it has ended"
+        exported = self._starter.call(exports, whole.run_dir) or "the process that loads the exported file has ended"
         return Measured(way, whole, killed, resumed, elsewhere, exported)
 
     def _killed(self, way: Way) -> Ended:
@@ -170,7 +170,7 @@ class Check:
             yield causes.of_failure(way)
         if not any(cell.status == "differs" and cell.promise in DIAGNOSED for cell in row) or self._causes_in_one:
             return  # if one process does not repeat itself, no other way does
-        log.info("looks for  the cause under %s", way.way.name)
+        log.info("diagnosing the difference under %s", way.way.name)
         evidence = Evidence(
             self._by_moments(SINGLE, "moments"), self._cut_as(way.way), self._by_moments(way.way, "moments")
         )

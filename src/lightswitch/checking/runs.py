@@ -96,7 +96,7 @@ def exports(run_dir: Path) -> str:
         saved = weights.read(weights.like)
         for name, tensor in saved.items():
             if name not in found or not weight_files.same_bits(found[name].contiguous(), tensor):
-                return f"{name} is not what was saved"
+                return f"{name} differs from the saved value"
     except Refused as refusal:
         return str(refusal)
     except Exception as error:  # the module's constructor may raise any exception

@@ -168,7 +168,7 @@ def _same_run(way: Measured, comparison: Comparison, base: States | None = None)
     else:
         step, name, others = ranks
         numbers = listed([str(number) for number in others])
-        yield Cell(RANKS, "differs", f"{name} on rank {numbers} is not what rank 0 has, after step {step}")
+        yield Cell(RANKS, "differs", f"{name} on rank {numbers} differs from rank 0 after step {step}")
 
 
 def _of_starts(way: Measured, comparison: Comparison) -> Iterator[Cell]:
@@ -178,7 +178,7 @@ def _of_starts(way: Measured, comparison: Comparison) -> Iterator[Cell]:
         if name == ELSEWHERE and way.way.ranks == 1:
             yield Cell(name, "none")
         elif run is None:
-            yield Cell(name, "failed", "the killed run has left no checkpoint")
+            yield Cell(name, "failed", "the killed run saved no checkpoint")
         elif name == RESUMED:
             yield _gone_on(name, run, *comparison.again(way.states["resumed"], whole))
         else:
@@ -191,7 +191,7 @@ def _gone_on(name: str, run: Ended | None, loss: Compared, tensors: Compared) ->
     if run is not None and run.code > 0:
         return Cell(name, "failed", run.problem)
     if run is None or not tensors.count:
-        return Cell(name, "failed", "it took no step" if run is None else run.problem)
+        return Cell(name, "failed", "it trained no step" if run is None else run.problem)
     return _cell(name, _first_of(loss, tensors))
 
 

@@ -42,7 +42,7 @@ from lightswitch.regular_files import is_own_tree, make_tree, remove_tree
 log = logging.getLogger(__name__)
 
 STATE = "trainer.pt"
-REPLACED = "it was replaced or removed while it was read, by a run that goes on; try again"
+REPLACED = "a run in progress replaced or removed it during the read; try again"
 _LEFT = re.compile(r"(?P<name>.+\.ckpt)\.(?P<what>partial|previous)(_\d+)?", re.DOTALL)
 
 # torch 2.8 uses a deprecated class of its own to write checkpoints
@@ -71,7 +71,7 @@ def write(path: Path, tensors: Mapping[str, Tensor | Piece], state: dict[str, An
     )
     try:
         everyone = range(world_size if rank == 0 else 0)
-        sums = _together(ranks, "write its part", lambda: _write_tensors(partial, tensors, ranks, rank), everyone)
+        sums = _together(ranks, "write its shard", lambda: _write_tensors(partial, tensors, ranks, rank), everyone)
         _together(ranks, "finish it", lambda: _finish(path, partial, state, sums) if rank == 0 else None)
     except (UnwrittenCheckpoint, LostRank):
         if rank == 0:
@@ -287,7 +287,7 @@ def _together(ranks: Ranks | None, what: str, action: Callable[[], Any], heard: 
     """Run an action on every rank and return its results; if it fails on one rank, it fails on all without a hang.
 
     Args:
-        what: the action, for the message that names a late rank: "write its part".
+        what: the action, for the message that names a late rank: "write its shard".
         heard: the ranks whose results are returned.
     """
     try:

@@ -72,9 +72,10 @@ def refuse_rates_by_group(trainer: Trainer, callback: BaseFinetuning) -> None:
     for schedule in (*schedules, *inner):
         if isinstance(schedule, _BY_GROUP):
             raise Refused(
-                f"{type(schedule).__name__} has a rate for each group that the optimizer began with, and "
-                f"{type(callback).__name__} adds one; use a schedule without (scheduler=constant, CosineAnnealingLR, "
-                "StepLR), or give the layers a group in configure_optimizers, and unfreeze them in on_train_epoch_start"
+                f"{type(schedule).__name__} has one learning rate for each initial parameter group of the optimizer, "
+                f"but {type(callback).__name__} adds a group; use another schedule (scheduler=constant, "
+                "CosineAnnealingLR, StepLR), or put the layers into a group in configure_optimizers, and unfreeze them "
+                "in on_train_epoch_start"
             )
 
 

@@ -72,7 +72,7 @@ class Index:
             part = _Reader(self)._slice_file(file, found)
             chunk = torch.load(part, map_location="cpu", weights_only=True)
         if not isinstance(chunk, Tensor) or (chunk.shape, chunk.dtype) != (self.sizes(key), self.dtype(key)):
-            raise Damaged(f"{found.relative_path} has something else than {key.fqn} as {INDEX} describes it")
+            raise Damaged(f"{found.relative_path} does not contain {key.fqn} as {INDEX} describes it")
         return chunk
 
     def sizes(self, key: MetadataIndex) -> torch.Size:
@@ -224,11 +224,11 @@ def _key(record: Any) -> MetadataIndex:
 def _info(record: Any) -> _StorageInfo:
     file, offset, length = (_field(record, name) for name in ("relative_path", "offset", "length"))
     if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
-        raise Damaged(f"{INDEX} has a part of a tensor without an offset")
+        raise Damaged(f"{INDEX} has a tensor chunk without an offset")
     if not is_plain_name(file):
         raise Damaged(f"{INDEX} names a file outside of the checkpoint: {file}")
     if _field(record, "transform_descriptors"):
-        raise Damaged(f"{INDEX} names a compression, which no checkpoint of lightswitch or Lightning has")
+        raise Damaged(f"{INDEX} names a compression, which lightswitch and Lightning never use")
     return _StorageInfo(file, offset, length)
 
 
@@ -239,7 +239,7 @@ def _tensor(name: Any, record: Any) -> TensorStorageMetadata:
     if not isinstance(name, str) or not isinstance(dtype, torch.dtype) or not isinstance(chunks, list):
         raise Damaged(f"{INDEX} is not an index of tensors")
     if _PACKED.match(str(dtype)):
-        raise Damaged(f"{INDEX} has {name} as {dtype}, which no checkpoint of lightswitch or Lightning has")
+        raise Damaged(f"{INDEX} has {name} as {dtype}, which lightswitch and Lightning never save")
     parts = [ChunkStorageMetadata(_sizes(_field(c, "offsets")), _sizes(_field(c, "sizes"))) for c in chunks]
     return TensorStorageMetadata(TensorProperties(dtype=dtype), _sizes(_field(record, "size")), parts)
 
@@ -266,12 +266,12 @@ def _compared(
             numbers += count
             yield key
         if numbers != math.prod(tensor.size):
-            raise Damaged(f"{INDEX} has {numbers} of the {math.prod(tensor.size)} numbers of {name}")
+            raise Damaged(f"{INDEX} has {numbers} of the {math.prod(tensor.size)} elements of {name}")
         if not _fill([chunk for chunk in tensor.chunks if math.prod(chunk.sizes)], 2 * len(tensor.size)):
-            raise Damaged(f"{INDEX} has parts of {name} that overlap, and so leave a hole")
+            raise Damaged(f"{INDEX} has overlapping chunks of {name}")
         claimed_bytes += numbers * tensor.properties.dtype.itemsize
     if claimed_bytes > sum(file_bytes.values()):
-        raise Damaged(f"{INDEX} claims {claimed_bytes} bytes, and the files have {sum(file_bytes.values())}")
+        raise Damaged(f"{INDEX} claims {claimed_bytes} bytes, but the files have {sum(file_bytes.values())}")
 
 
 def _fill(chunks: list[ChunkStorageMetadata], most_cuts: int) -> bool:
@@ -307,9 +307,9 @@ def _check_part(
 ) -> None:
     shape, start, size = tuple(tensor.size), tuple(chunk.offsets), tuple(chunk.sizes)
     if not len(shape) == len(start) == len(size) or any(a + b > c for a, b, c in zip(start, size, shape, strict=True)):
-        raise Damaged(f"{INDEX} has a part of {name} that lies outside of it")
+        raise Damaged(f"{INDEX} has a chunk outside of {name}")
     if info is None:
-        raise Damaged(f"{INDEX} does not say where a part of {name} is")
+        raise Damaged(f"{INDEX} does not say where a chunk of {name} is stored")
     needed_bytes = math.prod(size) * tensor.properties.dtype.itemsize
     if needed_bytes > info.length or info.offset + info.length > file_bytes[info.relative_path]:
         raise Damaged(f"{info.relative_path} is shorter than {INDEX} says")

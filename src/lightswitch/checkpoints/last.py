@@ -56,7 +56,7 @@ class LastCheckpoints(Checkpoint):
         counts = {"every_n_steps": every_n_steps, "keep": keep, "keep_every_n_steps": keep_every_n_steps or 1}
         for name, count in counts.items():
             if count < 1:
-                raise ValueError(f"{name} is {count}; it is at least 1")
+                raise ValueError(f"{name} is {count}, expected at least 1")
         self.folder = Path(folder)
         self.every_n_steps = every_n_steps
         self.keep = keep
@@ -292,11 +292,11 @@ def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
 @rank_zero_only
 def _warn_of(damaged: list[UnfitCheckpoint], instead: Path | None = None) -> None:
     for error in damaged:
-        log.warning("%s; it is passed over", error)
+        log.warning("%s; skipping it", error)
     if damaged and instead:
         log.info("resumes    %s", shown(instead))
 
 
 def _all_damaged(damaged: list[UnfitCheckpoint]) -> UnfitCheckpoint:
     told = "; ".join(map(str, damaged))
-    return UnfitCheckpoint(f"{told}; start anew with resume=never, or go on from another with resume=PATH")
+    return UnfitCheckpoint(f"{told}; start over with resume=never, or resume another one with resume=PATH")

@@ -27,8 +27,9 @@ def groups_of(optimizer: Optimizer, module: nn.Module) -> Groups:
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if id(parameter) not in of:
             raise Refused(
-                f"{type(optimizer).__name__} is over a tensor of shape {tuple(parameter.shape)} that is no parameter "
-                "of the module, by whose names checkpoints hold its state; keep it in the module as an nn.Parameter"
+                f"{type(optimizer).__name__} optimizes a tensor of shape {tuple(parameter.shape)} that is not a "
+                "parameter of the module, but checkpoints store its state by parameter names; register it in the "
+                "module as an nn.Parameter"
             )
     return [{**group, "params": [of[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
 
@@ -91,8 +92,8 @@ def load(optimizer: Optimizer, live: Groups, state: Mapping[str, dict[str, Any]]
             optimizer.load_state_dict(_numbered(groups, state))
         except KeyError as error:
             raise UnfitCheckpoint(
-                f"load_state_dict of {type(optimizer).__name__} asks for {error}, and checkpoints hold its state and "
-                "param_groups alone; to start from the weights alone, type init_from=PATH and another run_id"
+                f"load_state_dict of {type(optimizer).__name__} requires {error}, but checkpoints contain only its "
+                "state and param_groups; to load only the weights, type init_from=PATH and another run_id"
             ) from error
         return
     _load_part(optimizer, _numbered(groups, _of_part(state, "")))
@@ -150,8 +151,8 @@ def check(path: Path, here: Sequence[tuple[str, Groups]], saved: Sequence[Mappin
     there = [(one["class"], one["param_groups"]) for one in saved]
     if _members(here) != _members(there):
         raise UnfitCheckpoint(
-            f"{path} holds the state of {_described(there)}, and this run has {_described(here)}; "
-            f"to start from its weights alone, type init_from={path} and another run_id"
+            f"{path} contains the state of {_described(there)}, but this run has {_described(here)}; "
+            f"to load only its weights, type init_from={path} and another run_id"
         )
 
 

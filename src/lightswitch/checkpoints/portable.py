@@ -230,9 +230,9 @@ def fitted(
     fits = {name: value for name, value in weights.items() if name in wanted}
     if not fits:
         raise Refused(
-            f"init_from={path}: none of its {len(found)} tensors has a name of the model's; it has "
-            f"{listed(sorted(found))}, the model {listed(sorted(wanted))}; "
-            "say how names begin there and here: 'init_names={old.: new.}'"
+            f"init_from={path}: none of its {len(found)} tensors has the name of a tensor in the model; it has "
+            f"{listed(sorted(found))}, the model has {listed(sorted(wanted))}; "
+            "map the prefixes of names: 'init_names={old.: new.}'"
         )
     _tell(path, wanted, weights.keys(), fits.keys())
     return fits
@@ -242,9 +242,9 @@ def fitted(
 def _tell(path: Path, wanted: Set[str], found: Set[str], fits: Set[str]) -> None:
     log.info("init_from  %d of the model's %d tensors are in %s", len(fits), len(wanted), path)
     if kept := sorted(wanted - fits):
-        log.warning("init_from  %s keep the values they were built with", listed(kept))
+        log.warning("init_from  %s keep their initial values", listed(kept))
     if unused := sorted(found - fits):
-        log.warning("init_from  %s of %s are not the model's", listed(unused), path)
+        log.warning("init_from  %s of %s are not in the model", listed(unused), path)
 
 
 def _renamed(name: str, renamed: Mapping[str, str]) -> str:

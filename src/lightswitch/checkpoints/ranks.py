@@ -69,7 +69,7 @@ class Steps:
         """Run an action as the next step, and wait until all ranks have run theirs.
 
         Args:
-            what: the step, for the message that names a rank which did not take it: "write its part".
+            what: the step, for the message that names a rank which did not take it: "write its shard".
             action: returns a value that can be written as JSON.
 
         Raises:

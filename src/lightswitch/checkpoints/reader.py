@@ -187,7 +187,7 @@ class Reader:
             told = listed([*self._other_arguments(arguments), *problems], shown=4, separator="; ")
             raise UnfitCheckpoint(
                 f"{self.path} was saved from a different model: {told}; "
-                "give the model the arguments it had, or start anew under another run_id"
+                "use the model arguments that it was saved with, or start a new run with another run_id"
             )
 
     def _other_arguments(self, arguments: Mapping[str, Any]) -> list[str]:
@@ -340,7 +340,7 @@ def _spread_like(tensor: Tensor | Piece, whole: Tensor) -> Tensor:
 
 
 def _shape(tensor: Tensor | Piece) -> str:
-    return "×".join(map(str, tensor.shape)) or "a number"
+    return "×".join(map(str, tensor.shape)) or "a scalar"
 
 
 _VERSION, _OF_ANY = "pytorch-lightning_version", "2.0.0"  # a Trainer migrates checkpoints of older versions
@@ -357,11 +357,11 @@ def is_foreign(path: Path) -> bool:
     """
     if (path / _FSDP).exists():
         converter = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} {path}.whole"
-        raise ValueError(f"it is a sharded one of Lightning's; type {converter}, and give {path.name}.whole")
+        raise ValueError(f"it is a sharded checkpoint of Lightning; type {converter}, and use {path.name}.whole")
     if any(path.glob(_ZERO)):
         function = "convert_zero_checkpoint_to_fp32_state_dict"
         code = f"from lightning.pytorch.utilities.deepspeed import {function} as to; to('{path}', '{path}.whole')"
-        raise ValueError(f'it is DeepSpeed\'s; type python -c "{code}", and give {path.name}.whole')
+        raise ValueError(f'it is a DeepSpeed checkpoint; type python -c "{code}", and use {path.name}.whole')
     return is_hub(path) or path.is_file()
 
 
@@ -398,7 +398,7 @@ def read_foreign(path: Path) -> dict[str, Any]:
     if isinstance(state, dict) and "state_dict" not in state and "model" in state:
         state["state_dict"] = state.pop("model")
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
-        raise ValueError("it has no state_dict; give one of those that a run keeps in its checkpoints/")
+        raise ValueError("it has no state_dict; use a checkpoint from the checkpoints/ folder of a run")
     return safe.checked_state({_VERSION: _OF_ANY, **state}, path.name)
 
 
@@ -444,7 +444,7 @@ def hub_weights(path: Path) -> dict[str, Tensor]:
     files = [regular_files.check(file.parent / shard) for shard in sorted(set(shards.values()))]
     found = {name: value for shard in files for name, value in load_file(shard).items()}
     if missing := sorted(shards.keys() - found.keys()):
-        raise ValueError(f"{file.name} names {missing[0]}, which its files lack")
+        raise ValueError(f"{file.name} names {missing[0]}, which is in none of its files")
     return found
 
 

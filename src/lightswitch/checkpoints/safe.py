@@ -79,7 +79,7 @@ def check_zip(file: Any, most_bytes: int, name: str) -> None:
     except (ValueError, NotImplementedError, zipfile.BadZipFile) as error:  # the second: an unsupported version
         raise UnsafeFile(f"{name} is damaged, or was not written by torch.save") from error
     if bytes_in_all > most_bytes:
-        raise UnsafeFile(f"{name} claims {bytes_in_all} bytes, and has {most_bytes}")
+        raise UnsafeFile(f"{name} claims {bytes_in_all} bytes, but has {most_bytes}")
 
 
 def _check_sizes(found: Any, path: Path) -> None:
@@ -93,7 +93,7 @@ def _check_sizes(found: Any, path: Path) -> None:
     for _ in range(_MOST_LEVELS):
         for value in level:
             if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > file_bytes:
-                raise UnsafeFile(f"{path.name} claims a tensor of {tuple(value.shape)}, and has {file_bytes} bytes")
+                raise UnsafeFile(f"{path.name} claims a tensor of {tuple(value.shape)}, but has {file_bytes} bytes")
         level = [child for value in level for child in _children(value)]
         if not level:
             return
@@ -113,7 +113,7 @@ def checked_state(state: Any, name: str) -> dict[str, Any]:
         UnsafeFile: an entry has another type, or a value out of range.
     """
     if not isinstance(state, dict):
-        raise UnsafeFile(f"{name} holds no state of a run")
+        raise UnsafeFile(f"{name} does not contain the state of a run")
     for key, kind in _STATE.items():
         if key in state and type(state[key]) is not kind:
             raise UnsafeFile(f"{name} has a {type(state[key]).__name__} as {key}, expected a {kind.__name__}")
@@ -122,12 +122,12 @@ def checked_state(state: Any, name: str) -> dict[str, Any]:
     if not all(
         isinstance(part, dict) for part in (*state.get("optimizer_states", ()), *state.get("lr_schedulers", ()))
     ):
-        raise UnsafeFile(f"{name} has no states of optimizers and schedulers")
+        raise UnsafeFile(f"{name} has invalid states of optimizers or schedulers")
     tied = state.get("names_of_tied", {})
     if not all(isinstance(one, str) for one in (*tied, *tied.values(), *state.get("left_out", ()))):
-        raise UnsafeFile(f"{name} has a name of a tensor that is no text")
+        raise UnsafeFile(f"{name} has a tensor name that is not a string")
     if not re.match(r"\d+(\.\d+)*", state.get("pytorch-lightning_version", "0")):
-        raise UnsafeFile(f"{name} names no version of Lightning")
+        raise UnsafeFile(f"{name} has no valid Lightning version")
     return state
 
 

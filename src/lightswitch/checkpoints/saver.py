@@ -261,7 +261,7 @@ class Pool:
                 raise
             self._is_pinned = False
             log.warning(
-                "saves      to memory that is not pinned, for which training waits longer: %s",
+                "saves      to unpinned memory, which makes training wait longer: %s",
                 str(error).partition("\n")[0],
             )
             return self._chunk(bytes)

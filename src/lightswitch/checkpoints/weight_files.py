@@ -72,7 +72,7 @@ def write(
     """
     if weights.extra_state and file.suffix == ".safetensors":
         first = next(iter(weights.extra_state))
-        raise Refused(f"{first} is not a tensor, and safetensors hold nothing else; use -o NAME.pt")
+        raise Refused(f"{first} is not a tensor, and safetensors can store only tensors; use -o NAME.pt")
     shards = _shards(weights, dtype, shard_bytes) if file.suffix == ".safetensors" else [list(weights.like)]
     names = _file_names(file, len(shards))
     with _beside(file) as partial:
@@ -136,7 +136,7 @@ def _is_plain(value: Any) -> bool:
 
 def _checked(state: Any) -> dict[str, Any]:
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise ValueError("it holds no state dict")
+        raise ValueError("it is not a state dict")
     return state
 
 
@@ -215,7 +215,7 @@ def _save(path: Path, state: Mapping[str, Any]) -> None:
         else:
             save_file(dict(state), path, metadata={"format": "pt"})  # Hugging Face's libraries require it
     except KeyError as error:  # from safetensors, for a dtype that it does not know
-        raise Refused(f"safetensors hold no {error.args[0]}; use -o NAME.pt") from error
+        raise Refused(f"safetensors can't store {error.args[0]}; use -o NAME.pt") from error
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = error if isinstance(error, OSError) else error.__context__ or error  # torch has a full disk there
         raise OSError(f"{path.name} can't be written: {reason}") from error
@@ -227,7 +227,7 @@ def _compare(path: Path, tensors: dict[str, Tensor]) -> None:
     """Compare tensors with the file's content, and free each tensor after its comparison."""
     for name, found in _tensors_in(path, list(tensors)):
         if not same_bits(found, tensors.pop(name)):
-            raise OSError(f"{path.name} does not give back {name} as it was written")
+            raise OSError(f"{path.name}: read back different data for {name} than was written")
 
 
 def _tensors_in(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:

@@ -72,7 +72,7 @@ class WrittenTogether(Strategy):
                 return directory.write(path, staged, state, ranks)
             except UnwrittenCheckpoint as error:  # on every rank; retried once, as the error may be transient
                 if self.is_global_zero:
-                    log.warning("%s; it is written once more", error)
+                    log.warning("%s; retrying once", error)
             directory.write(path, staged, state, ranks)
 
         self._saver.write(write)
@@ -177,7 +177,7 @@ class WrittenTogether(Strategy):
     def _log_failure(self) -> None:
         failure = self._saver.failure()
         if failure is not None and self.is_global_zero:
-            log.error("%s; training goes on, and the checkpoints before it are kept", failure)
+            log.error("%s; training continues, and earlier checkpoints are kept", failure)
 
     def on_train_end(self) -> None:
         super().on_train_end()
@@ -237,7 +237,7 @@ def _agree(
     if of_ranks := [one for _, of_rank in all_told for one in of_rank]:
         state[OF_RANKS] = of_ranks
     are_alike = len({held for held, _ in all_told}) == 1
-    ranks.take("share out the save", lambda: [str(path), are_alike] if ranks.rank == 0 else None)
+    ranks.take("plan the save", lambda: [str(path), are_alike] if ranks.rank == 0 else None)
     ((path_of_rank_0, are_alike),) = ranks.results([0])
     own = share(tensors, ranks.rank, ranks.world_size, of_first=of_rank_0) if are_alike else tensors
     return Path(path_of_rank_0), own

@@ -45,8 +45,8 @@ ReadValues = Callable[[str], Mapping[str, str] | None]  # maps the digest of a c
 
 # Attribute that is compared: the wording of a difference, and what the user can do about it.
 _COMPARED = {
-    "versions": ("{name} {value}", "install the same on every node"),
-    "code": ("another {name}", "bring the code of every node to the same state"),
+    "versions": ("{name} {value}", "install the same version on every node"),
+    "code": ("another {name}", "use the same code on every node"),
 }
 
 
@@ -79,7 +79,7 @@ def _without_run_dir(everyone: Sequence[Evidence]) -> str | None:
         named = [(one, {"run directory": one.run_dir}) for one in (everyone[0], elsewhere[0])]
         return f"{_told(named, '{name} {value}')}; start every process in the same folder, with the same run_id"
     verb = "does" if len(blind) == 1 else "do"
-    return f"{_who(blind)} {verb} not see what rank 0 writes to the run directory; put it where every node sees it"
+    return f"{_who(blind)} {verb} not see what rank 0 writes to the run directory; put it where all nodes can read it"
 
 
 def _told(had: Sequence[tuple[Evidence, Mapping[str, str]]], form: str) -> str | None:

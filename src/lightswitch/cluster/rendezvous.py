@@ -117,7 +117,7 @@ def _served(point: MeetingPoint) -> TCPStore:
         if error.errno != errno.EADDRINUSE:
             raise
         raise Refused(
-            f"port {point.port} of {socket.gethostname()} is in use; give every process another: "
+            f"port {point.port} of {socket.gethostname()} is in use; set another for every process: "
             f"cluster.main_port={point.port + 1} with cluster=manual, else MASTER_PORT={point.port + 1}"
         ) from error
 
@@ -167,7 +167,7 @@ def _reach(point: MeetingPoint) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-_FIX = "check the address and port that this process was given, and that rank 0 runs"
+_FIX = "check the address and port of this process, and that rank 0 is running"
 
 
 def _who(point: MeetingPoint) -> str:
@@ -207,7 +207,7 @@ def missing(store: Store, point: MeetingPoint) -> list[int]:
             continue
         if time.monotonic() > told + _NOTICE_SECONDS:
             told = time.monotonic()
-            log.info("waiting    for rank %d of %d, for %.0f s", waiting[0], point.world_size, told - start)
+            log.info("waiting    for rank %d of %d, %.0f s so far", waiting[0], point.world_size, told - start)
         time.sleep(_POLL_SECONDS)
     return [rank for rank in waiting if not store.check([str(rank)])]
 

@@ -34,16 +34,18 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Command("lightswitch.compare", __doc__)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run directory, or a sweep's: all its jobs")
-    parser.add_argument("--tag", action="append", default=[], help="compare the runs that are marked with it alone")
-    parser.add_argument("-o", "--output", type=_page, metavar="FILE.html", help="compare.html beside the runs, if not")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="a run directory, or a sweep's directory for all its jobs"
+    )
+    parser.add_argument("--tag", action="append", default=[], help="compare only runs with this tag")
+    parser.add_argument("-o", "--output", type=_page, metavar="FILE.html", help="default: compare.html beside the runs")
     return parser
 
 
 def _page(text: str) -> Path:
     path = Path(text)
     if path.suffix != ".html":
-        raise argparse.ArgumentTypeError(f"{text}: end it with .html; the Markdown goes beside it")
+        raise argparse.ArgumentTypeError(f"{text}: end it with .html; the Markdown file is written beside it")
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}; make it, or name another file")
     return path

@@ -69,7 +69,7 @@ class Comparison:
         named = {run.name: run for run in self.runs if run.name is not None}
         if len(named) > 1:
             told = ", ".join(f"{run.path} of {name}" for name, run in named.items())
-            raise Refused(f"found runs of several names: {told}; compare runs of one name")
+            raise Refused(f"found runs with different names: {told}; compare runs with the same name")
 
     @property
     def name(self) -> str:

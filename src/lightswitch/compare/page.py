@@ -79,17 +79,19 @@ def write(paths: list[Path], file: Path | None = None, tags: Sequence[str] = ())
     run_dirs = find(paths)
     runs = [one for one in read(run_dirs) if one.tags.issuperset(tags)]
     if tags and not runs:
-        raise Refused(f"found no run with the tags {', '.join(tags)}; a run is marked by tags=[{','.join(tags)}]")
+        raise Refused(
+            f"found no run with the tags {', '.join(tags)}; type tags=[{','.join(tags)}] when you start a run"
+        )
     comparison = Comparison(tuple(runs))
     file = file or _common_folder(run_dirs) / NAME
-    title = f"{comparison.name}: {len(comparison.runs)} runs beside one another"
+    title = f"{comparison.name}: {len(comparison.runs)} runs compared"
     told, summary = tables.tables(comparison), tables.summary(comparison)
     yield tables.terminal(told, summary)
     if (lacking := figures.missing()) is not None:
         yield lacking
     drawn = {
         "Curves": lacking or draw_curves(comparison),
-        "A step, in ms": [] if lacking else draw_steps(comparison),
+        "Time per step, in ms": [] if lacking else draw_steps(comparison),
     }
     regular_files.write_text(file, page(title, told, summary, drawn))
     beside = file.with_suffix(".md")
@@ -264,9 +266,7 @@ def _draw_legend(figure: Figure, theme: Theme, drawn: Sequence[Run]) -> None:
 
 def _draw_distances(axes: Axes, theme: Theme, drawn: Sequence[Run], metric: str, of_runs: Sequence[Run]) -> None:
     base, *others = of_runs
-    axes.set_title(
-        f"distance from {_label(base, _LONGEST_BASE)}, where it is not 0", fontsize=9, color=theme.muted, pad=6
-    )
+    axes.set_title(f"nonzero distance from {_label(base, _LONGEST_BASE)}", fontsize=9, color=theme.muted, pad=6)
     distances: list[float] = []
     for run in others:
         away = _distances(run.curves[metric], base.curves[metric])
@@ -314,7 +314,7 @@ def _draw_steps(measured: Sequence[tuple[Run, StepTimes]], figure: Figure, theme
     axes.set_ylim(len(measured) - 0.5, -0.9)
     axes.grid(axis="y", visible=False)
     axes.set_xlim(0, 1.25 * max(ends))
-    axes.set_xlabel("milliseconds a step")
+    axes.set_xlabel("milliseconds per step")
     figure.legend(loc="outside upper left", ncols=4, handlelength=0.9, handleheight=0.9, columnspacing=1.0)
 
 

@@ -101,7 +101,8 @@ def _run_dirs(path: Path) -> list[Path]:
     jobs = [job for job in path.iterdir() if _is_run(job) and record.read(job) is not None] if path.is_dir() else []
     if not jobs:
         raise Refused(
-            f"{path} is no run directory: it has no config.yaml; give directories as runs/NAME/RUN_ID, or a sweep's"
+            f"{path} is not a run directory: it has no config.yaml; give run directories, as runs/NAME/RUN_ID, or a "
+            "sweep's directory"
         )
     return sorted(jobs, key=lambda job: (len(job.name), job.name))
 

@@ -55,7 +55,7 @@ def _agreement(found: Sequence[Difference]) -> Iterator[str]:
     if math.isfinite(first.largest):
         yield f"{first.metric} differs by {number(first.largest)} at most, at step {first.step}."
     else:
-        yield f"{first.metric} of {first.high} is no finite number at step {first.step}, where that of {first.low} is."
+        yield f"{first.metric} of {first.high} is not finite at step {first.step}, but that of {first.low} is."
 
 
 def _fastest(comparison: Comparison) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _fastest(comparison: Comparison) -> Iterator[str]:
     ]
     if len(of_runs) > 1:
         _, speed, run = max(of_runs, key=lambda found: found[0])
-        yield f"{run.label} is the fastest: {_rate(speed)} a second."
+        yield f"{run.label} is the fastest: {_rate(speed)} per second."
 
 
 def _failures(comparison: Comparison) -> Iterator[str]:
@@ -128,8 +128,8 @@ def _notes_on_runs(comparison: Comparison, of_runs: Sequence[Speed]) -> Iterator
     if len(comparison.objectives) > 1:
         told = " and ".join(comparison.objectives)
         yield f"The runs have different objectives, {told}; the first is shown."
-    yield "Speed: the median of what was logged, without validation and saves."
-    yield "Efficiency: samples a second for each device, against " + _base(comparison, of_runs)
+    yield "Speed: the median of the logged values, without validation and saves."
+    yield "Efficiency: samples per second and device, relative to " + _base(comparison, of_runs)
     yield "Peak memory: " + _memory(comparison)
     if all(run.times is None for run in comparison.runs):
         told = "type compare=true in a sweep, or callbacks=[default,step_times] in a run"
@@ -145,19 +145,21 @@ def _base(comparison: Comparison, of_runs: Sequence[Speed]) -> str:
         if run.world_size == 1 and speed.samples_per_second is not None
     ]
     if not alone:
-        return "a run on one device, of which there is none here."
+        return "a run on one device, but none of these runs has one device."
     of_cpus = any(run.times is not None and not run.times.on_cuda for run in comparison.runs)
     label = max(alone, key=lambda found: found[0])[1].label
-    return f"{label}{'; on CPUs, several processes share the cores that one has to itself' if of_cpus else ''}."
+    return (
+        f"{label}{'; on CPUs, several processes share the cores that a single process uses alone' if of_cpus else ''}."
+    )
 
 
 def _memory(comparison: Comparison) -> str:
     measured = [run.times for run in comparison.runs if run.times is not None]
     if not measured:
-        return "that of rank 0."
+        return "of rank 0."
     kinds = {times.on_cuda for times in measured}
-    where = {True: "the device's", False: "the process's on the host"}
-    return f"{' or '.join(where[kind] for kind in sorted(kinds))}, of the rank that took most."
+    where = {True: "on the device", False: "of the process on the host"}
+    return f"{' or '.join(where[kind] for kind in sorted(kinds))}, of the rank with the highest use."
 
 
 def _curves(comparison: Comparison) -> Table:
@@ -177,18 +179,18 @@ def _difference(found: Difference) -> tuple[str, ...]:
 
 def _steps(comparison: Comparison) -> Table:
     measured = [(run, run.times) for run in comparison.runs if run.times is not None and run.times.measured_steps]
-    header = ("run", *PHASES[:-1], "saving", PHASES[-1], "in all", "overlapped")
+    header = ("run", *PHASES[:-1], "saving", PHASES[-1], "total", "overlapped")
     rows = [(run.label, *_phases(times)) for run, times in measured]
     if not rows:
-        return Table("A step, in ms", header, "l" + "r" * (len(header) - 1), [])
+        return Table("Time per step, in ms", header, "l" + "r" * (len(header) - 1), [])
     steps = sorted({times.measured_steps for _, times in measured})
     notes = (
         f"Measured over {' or '.join(map(str, steps))} steps of each run under torch's profiler, which slows them "
         "a little; the mean over ranks. Saving is spread over all steps.",
-        "Communication is what nothing was computed beside, with waiting for slower ranks; overlapped is what went on "
-        "beside a computation, and took no time of its own.",
+        "Communication: what did not overlap with computation, including waits for slower ranks. "
+        "Overlapped: what did; it took no extra time.",
     )
-    return Table("A step, in ms", header, "l" + "r" * (len(header) - 1), rows, notes)
+    return Table("Time per step, in ms", header, "l" + "r" * (len(header) - 1), rows, notes)
 
 
 def _phases(times: StepTimes) -> Iterator[str]:
@@ -210,7 +212,7 @@ def _config(comparison: Comparison) -> Table:
     labels = tuple(run.label for run in comparison.runs if run.config)
     rows = [(key, *values) for key, values in choices(comparison)]
     notes = () if rows or len(labels) < 2 else ("The configs are the same.",)
-    return Table("Config, where it differs", ("key", *labels), "l" * (1 + len(labels)), rows, notes)
+    return Table("Config differences", ("key", *labels), "l" * (1 + len(labels)), rows, notes)
 
 
 # Numbers
@@ -218,7 +220,7 @@ def _config(comparison: Comparison) -> Table:
 
 def number(value: float) -> str:
     """Format a difference with two digits: 2.9e-06, 0.031, 1.4."""
-    return f"{value:.2g}" if math.isfinite(value) else "no finite number"
+    return f"{value:.2g}" if math.isfinite(value) else "not finite"
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -89,35 +89,35 @@ _CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
 
 _OVER = "--cfg job, which shows the config and starts nothing"
 _PLACE = "name=NAME run_id=RUN_ID, whose folder is runs/NAME/RUN_ID, or hydra.run.dir=FOLDER"
-_RATES = "-m optimizer.lr=1e-4,1e-3,1e-2 trainer.max_steps=100 compare=true, which puts short runs beside one another"
+_RATES = "-m optimizer.lr=1e-4,1e-3,1e-2 trainer.max_steps=100 compare=true, which compares short runs"
 _INSTEAD = {  # what to type for keys of lightning-hydra-template without a single equivalent key
-    "extras": f"{_OVER}; tags=[a,b] for what compare shows",
+    "extras": f"{_OVER}; tags=[a,b] to select runs in a comparison",
     "extras.print_config": _OVER,
     "extras.ignore_warnings": "PYTHONWARNINGS=ignore before python",
-    "extras.enforce_tags": "tags=[a,b], which may be left out",
+    "extras.enforce_tags": "tags=[a,b], which is optional",
     "print_config": _OVER,
     "ignore_warnings": "PYTHONWARNINGS=ignore before python",
-    "enforce_tags": "tags=[a,b], which may be left out",
+    "enforce_tags": "tags=[a,b], which is optional",
     "paths": _PLACE,
-    "paths.data_dir": "the argument that the data have for it, which --help data lists",
-    "data_dir": "the argument that the data have for it, which --help data lists",
+    "paths.data_dir": "the corresponding argument of the data, which --help data lists",
+    "data_dir": "the corresponding argument of the data, which --help data lists",
     **dict.fromkeys(("work_dir", "original_work_dir", "root_dir"), _PLACE),
-    "train": "mode=test ckpt_path=PATH for a test alone",
-    "test": "trainer.limit_test_batches=0 for a fit without a test, or mode=test ckpt_path=PATH for a test alone",
+    "train": "mode=test ckpt_path=PATH to only run a test",
+    "test": "trainer.limit_test_batches=0 to fit without a test, or mode=test ckpt_path=PATH to only run a test",
     "optimized_metric": "objective=NAME",
     "datamodule": "data=NAME, or data.NAME=VALUE",
-    "hydra.sweeper.n_trials": "hydra/sweeper=optuna beside it",
-    "local": "--config-dir=FOLDER, which has configs of this machine",
+    "hydra.sweeper.n_trials": "hydra/sweeper=optuna as well",
+    "local": "--config-dir=FOLDER, a folder with configs for this machine",
     "model.compile": "compile=true",
     "model.torch_compile": "compile=true",
-    "trainer.tpu_cores": "trainer.devices=N; there is no strategy for TPUs here",
+    "trainer.tpu_cores": "trainer.devices=N; TPUs are not supported",
     "trainer.auto_lr_find": _RATES,
     "trainer.auto_scale_batch_size": "micro_batch_size=auto",
     "trainer.track_grad_norm": "callbacks=[default,grad_norm]",
     "trainer.resume_from_checkpoint": "resume=PATH",
     "trainer.weights_summary": "callbacks=[default,model_summary]",
     "callbacks.model_checkpoint": "callbacks.best_checkpoint.monitor=NAME, or callbacks.last_checkpoint.keep=N",
-    "callbacks.rich_progress_bar": "~callbacks.progress to leave the line out that shows it",
+    "callbacks.rich_progress_bar": "~callbacks.progress to hide the progress line",
     "callbacks.learning_rate_monitor": "callbacks.lr_monitor.logging_interval=step",
 }
 _CHOICES_INSTEAD = {  # its config files and common words; lr_finder was a config file here
@@ -125,9 +125,9 @@ _CHOICES_INSTEAD = {  # its config files and common words; lr_finder was a confi
         "lr_finder": _RATES,
         "none": "callbacks=checkpoint, which writes checkpoints and nothing else",
         "model_checkpoint": "callbacks=checkpoint",
-        "rich_progress_bar": "callbacks=default, which shows one",
+        "rich_progress_bar": "callbacks=default, which shows the progress",
     },
-    "logger": {"none": "logger=csv, which writes metrics.csv alone", "many_loggers": "logger=[default,wandb]"},
+    "logger": {"none": "logger=csv, which writes only metrics.csv", "many_loggers": "logger=[default,wandb]"},
 }
 
 

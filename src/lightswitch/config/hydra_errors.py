@@ -36,19 +36,19 @@ Takes = Callable[[str], Iterable[str]]
 NO_YAML = (YAMLError, UnicodeDecodeError)  # errors of reading a config file that is not valid YAML
 
 _STRATEGIES = {  # Lightning's names of strategies, and what to type here
-    "dp": "DataParallel is gone from Lightning; use strategy=ddp, which starts a process for each device",
+    "dp": "Lightning no longer supports DataParallel; use strategy=ddp, which starts a process for each device",
     "ddp_notebook": "use strategy=ddp_fork",
     "ddp_find_unused_parameters_true": "use strategy=ddp with trainer.strategy.find_unused_parameters=true",
     "deepspeed_stage_3_offload_optimizer": "use strategy=deepspeed_stage_3_offload",
-    "deepspeed_stage_3_offload_nvme": "it was taken out, as checkpoints can't hold its state; use "
+    "deepspeed_stage_3_offload_nvme": "it was removed, because checkpoints can't hold its state; use "
     "strategy=deepspeed_stage_3_offload",
     "fsdp2": "use strategy=fsdp, which is FSDP2; the older one is strategy=fsdp1",
     "fsdp_cpu_offload": "use strategy=fsdp_offload",
     "fsdp_native": "use strategy=fsdp, or strategy=fsdp1 for the older one",
     "model_parallel": "use strategy=fsdp, or strategy=fsdp_tp for tensor parallelism",
     "single_device": "use strategy=single",
-    "tpu": "there is no strategy for TPUs here",
-    "xla": "there is no strategy for TPUs here",
+    "tpu": "TPUs are not supported",
+    "xla": "TPUs are not supported",
 }
 _DEVICES = {  # nanoGPT and others use device= for the accelerator; here device= is the device of a plan
     **{kind: f"use trainer.accelerator={kind}" for kind in ("cpu", "gpu", "mps")},
@@ -86,11 +86,11 @@ def check_flags(arguments: list[str]) -> None:
         raise RefusedRequest(
             [
                 f"--experimental-rerun={found.experimental_rerun} unpickles a file, which may run code; "
-                "type the command that run.json has"
+                "type the command from run.json"
             ]
         )
     if found.resolve and not found.cfg:
-        raise RefusedRequest(["--resolve: found no --cfg, which it belongs to; type --cfg job --resolve"])
+        raise RefusedRequest(["--resolve: found no --cfg, which it requires; type --cfg job --resolve"])
     if problems := [problem for override in found.overrides for problem in _beyond_reading(override)]:
         raise RefusedRequest(problems)
 
@@ -101,10 +101,13 @@ def _beyond_reading(override: str) -> Iterator[str]:
     if override and not _KEY.match(override):
         yield f"{start}: found no key; a setting is KEY=VALUE"
     if key_and_value(override)[0] == "hydra.verbose":
-        yield f"{start}: Hydra writes no log here; type --info all for what it composes, or --cfg job for the config"
+        yield (
+            f"{start}: Hydra's log is disabled; type --info all for how the config is composed, or --cfg job for the "
+            "config"
+        )
     depths = accumulate((mark in "[{(") - (mark in "]})") for mark in override)
     if max(depths, default=0) > _DEEPEST:
-        yield f"{start}: found brackets in more than {_DEEPEST} brackets; type a flatter value"
+        yield f"{start}: found brackets nested deeper than {_DEEPEST} levels; type a flatter value"
     if re.search(rf"\d{{{_MOST_DIGITS + 1}}}", override):
         yield f"{start}: found a number of more than {_MOST_DIGITS} digits; type a smaller one"
 
@@ -113,7 +116,7 @@ class _Flags(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         flag = re.match(r"unrecognized arguments: --?([\w.]+=\S+)", message)
         typed = f"type {flag[1]}" if flag else "a setting is KEY=VALUE"
-        raise RefusedRequest([f"{message}; {typed}, and --help lists what there is"])
+        raise RefusedRequest([f"{message}; {typed}, and --help lists all settings"])
 
 
 def problems_of_composition(error: BaseException, takes: Takes = lambda target: ()) -> list[str]:
@@ -142,16 +145,16 @@ def problems_of_composition(error: BaseException, takes: Takes = lambda target: 
     if isinstance(error, InterpolationToMissingValueError) and (missing := re.search(r"value: ([\w.]+)", str(error))):
         return [f"{missing[1]}: there is no default; type {missing[1]}=VALUE"]
     if isinstance(error, InterpolationKeyError):
-        return [f"{error.full_key}: {str(error).splitlines()[0]}; give the config that key"]
+        return [f"{error.full_key}: {str(error).splitlines()[0]}; add that key to the config"]
     cause = error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         return [f"{cause.full_key}: there is no such key.{_meant(str(cause.full_key), cause.parent_node, takes)}"]
     if added := re.match(r"Could not append to config. An item is already at '(.+?)'", str(error)):
-        return [f"+{added[1]}: the config has that key; type {added[1]}=VALUE"]
+        return [f"+{added[1]}: the config already has that key; type {added[1]}=VALUE"]
     if group := re.match(r"Could not override '(.+?)'\.", str(error)):
         return [f"{group[1]}: there is no such group.{nearest(group[1], GROUPS) or ' Leave that out'}"]
     if twice := re.match(r"(?:Multiple values for )?([\w/]+)(?: appears more than once|\. To override)", str(error)):
-        return [f"+{twice[1]}: the config has that choice; type {twice[1]}=CHOICE"]
+        return [f"+{twice[1]}: the config already has that choice; type {twice[1]}=CHOICE"]
     if several := re.match(r"Ambiguous value for argument '\+*(.+?)=(.*)'", str(error)):
         key, values = several[1], several[2]
         return [f"{key}={values}: found several values; type -m for a run of each, or {key}=[{values}] for a list"]
@@ -173,7 +176,7 @@ def _no_yaml(error: YAMLError | UnicodeDecodeError) -> str:
 def _file_that_was_read(error: BaseException) -> str:
     """Return the file that Hydra was reading, from the traceback's frames: a decoding error does not name its file."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if "full_path" in frame.f_locals]
-    return str(frames[-1].f_locals["full_path"]) if frames else "a file of the config"
+    return str(frames[-1].f_locals["full_path"]) if frames else "a config file"
 
 
 def _unparsed(override: str, error: OverrideParseException) -> str:
@@ -185,9 +188,9 @@ def _unparsed(override: str, error: OverrideParseException) -> str:
             return f"{before} {override}: a setting has no spaces; type {before}{override}"
         return f"{override}: it has no value; type {override}=VALUE"
     if (mark := _unclosed(override)) is not None:
-        return f"{override}: found {mark} that is not closed, or closed by another; type it with its pair"
+        return f"{override}: found an unmatched {mark}; type the matching bracket"
     if quoted := _in_quotes(override):
-        return f"{override}: Hydra reads that in quotes alone; type {quoted}"
+        return f"{override}: Hydra requires quotes here; type {quoted}"
     return f"{override}: {str(error).splitlines()[0]}"
 
 
@@ -227,7 +230,7 @@ def _meant(key: str, node: DictConfig, takes: Takes) -> str:
         return f" Type {told}"
     root = node._get_root()
     if above and above[0] in CONSTRUCTED:  # typed keys are added, so this one is in a sweep's params
-        return f" A sweep's params that add one begin with +: +{key}"
+        return f" In a sweep's params, a new key begins with +: +{key}"
     if other := aliases.setting(key):
         return f" Did you mean {_of_model(root, other, takes) or other}?"
     if elsewhere := sorted(f"{group}.{name}" for group in root if name in _raw_keys(root._get_node(group))):
@@ -287,7 +290,7 @@ def _missing_choice(error: MissingConfigException) -> str:
     other = aliases.choice(group, choice)
     hint = f" Did you mean {other}?" if other in choices else nearest(choice, choices)
     if choice and not hint and group in _SETS:
-        hint = f" For one of your own: {group}.{choice}._target_=my.Class."
+        hint = f" For your own class: {group}.{choice}._target_=my.Class."
     return f"{found}: there is no such {group}.{hint} Choices: {', '.join(choices)}"
 
 

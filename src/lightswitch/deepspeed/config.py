@@ -19,17 +19,17 @@ _AUTO = "auto"
 _DECIDED_ELSEWHERE = {  # keys that DeepSpeed accepts, for things that the run does in another way or not at all
     "optimizer": "the model's configure_optimizers makes the optimizer",
     "scheduler": "the model's configure_optimizers makes the scheduler",
-    "autotuning": "it starts runs of its own",
+    "autotuning": "it starts separate runs",
     "checkpoint": "checkpoints are written in another format",
     "data_efficiency": "the engine orders the samples",
     "data_parallel_size": "every device is a replica",
-    "dataloader_drop_last": "the data module decides it",
+    "dataloader_drop_last": "the data module sets it",
     "elasticity": "the batch follows global_batch_size",
     "expert_parallel": "every device is a replica",
     "gradient_allreduce_op": "gradients are averaged",
-    "hybrid_engine": "the run trains alone",
-    "managed_gradient_accumulation": "the run accumulates by gradient_accumulation_steps",
-    "pipeline": "the model is no pipeline",
+    "hybrid_engine": "the run only trains",
+    "managed_gradient_accumulation": "the run sets gradient_accumulation_steps",
+    "pipeline": "the model is not a pipeline",
     "sequence_parallel_size": "every device is a replica",
     "tensor_parallel": "every device is a replica; use strategy=fsdp_tp",
 }
@@ -121,7 +121,7 @@ def _unknown(node: dict[str, Any], path: str) -> Iterator[str]:
     for key, value in node.items():
         full_key = f"{path}.{key}".lstrip(".")
         if known is not None and key not in known and full_key not in _DECIDED_ELSEWHERE:
-            yield f"{full_key}: DeepSpeed reads no such key.{nearest(key, known)}"
+            yield f"{full_key}: DeepSpeed has no such key.{nearest(key, known)}"
         elif isinstance(value, dict):
             yield from _unknown(value, full_key)
 
@@ -139,15 +139,15 @@ def _against_run(config: dict[str, Any], run: Run) -> Iterator[str]:
     for key, expected in run.values.items():
         if config.get(key, _AUTO) not in (_AUTO, expected):
             source = sources.get(key, "global_batch_size and micro_batch_size")
-            yield f'{key} is {config[key]}, and the run has {expected:g} by {source}; use "auto"'
+            yield f'{key} is {config[key]}, but the run has {expected:g} from {source}; use "auto"'
     allowed = {"16": {"fp16"}, "bf16-mixed": {"bf16", "torch_autocast"}, "bf16-true": {"bf16"}}
     for key in _SWITCHES:
         enabled = (config.get(key) or {}).get("enabled", _AUTO)
         fits = key in next((blocks for name, blocks in allowed.items() if run.precision.startswith(name)), set())
         if enabled is True and not fits:
-            yield f'{key}.enabled is true, and the run has precision={run.precision}; use "auto", or another precision'
+            yield f'{key}.enabled is true, but the run has precision={run.precision}; use "auto", or another precision'
         if enabled is False and key in precision_blocks(config, run.precision) and run.precision != "bf16-mixed":
-            yield f'{key}.enabled is false, and the run has precision={run.precision}; use "auto", or another precision'
+            yield f'{key}.enabled is false, but the run has precision={run.precision}; use "auto", or another precision'
 
 
 # The completed config
@@ -197,9 +197,9 @@ def differences(config: dict[str, Any], full: dict[str, Any], precision: str) ->
     """
     kind = next((name for name in ("fp16", "bf16") if full.get(name, {}).get("enabled")), None)
     if kind and precision.endswith("mixed"):
-        yield f"DeepSpeed's {kind} keeps the weights themselves in 16 bits, beside 32-bit copies for the optimizer"
+        yield f"DeepSpeed's {kind} stores the weights in 16 bits, and 32-bit copies for the optimizer"
     elif kind and not full[kind].get("bf16_master_weights_and_grads"):
-        yield f"DeepSpeed's {kind} keeps 32-bit copies of the weights for the optimizer: more exact than {precision}"
+        yield f"DeepSpeed's {kind} stores 32-bit copies of the weights for the optimizer: more precise than {precision}"
     left = [key for key in _autos(config) if key not in full and key.partition(".")[0] not in _SWITCHES]
     if left:
         yield f'"auto" of {", ".join(left)} is DeepSpeed\'s default: nothing in the run tells a better value'
@@ -322,8 +322,8 @@ def operator_problems(op: str, purpose: str) -> Iterator[str]:
     locks = [path for path in _folders(op) if path.name == op and (path / "lock").exists()]
     if locks:
         yield (
-            f"{purpose} needs DeepSpeed's {op}, and {locks[0] / 'lock'} says that it is being built; "
-            f"wait, or, if nothing builds it, rm {locks[0] / 'lock'}"
+            f"{purpose} needs DeepSpeed's {op}, and {locks[0] / 'lock'} says that it is being built; wait, or, if no "
+            f"process builds it, type rm {locks[0] / 'lock'}"
         )
     elif not any(path.glob(f"{op}*.so") for path in _folders(op)):
         yield (

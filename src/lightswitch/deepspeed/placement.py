@@ -57,8 +57,8 @@ def refuse_other_dtypes(model: nn.Module, kept_in: torch.dtype | None) -> None:
         kept_in = kept_in or parameter.dtype
         if parameter.dtype != kept_in or parameter.is_complex():
             raise Refused(
-                f"{name} is of {parameter.dtype}, and DeepSpeed keeps all parameters in one real dtype; "
-                "use strategy=fsdp or ddp"
+                f"{name} has dtype {parameter.dtype}, but DeepSpeed needs one real dtype for all parameters; use "
+                "strategy=fsdp or ddp"
             )
 
 
@@ -122,7 +122,7 @@ class ZeroPrecision(DeepSpeedPrecision):
         """
         if self.steps_by_hand:
             raise Refused(
-                "training_step clips gradients (self.clip_gradients), which DeepSpeed keeps to itself; use "
+                "training_step clips gradients (self.clip_gradients), but DeepSpeed does not expose gradients; use "
                 "strategy=ddp or fsdp"
             )
 

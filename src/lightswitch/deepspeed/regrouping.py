@@ -140,7 +140,8 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
         assert module is not None
         if is_on_nvme(self):
             raise Refused(
-                "what DeepSpeed keeps on NVMe can't be laid out anew as other parameters are trained; use strategy=fsdp"
+                "state that DeepSpeed offloads to NVMe can't be re-sharded when other parameters are trained; use "
+                "strategy=fsdp"
             )
         with laid_out_anew(module, lambda kept: _whole(kept, self.root_device)):
             state = _State.of(engine, module)

@@ -161,8 +161,8 @@ def scatter_states(engine: Any, module: nn.Module, read: Callable[[str], Mapping
 def _refuse_other_step(name: str, step: int, other: str, step_of_other: int) -> None:
     if step != step_of_other:
         raise Refused(
-            f"{name} was trained in {step} steps and {other}, in the same group of the optimizer, in {step_of_other}, "
-            "and DeepSpeed counts the steps of a group; give each a group of its own, or use strategy=fsdp"
+            f"{name} was trained in {step} steps and {other}, in the same parameter group, in {step_of_other}, but "
+            "DeepSpeed counts steps per group; put them in separate groups, or use strategy=fsdp"
         )
 
 
@@ -236,8 +236,8 @@ class PortableDeepSpeed(PortableCheckpoints):
         assert self.lightning_module is not None
         if (told := optimizers.described(optimizer)) != _class(optimizer) and self.is_global_zero:
             log.warning(
-                "checkpoints under DeepSpeed leave out the state of the optimizer inside of another, %s: "
-                "a resumed run begins that anew; use strategy=ddp or fsdp", told,
+                "checkpoints under DeepSpeed omit the state of the inner optimizer of %s: a resumed run starts it from "
+                "scratch; use strategy=ddp or fsdp", told,
             )  # fmt: skip
         self._group_names = [group["params"] for group in optimizers.groups_of(optimizer, self.lightning_module)]
 

@@ -216,9 +216,9 @@ class DeepSpeed(Regrouping):
             assert self.lightning_module is not None
             if unused := list(self._unused.of_step()):
                 raise Refused(
-                    f"{listed(unused, 'parameters')} took no part in the loss of step "
-                    f"{self.lightning_module.global_step}, and DeepSpeed also updates what has no gradient; "
-                    "freeze what is not used (requires_grad=False), or use strategy=fsdp"
+                    f"{listed(unused, 'parameters')} did not contribute to the loss of step "
+                    f"{self.lightning_module.global_step}, but DeepSpeed also updates parameters without a gradient; "
+                    "freeze unused ones (requires_grad=False), or use strategy=fsdp"
                 )
             return output
 
@@ -317,7 +317,7 @@ def _configured(module: LightningModule) -> tuple[Optimizer, list[LRSchedulerCon
     optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
     if len(optimizers) != 1 or len(schedulers) > 1:
         raise Refused(
-            f"DeepSpeed steps one optimizer with at most one scheduler, and configure_optimizers of "
+            "DeepSpeed supports one optimizer and at most one scheduler, but configure_optimizers of "
             f"{type(module).__name__} returns {len(optimizers)} and {len(schedulers)}; use strategy=ddp or fsdp"
         )
     return optimizers[0], schedulers
@@ -327,8 +327,8 @@ def _tell_of_hooks(module: LightningModule) -> None:
     hooks = [name for name in ("on_after_backward", "on_before_optimizer_step") if is_overridden(name, module)]
     if hooks:
         log.warning(
-            "%s of %s: DeepSpeed keeps gradients to itself, and p.grad has none there; use strategy=ddp or fsdp if the "
-            "module reads or changes them", " and ".join(hooks), type(module).__name__,
+            "%s of %s: DeepSpeed does not expose gradients, so p.grad is None there; use strategy=ddp or fsdp if the "
+            "module reads or changes gradients", " and ".join(hooks), type(module).__name__,
         )  # fmt: skip
 
 

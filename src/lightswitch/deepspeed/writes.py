@@ -234,8 +234,8 @@ class EngineWrites:
             self._gathered.update(absent)
             if not all(map(_is_there, parameters)):
                 raise Refused(
-                    f"{listed(absent)} is touched where DeepSpeed's stage 3 gathers it for the next module already; "
-                    "touch it before any module is called, or use strategy=deepspeed_stage_2"
+                    f"{listed(absent)} is accessed while DeepSpeed's stage 3 gathers it for the next module; access it "
+                    "before any module is called, or use strategy=deepspeed_stage_2"
                 )
 
     def _let_go(self) -> None:
@@ -355,8 +355,8 @@ class _Rounds:
 
 def _refusal(hook: str, wanted: str | None, rank: int, other: int) -> Refused:
     return Refused(
-        f"{hook} touches {wanted or 'weights'} on rank {rank} and not on rank {other}, and DeepSpeed's stage 3 keeps "
-        "a part on each; touch it on all ranks, or use strategy=deepspeed_stage_2"
+        f"{hook} accesses {wanted or 'weights'} on rank {rank} but not on rank {other}, and DeepSpeed's stage 3 has a "
+        "shard on each; access it on all ranks, or use strategy=deepspeed_stage_2"
     )
 
 

@@ -15,7 +15,7 @@ from lightswitch.errors import Command, Refused
 def main() -> None:
     """Run the command, and exit with code 1 if the report names a problem, else with 0."""
     parser = Command("lightswitch.doctor", __doc__)
-    parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="for each step; 60, if not given")
+    parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="limit for each step; default: 60")
     timeout_seconds = parser.parse_args().timeout
 
     from lightswitch.doctor.examination import Report, examine

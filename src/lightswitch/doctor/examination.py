@@ -58,7 +58,7 @@ def examine(report: Report, timeout_seconds: float) -> None:
         return
     report.is_first = rank == 0
     point = MeetingPoint(environment.main_address, environment.main_port, rank, world_size, timeout_seconds)
-    report.line("processes", f"{world_size}, which meet at {point.address}:{point.port}")
+    report.line("processes", f"{world_size}, rendezvous at {point.address}:{point.port}")
     store = rendezvous.open_store(point, "doctor")
     everyone = _gathered(store, point, {**asdict(found), "rank": rank}, report)
     report.machines(everyone)
@@ -78,8 +78,8 @@ def _backends(everyone: list[dict[str, Any]], report: Report) -> list[str]:
     """Return the backends that all processes can use; the list is the same in each of them."""
     if without := without_nccl(everyone):
         if len(without) < len(everyone) and report.is_first:
-            fix = "start as many processes on a node as it has GPUs, each of which sees all of them"
-            report.problems.append(f"NCCL was not tried, as {without[0]}; {fix}")
+            fix = "start one process per GPU on each node, with all GPUs of the node visible to each"
+            report.problems.append(f"NCCL was not tested, because {without[0]}; {fix}")
         return ["gloo"]
     return ["gloo", "nccl"]
 
@@ -107,9 +107,9 @@ def _unreached(
     told = store.multi_get([f"faults/{one['rank']}" for one in everyone])
     pairs = [pair for one in told for pair in json.loads(one)]
     if len(firsts) > 1 and not pairs:
-        report.line("network", f"{len(firsts)} nodes, each of which reaches every other")
+        report.line("network", f"{len(firsts)} nodes, each can connect to every other")
     if report.is_first:
-        report.problems += [f"{pair}; look at routes and firewalls between the two" for pair in pairs]
+        report.problems += [f"{pair}; check routes and firewalls between the two" for pair in pairs]
     return pairs
 
 
@@ -131,8 +131,8 @@ def _measure(backends: list[str], store: Store, point: MeetingPoint, local_rank:
 def _give_up(report: Report, backend: str, timeout_seconds: float) -> NoReturn:
     variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
     report.problems.append(
-        f"an all-reduce over {backend} did not end in {timeout_seconds:g} s; "
-        f"name the network interface that all nodes share: {variable}=eth0"
+        f"an all-reduce over {backend} did not finish in {timeout_seconds:g} s; "
+        f"export the network interface that all nodes share: {variable}=eth0"
     )
     code = report.end()
     sys.stdout.flush()

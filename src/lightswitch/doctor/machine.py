@@ -96,9 +96,9 @@ def _disk_bytes(folder: Path) -> int:
 def _memory_problems(folder: Path) -> Iterator[str]:
     shared = _shared_bytes()
     if shared is not None and shared < _LEAST_SHARED_BYTES:
-        yield f"{gib(shared)} of shared memory, which loader workers and NCCL need; in docker: --ipc=host"
+        yield f"only {gib(shared)} shared memory free, too little for loader workers and NCCL; in docker: --ipc=host"
     if _disk_bytes(folder) < _LEAST_DISK_BYTES:
-        yield f"{gib(_disk_bytes(folder))} disk free for {folder}/; checkpoints need more: make room"
+        yield f"only {gib(_disk_bytes(folder))} disk free for {folder}/, too little for checkpoints; free some space"
 
 
 def _interfaces() -> Iterator[str]:
@@ -183,9 +183,9 @@ def gpu_lines(found: Accelerators) -> Iterator[str]:
 def gpu_problems(found: Accelerators) -> Iterator[str]:
     """Yield the problems of driver, torch and GPUs, one line each."""
     if found.nvidia_driver is not None and not found.platform:
-        yield "there is an NVIDIA driver, and torch was built for CPUs alone; install a torch for CUDA"
+        yield "an NVIDIA driver is installed, but torch was built for CPUs only; install a CUDA build of torch"
     elif found.nvidia_driver is not None and not found.gpus:
-        yield f"the NVIDIA driver {found.nvidia_driver} is there, and torch finds no GPU; look at nvidia-smi"
+        yield f"the NVIDIA driver {found.nvidia_driver} is installed, but torch finds no GPU; type nvidia-smi"
     tool = "rocm-smi" if found.platform.startswith("ROCm") else "nvidia-smi"
     for index, gpu in enumerate(found.gpus):
         if gpu.fault:
@@ -206,7 +206,7 @@ def _nccl_fault(one: Mapping[str, Any]) -> str | None:
     if "nccl" not in one["backends"]:
         return "has a torch without NCCL"
     if (seen := one["gpus_for_nccl"]) <= one["local_rank"]:
-        return f"sees {seen} GPU{'' if seen == 1 else 's'}, of which it would take number {one['local_rank']}"
+        return f"sees {seen} GPU{'' if seen == 1 else 's'}, but would use number {one['local_rank']}, from 0"
     return None
 
 

@@ -58,10 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-o", "--output", type=_file, metavar="FILE", required=True)
     parser.add_argument(
-        "--format", choices=("hf",), help="a folder for transformers; without it, the model's own names"
+        "--format", choices=("hf",), help="hf: a folder for transformers; default: the model's tensor names"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of all floating-point tensors; without it, as they were saved")
-    parser.add_argument("--shard-size", type=_bytes, default="5GB", metavar="SIZE", help="5GB, if it is not given")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of all floating-point tensors; default: as saved")
+    parser.add_argument(
+        "--shard-size", type=_bytes, default="5GB", metavar="SIZE", help="maximum size of a file; default: 5GB"
+    )
     return parser
 
 
@@ -102,9 +104,7 @@ def _export(arguments: argparse.Namespace) -> None:
     file: Path = arguments.output
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     if file.suffix in weight_files.OF_TORCH and not weights.lists_tied:
-        told = (
-            "the checkpoint does not list tied tensors, as an earlier version's; each is written under one name alone"
-        )
+        told = "the checkpoint, of an earlier version, does not list tied tensors; each is written under only one name"
         print(f"warning: {told}", file=sys.stderr)
     progress = _Progress(sum(weight_files.bytes_of(weights, name, dtype) for name in weights.like))
     try:
@@ -113,7 +113,7 @@ def _export(arguments: argparse.Namespace) -> None:
         progress.end()
     for path in written:
         print(f"written    {path}")
-    print(f"compared   {progress.total_bytes / 1e6:.2f} MB, as in the checkpoint")
+    print(f"compared   {progress.total_bytes / 1e6:.2f} MB against the checkpoint")
     print(f"load       {_call(file)}")
     if file.suffix == ".ckpt":
         print(f'Lightning  {config.target.rpartition(".")[2]}.load_from_checkpoint("{file}")')

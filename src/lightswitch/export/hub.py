@@ -62,7 +62,9 @@ def _parts(model: LightningModule) -> list[Any]:
     name = type(model).__name__
     to_hf: Any = getattr(model, "to_hf", None)
     if to_hf is None:
-        raise Refused(f"{name} has no to_hf, which returns its equal of transformers; leave --format out")
+        raise Refused(
+            f"{name} has no method to_hf, which returns the equivalent transformers model; leave out --format"
+        )
     try:
         return list(to_hf())
     except (ValueError, ModuleNotFoundError) as error:
@@ -82,7 +84,7 @@ def _compare(model: Any, folder: Path) -> None:
     read: Any = type(model).from_pretrained(folder, local_files_only=True).state_dict()
     for name, value in model.state_dict().items():
         if name not in read or not weight_files.same_bits(read[name], value):
-            raise OSError(f"{folder.name} does not give back {name} as it was written")
+            raise OSError(f"{folder.name}: read back different data for {name} than was written")
 
 
 def _card(checkpoint: Path, model: Any) -> str:

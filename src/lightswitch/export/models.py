@@ -99,8 +99,8 @@ def build_model(config: ModelConfig, trust: bool, filled: bool = False) -> Light
     try:
         if not trust and (called := untrusted(config.node, config.file.resolve().parent)):
             raise UntrustedConfig(
-                f"{config.file} builds its model with {called}, which is not code of yours; "
-                "lightswitch.load(path, model=MyModel(...)) runs none of it, and trust=True runs it"
+                f"{config.file} builds its model with {called}, which is not your own code; "
+                "lightswitch.load(path, model=MyModel(...)) does not run it, and trust=True does"
             )
         with nullcontext() if filled else _Unfilled():
             model = instantiate(config.node, _convert_="all")
@@ -217,7 +217,7 @@ def model_config(checkpoint: Path, trust: bool = False) -> ModelConfig:
         if (folder / CONFIG).is_file():
             return read_config(folder / CONFIG, key="model", trust=trust)
     raise UnfitCheckpoint(
-        f"{checkpoint} has no {CONFIG} beside it, which names its model; leave it in its run directory"
+        f"{checkpoint} has no {CONFIG} next to it, which defines its model; keep it in its run directory"
     )
 
 

@@ -48,8 +48,8 @@ _LACKS_MEMORY = re.compile(
 _OF_DISKS = {  # errors of reading and writing files that the user can fix
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
-    errno.EIO: "the disk fails",
-    errno.EROFS: "the disk takes no writes",
+    errno.EIO: "the disk failed",
+    errno.EROFS: "the disk is read-only",
     errno.EACCES: "a permission is missing",
 }
 _SAMPLER = "torch.utils.data.sampler"  # raises for an empty dataset when a shuffling DataLoader is created
@@ -103,36 +103,36 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
     if isinstance(error, Refused):
         return error.problems
     if isinstance(error, OSError) and is_of_disk(error):
-        return [f"{_OF_DISKS[error.errno or 0]}: {error.strerror}: {_file_of(error)}; mend it, and start the run again"]
+        return [f"{_OF_DISKS[error.errno or 0]}: {error.strerror}: {_file_of(error)}; fix it, then start the run again"]
     if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
-        return ["stdout: found no reader any more, as after `| head`; lead it into a file, and start the run again"]
+        return ["stdout was closed by its reader, as after `| head`; redirect it to a file, then start the run again"]
     frame = raised_in(error)
     if frame is not None and frame.f_code.co_name == _SEVERAL_OPTIMIZERS:
         return [
-            f"model: {type(frame.f_locals['model']).__name__} has several optimizers, of which Lightning steps one by "
-            "itself; set self.automatic_optimization = False in its constructor, and step them in training_step"
+            f"model: {type(frame.f_locals['model']).__name__} has several optimizers, but Lightning steps only one "
+            "automatically; set self.automatic_optimization = False in its constructor, and step them in training_step"
         ]
     if frame is not None and frame.f_code.co_name == "setup_data" and _INTERVAL in str(error):
         interval = OmegaConf.select(cfg, f"trainer.{_INTERVAL}")
         return [
             f"trainer.{_INTERVAL}={interval} is more steps than an epoch has; type fewer, or "
-            "trainer.check_val_every_n_epoch=null, which counts them over the epochs"
+            "trainer.check_val_every_n_epoch=null, which counts steps across epochs"
         ]
     if frame is not None and frame.f_globals.get("__name__") == _SCHEDULES and "total steps" in str(error):
         schedule = frame.f_locals["self"]
         return [
-            f"{type(schedule).__name__} ends at step {schedule.total_steps}, as the run began with it; type "
-            "init_from=PATH of its last checkpoint, and another run_id, for a run that begins one anew"
+            f"{type(schedule).__name__} was created for {schedule.total_steps} steps; to continue, start a new run "
+            "with init_from=PATH of its last checkpoint and another run_id"
         ]
     if not steps_have_begun and (checkpoint := _restored_by_libraries(error)) is not None:
         return [
-            f"{checkpoint} can't be read as a checkpoint: {one_line(error)}; start anew with resume=never, or go on "
-            "from another with resume=PATH"
+            f"{checkpoint} can't be read as a checkpoint: {one_line(error)}; start over with resume=never, or resume "
+            "another one with resume=PATH"
         ]
     if type(error) not in _ON_PURPOSE:
         return []
     if frame is not None and frame.f_globals.get("__name__") == _SAMPLER and str(error).endswith("num_samples=0"):
-        return ["data: a DataLoader that shuffles has no samples, as its dataset is empty"]
+        return ["data: a DataLoader that shuffles has no samples, because its dataset is empty"]
     in_worker = _raised_by_worker(error)
     module, text = in_worker or (str(frame.f_globals.get("__name__")) if frame is not None else "", str(error))
     node = _owner(module, cfg) if module else None
@@ -225,10 +225,10 @@ def failure_of(rank: Rank, error: BaseException) -> Failure:
         cause = cause.__cause__
     line = _cause_of_worker(cause) or one_line(cause)
     if _MIXES_TENSORS in line:
-        line += "; here a parameter is whole in its unit's forward pass alone, and elsewhere in a training step in "
-        line += "parts; compute with it in a hook, as on_train_batch_end, or use strategy=ddp"
+        line += "; in a training step, a parameter is unsharded only during its module's forward pass; "
+        line += "compute with it in a hook such as on_train_batch_end, or use strategy=ddp"
     if isinstance(cause, KeyError) and _NAME_OF_FSDP1 in line:
-        line += "; fsdp1 puts modules of its own into the names of parameters; use strategy=fsdp"
+        line += "; fsdp1 adds the names of its wrapper modules to parameter names; use strategy=fsdp"
     lacks_memory = _LACKS_MEMORY.search(f"{type(cause).__name__}: {cause}") is not None
     follows = not lacks_memory and _FOLLOWS.search(line) is not None
     return Failure(

@@ -373,7 +373,7 @@ def _died(gone: Sequence[RankState], ranks: Collection[RankState]) -> Failure:
     how = first.ended or WITHOUT_MESSAGE
     lacks_memory = any(rank.position and rank.position.oom_kills > rank.oom_kills for rank in whole)
     if lacks_memory:
-        how = f"was killed, as {first.rank.node} ran out of memory"
+        how = f"was killed because {first.rank.node} ran out of memory"
     if len(whole) > 1 and all(rank in gone for rank in whole):
         return Failure(
             f"{first.rank.node} was lost: all its processes, {_numbers(whole)}, ended without an error message"
@@ -419,7 +419,7 @@ def _late(some: Sequence[RankState], present: Sequence[RankState]) -> list[RankS
 
 
 def _location(rank: RankState) -> str:
-    return f" at {rank.position.location}" if rank.position else " and does not say where"
+    return f" at {rank.position.location}" if rank.position else " (position unknown)"
 
 
 def _numbers(ranks: Sequence[RankState]) -> str:

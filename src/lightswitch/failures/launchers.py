@@ -89,7 +89,7 @@ class Scripts(_SubprocessScriptLauncher):
                 os.kill(os.getpid(), stopped.by)  # this process passes it on to its other ranks
             return
         if code < 0:  # otherwise the rank has printed its error
-            line = f"rank {rank} on {node_name()} failed: process {pid} {process.how_ended(pid)} before it trained"
+            line = f"rank {rank} on {node_name()} failed: process {pid} {process.how_ended(pid)} before training began"
             process.note_failure(line)
             print(line, file=sys.stderr, flush=True)
         process.leave_now(ExitCode.REFUSED if code == ExitCode.REFUSED else ExitCode.FAILED)
@@ -249,4 +249,4 @@ def _reason(value: object) -> str | None:
 
 
 def _kind(function: types.FunctionType) -> str:
-    return "a lambda" if function.__name__ == "<lambda>" else f"a function inside of another, {function.__qualname__}"
+    return "a lambda" if function.__name__ == "<lambda>" else f"a nested function, {function.__qualname__}"

@@ -126,7 +126,7 @@ def _save(trainer: Trainer) -> None:
         if isinstance(trainer.strategy, PortableCheckpoints):
             trainer.strategy.finish_saving()
     except (UnwrittenCheckpoint, LostRank) as failure:
-        log.error("%s; the run will go on from the one before it", failure)
+        log.error("%s; the run will resume from the previous checkpoint", failure)
 
 
 def _nothing() -> None:
@@ -178,8 +178,8 @@ class Rounds:
 
 
 _ADVICE = (
-    "go on from the last checkpoint with a lower learning rate, with on_nan=skip to leave out the step of such a loss, "
-    "or with on_nan=ignore"
+    "resume from the last checkpoint with a lower learning rate, with on_nan=skip to skip the step of such a loss, or "
+    "with on_nan=ignore"
 )
 
 
@@ -248,7 +248,7 @@ class FiniteLoss(Callback):
         self._look(trainer)
         if name := _not_finite(pl_module):
             where = self._batch.describe_position(trainer, most_samples=8)
-            raise NotFinite(f"{name} is not finite, and no checkpoint is saved of it, {where}; {_ADVICE}")
+            raise NotFinite(f"{name} is not finite, so no checkpoint is saved, {where}; {_ADVICE}")
 
     def _look(self, trainer: Trainer) -> None:
         """Check the stored losses, which synchronizes with the device."""
@@ -262,7 +262,7 @@ class FiniteLoss(Callback):
 
     def _error(self, trainer: Trainer, value: float, where: str) -> NotFinite:
         name = _not_finite(trainer.lightning_module)
-        weights = f"{name} is not finite by now" if name else "the weights are finite"
+        weights = f"{name} is not finite either" if name else "the weights are finite"
         return NotFinite(f"the loss is {value} {where}; {weights}; {_ADVICE}")
 
 

@@ -287,7 +287,7 @@ class Member:
         end = time.monotonic() + _CONNECT_SECONDS
         while not await self._is_welcome(address, port, token):  # dropped among too many strangers
             if time.monotonic() > end:
-                raise ConnectionError(f"{address}:{port} does not answer as the watchdog does")
+                raise ConnectionError(f"no answer from the watchdog at {address}:{port}")
             await asyncio.sleep(_RETRY_SECONDS)
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
 

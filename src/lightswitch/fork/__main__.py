@@ -37,11 +37,11 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Command("lightswitch.fork", __doc__)
-    parser.add_argument("name", metavar="NAME", help="of the package below src")
+    parser.add_argument("name", metavar="NAME", help="name of the package in src")
     parser.add_argument("into", metavar="INTO", help="a new folder, or . for the checkout itself")
     parser.add_argument("--bare", action="store_true", help="one small model and dataset in place of the examples")
-    parser.add_argument("--engine", choices=("folder", "package"), default="folder", help="folder, if not given")
-    parser.add_argument("--engine-from", metavar="FROM", help="the package: a version, a wheel or a git address")
+    parser.add_argument("--engine", choices=("folder", "package"), default="folder", help="default: folder")
+    parser.add_argument("--engine-from", metavar="FROM", help="version, wheel or git address of the package")
     return parser
 
 
@@ -68,7 +68,7 @@ def _make(asked: argparse.Namespace) -> None:
     print(f"engine     {pin or f'src/lightswitch, version {version}, commit {commit[:7]}'}")
     if pin and engine.is_of_this_machine(pin):
         print(
-            "           which is there on this machine alone; where others work on it, name a git address or a version"
+            "           which exists only on this machine; if others work on the fork, use a git address or a version"
         )
     if in_place and (origin := repository.origin(root)):
         print(f"origin     is still {origin}; type git remote set-url origin ADDRESS before you push")
@@ -83,13 +83,15 @@ def check_name(name: str, root: Path) -> None:
         Refused: it is not a valid package name, or is already in use.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or keyword.issoftkeyword(name):
-        raise Refused(f"{name} is no name of a Python package; use lower-case letters, digits and _, as in bird_song")
+        raise Refused(
+            f"{name} is not a valid Python package name; use lower-case letters, digits and _, as in bird_song"
+        )
     if name in _TAKEN:
-        raise Refused(f"{name} is the name of something else in the project; choose another")
+        raise Refused(f"{name} is already used in the project; choose another name")
     if name in sys.stdlib_module_names:
         raise Refused(f"{name} is a module of Python's standard library; choose another name")
     if name in _pinned(root) or _is_installed(name, root):
-        raise Refused(f"{name} is the name of an installed package; choose another")
+        raise Refused(f"{name} is the name of an installed package; choose another name")
 
 
 def _pinned(root: Path) -> set[str]:

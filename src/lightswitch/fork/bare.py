@@ -98,7 +98,9 @@ def _check_defaults(fork: Path, going: Iterable[str]) -> None:
         if PurePosixPath("conf", group, f"{choice}.yaml").as_posix() in going
     ]
     if examples:
-        raise Refused(f"config.yaml has the defaults {listed(examples)}, which are examples; put yours there first")
+        raise Refused(
+            f"config.yaml has the defaults {listed(examples)}, which are examples; replace them with your own first"
+        )
 
 
 def _needed(fork: Path, going: Iterable[str], without: Mapping[str, str]) -> dict[str, str]:

@@ -34,7 +34,7 @@ def requirement(source: str | None) -> str:
     if is_git(source):
         address, ref = split_git(source)
         return f"lightswitch @ git+{address}@{repository.commit_at(address, ref)}"
-    raise Refused(f"{source} is no version, no wheel and no git address; use 0.1.0, PATH.whl or git+https://…@REF")
+    raise Refused(f"{source} is not a version, a wheel or a git address; use 0.1.0, PATH.whl or git+https://…@REF")
 
 
 def is_git(source: str) -> bool:

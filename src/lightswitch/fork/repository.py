@@ -56,7 +56,7 @@ def check_clean(root: Path) -> None:
     listed_by_git = git(root, "ls-files", "-v", "-z").split("\0")
     if unseen := [entry[2:] for entry in listed_by_git if entry and (entry[0] == "S" or entry[0].islower())]:
         back = "git update-index --no-skip-worktree --no-assume-unchanged"
-        raise Refused(f"git does not look at {listed(unseen, shown=1)}; type {back} {unseen[0]}, then commit it")
+        raise Refused(f"git ignores changes to {listed(unseen, shown=1)}; type {back} {unseen[0]}, then commit it")
     if changes := git(root, "status", "--porcelain", "--untracked-files=normal").splitlines():
         paths = listed([change[3:] for change in changes], shown=1)
         raise Refused(f"found changes that are not committed: {paths}; commit or stash them")
@@ -69,7 +69,7 @@ def check_kept(root: Path) -> None:
         Refused: HEAD is detached, and no branch or tag contains it.
     """
     if not git(root, "branch", "--show-current").strip() and not git(root, "for-each-ref", "--contains=HEAD").strip():
-        raise Refused("found commits that are on no branch; name one for them first: git branch NAME")
+        raise Refused("found commits that are on no branch; create a branch for them first: git branch NAME")
 
 
 def tracked(root: Path) -> list[str]:
@@ -123,11 +123,14 @@ def check_empty(into: Path, root: Path) -> None:
         Refused: it is not empty, is a file, or is inside the checkout.
     """
     if into.resolve().is_relative_to(root):
-        raise Refused(f"{into} lies in the checkout; name a folder beside it, as ../{into.name}, or . for the whole")
+        raise Refused(
+            f"{into} is inside the checkout; name a folder outside of it, such as ../{into.name}, or . for the "
+            "checkout itself"
+        )
     if into.exists() and not into.is_dir():
-        raise Refused(f"{into} is a file; name a folder that is not there yet")
+        raise Refused(f"{into} is a file; name a new folder")
     if into.is_dir() and any(into.iterdir()):
-        raise Refused(f"{into} is not empty; name a folder that is not there yet")
+        raise Refused(f"{into} is not empty; name a new folder")
 
 
 def create(into: Path, name: str, files: Mapping[str, File], of: Path | None = None) -> None:

@@ -27,12 +27,12 @@ lint: $(INSTALLED) $(SCHEMAS) ## look for mistakes in the code; make lint STRICT
 	$(if $(STRICT),$(PYTHON) -m mypy)
 """
 _BARE = """\
-bare: $(INSTALLED) ## remove the examples that the project was made with, and nothing of yours
+bare: $(INSTALLED) ## remove the examples that the project was made with; your files stay
 	@$(PYTHON) -m lightswitch.fork.bare
 
 """
 _UPDATE_ENGINE = """\
-update-engine: $(INSTALLED) ## put a newer engine in, and run the tests: make update-engine FROM=../lightswitch
+update-engine: $(INSTALLED) ## update the engine, and run the tests: make update-engine FROM=../lightswitch
 	@$(PYTHON) -m lightswitch.fork.update "$(FROM)"
 	@$(MAKE) --no-print-directory test
 

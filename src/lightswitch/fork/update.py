@@ -64,18 +64,14 @@ def _replace_folder(folder: Path, new: Source, fork: Path) -> None:
     before = engine.read(folder)
     advice = [*_requirements(new, (fork / "pyproject.toml").read_text()), *_beside(new, manifest["commit"], fork)]
     if new.train and _code(new.train) != _code((fork / "train.py").read_text()):
-        advice.append(
-            "train.py   is not as the new engine's; take over what differs from the one beside the new engine"
-        )
+        advice.append("train.py   differs from the train.py of the new engine; merge the changes")
     pages = _pages(new, manifest.get("docs"), fork)
     files = {**new.files, engine.MANIFEST: engine.manifest(new.files, pages or {}, new.version, new.commit)}
     _exchange(folder, {path: File(content) for path, content in files.items()})
     if pages is not None:
         _exchange(fork / tree.DOCUMENTS, {path: File(content) for path, content in pages.items()})
     else:
-        advice.append(
-            f"docs       {tree.DOCUMENTS} is not the new engine's: it was changed or removed here, or FROM has none"
-        )
+        advice.append(f"docs       {tree.DOCUMENTS} was not updated: it was changed or removed here, or FROM has none")
     print(f"engine     {_named(manifest['version'], manifest['commit'])} → {_named(new.version, new.commit)}")
     _tell_news(*(content.get(engine.CHANGELOG, b"").decode() for content in (before, new.files)))
     for line in advice:
@@ -129,8 +125,8 @@ def _refuse_changed(folder: Path, fork: Path) -> None:
     back = [f"git checkout {written[:7] or 'COMMIT'} -- {' '.join(edited)}"] if edited else []
     back += [f"rm {' '.join(added)}"] if added else []
     raise Refused(
-        f"found changes in {listed([*edited, *added], shown=1)}, which would be lost; take them back "
-        f"({'; '.join(back)}), or bring them to lightswitch itself"
+        f"found changes in {listed([*edited, *added], shown=1)}, which would be lost; revert them "
+        f"({'; '.join(back)}), or contribute them to lightswitch"
     )
 
 
@@ -140,7 +136,7 @@ def _replace_pin(given: str, pyproject: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps"]
     command += ["--no-build-isolation", "--force-reinstall", pin]
     if subprocess.run(command).returncode:
-        raise Refused(f"pip could not install {pin}; the requirement stays as it was")
+        raise Refused(f"pip could not install {pin}; the requirement is unchanged")
     beside = pyproject.with_name(f"{pyproject.name}.new")
     beside.write_text(with_pin(before, pin))
     beside.replace(pyproject)
@@ -164,18 +160,19 @@ def _requirements(new: Source, pyproject: str) -> Iterator[str]:
     for requirement in map(Requirement, new.requirements):
         found = own.get(requirement.name)
         if found is None or found.specifier != requirement.specifier:
-            put = "put it into" if found is None else f"put it in the place of {found} in"
-            yield f"needs      {requirement}: {put} the dependencies of pyproject.toml; type make constraints"
+            put = "add it to" if found is None else f"replace {found} with it in"
+            yield f"needs      {requirement}: {put} the dependencies of pyproject.toml, then type make constraints"
 
 
 def _beside(new: Source, commit: str, fork: Path) -> Iterator[str]:
     """Yield a line for each file that the fork owns and that has changed in lightswitch since its engine's commit."""
-    kinds = {"A": "new", "D": "gone", "M": "changed", "T": "changed"}
+    kinds = {"A": "new", "D": "removed", "M": "changed", "T": "changed"}
     for line in new.changed_since(commit):
         kind, *paths = line.split("\t")
         if kind != "A" and not (fork / paths[0]).exists():
             continue
-        yield f"beside     {' → '.join(paths)}: {kinds.get(kind, 'renamed')} in lightswitch; this fork's stays as it is"
+        told = kinds.get(kind, "renamed")
+        yield f"beside     {' → '.join(paths)}: {told} in lightswitch; this fork's copy is unchanged"
 
 
 def _code(train: str) -> str:
@@ -269,7 +266,7 @@ def found_engine(given: str, space: Path) -> Source:
         repository.git(space / "clone", "checkout", "--quiet", "--detach", repository.commit_at(address, ref))
         return _checkout(space / "clone")
     raise Refused(
-        f"{given} is no folder, no wheel and no git address; use ../lightswitch, PATH.whl or git+https://…@REF"
+        f"{given} is not a folder, a wheel or a git address; use ../lightswitch, PATH.whl or git+https://…@REF"
     )
 
 
@@ -298,9 +295,9 @@ def _wheel(path: Path) -> Source:
             if name.startswith("lightswitch/") and not name.endswith("/")
         }
         if "__init__.py" not in files:
-            raise Refused(f"{path} is no wheel of lightswitch")
+            raise Refused(f"{path} is not a wheel of lightswitch")
         if outside := [name for name in files if name.startswith("/") or ".." in Path(name).parts]:
-            raise Refused(f"{path} would write {outside[0]}, outside of the engine; take one that pip has built")
+            raise Refused(f"{path} would write {outside[0]}, outside of the engine; use a wheel that pip built")
         metadata = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         fields = Parser().parsestr(wheel.read(metadata).decode(), headersonly=True)
     requirements = [field for field in fields.get_all("Requires-Dist", []) if "extra ==" not in field]

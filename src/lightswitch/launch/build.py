@@ -130,8 +130,8 @@ def _what_to_try(cfg: DictConfig, run: RunContext, plan: BatchPlan, trainer: Tra
 def _advise(cfg: DictConfig, run: RunContext, model: LightningModule) -> None:
     if run.is_first and cfg.mode == "fit" and leaves_default_clipping(model, cfg, run):
         log.info(
-            "clipping   %s clips gradients itself, and trainer.gradient_clip_val=%s is left out; type it to have it "
-            "handed to configure_gradient_clipping", type(model).__name__, cfg.trainer.gradient_clip_val,
+            "clipping   %s clips gradients itself, so trainer.gradient_clip_val=%s is ignored; type it to pass it to "
+            "configure_gradient_clipping", type(model).__name__, cfg.trainer.gradient_clip_val,
         )  # fmt: skip
 
 
@@ -302,22 +302,22 @@ def _of_other_kinds(model: Any, data: Any, cfg: DictConfig) -> Iterator[Refused]
 
 def _by_hand(model: LightningModule, cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Iterator[Refused]:
     """Yield settings that Lightning doesn't support under manual optimization: accumulation and gradient clipping."""
-    name = f"{type(model).__name__} optimizes by hand"
+    name = f"{type(model).__name__} uses manual optimization"
     if plan.accumulation > 1:
         size = plan.micro_batch * plan.replicas
         instead = f"leave it out, or type global_batch_size={size} for steps of that size"
-        yield Refused(f"micro_batch_size={plan.micro_batch}: {name}, in each micro batch; {instead}")
+        yield Refused(f"micro_batch_size={plan.micro_batch}: {name}, which steps in each micro-batch; {instead}")
     if cfg.trainer.get("gradient_clip_val") and _CLIPPING in typed_keys(
         run.hydra
     ):  # `trainer_clipping` leaves a default out
         instead = f"call self.clip_gradients in its training_step, and leave {_CLIPPING} out"
-        yield Refused(f"{_CLIPPING}: {name}, which Lightning does not clip; {instead}")
+        yield Refused(f"{_CLIPPING}: {name}, for which Lightning does not clip gradients; {instead}")
 
 
 def _without_gpus(trainer: Trainer) -> Iterator[str]:
     """Yield a problem if FSDPStrategy has no GPUs: Lightning's own check misses the subclass that `hooked` makes."""
     if FSDPStrategy in type(trainer.strategy).__bases__ and trainer.strategy.root_device.type != "cuda":
-        yield "trainer.strategy: Lightning's FSDPStrategy takes GPUs alone; use strategy=fsdp, which takes CPUs too"
+        yield "trainer.strategy: Lightning's FSDPStrategy needs GPUs; use strategy=fsdp, which also supports CPUs"
 
 
 def _clips_pieces(model: LightningModule, strategy: Strategy, devices: int) -> Iterator[str]:
@@ -326,6 +326,6 @@ def _clips_pieces(model: LightningModule, strategy: Strategy, devices: int) -> I
         return
     name = f"{type(model).__name__} clips gradients itself, in configure_gradient_clipping"
     if isinstance(strategy, DeepSpeedStrategy):
-        yield f"{name}, and DeepSpeed keeps them to itself; use strategy=ddp or fsdp"
+        yield f"{name}, but DeepSpeed does not expose gradients; use strategy=ddp or fsdp"
     elif isinstance(strategy, FSDPStrategy) and devices > 1 and strategy.sharding_strategy.name != "NO_SHARD":
-        yield f"{name}, where fsdp1 gives each device a part of them, by whose norm it would; use strategy=ddp or fsdp"
+        yield f"{name}, but fsdp1 shards gradients, so it would clip by a shard's norm; use strategy=ddp or fsdp"

@@ -103,7 +103,7 @@ def _rank_and_step(request: Request, candidate: Candidate, batch: BatchPlan, num
         return rehearse(estimates.work_of(request, batch), strategy, replace(request.world, rank=number))
     except NeedsValues as error:
         raise Refused(
-            f"the step of {request.cfg.model._target_} {error}; use mode=plan, which tells what is known without it"
+            f"the step of {request.cfg.model._target_} {error}; use mode=plan, which reports what is known without it"
         ) from error
     except Refused:
         raise

@@ -70,7 +70,7 @@ def requested(cfg: DictConfig, prepares_data: bool = True) -> Request:
     model = instantiated(cfg, "model", refusals) if data is None else None
     raise_all(refusals)
     owner = model if model is not None else LightningModule()
-    with _own_code("the training data"):
+    with _own_code("loading the training data"):
         samples = first_samples(owner, data, not shards_itself(cfg), prepares_data)
     return Request(cfg, device_of(cfg), world_of(cfg), samples)
 
@@ -100,7 +100,7 @@ def parameter_bytes(cfg: DictConfig) -> float:
     Raises:
         Unplanned: it can't be built there.
     """
-    with _own_code("the model"), torch.device("meta"):
+    with _own_code("building the model"), torch.device("meta"):
         model = _model(cfg)
         model.configure_model()
     in_16_bits = str(cfg.trainer.get("precision")) in ("16-true", "bf16-true")

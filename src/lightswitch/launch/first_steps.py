@@ -75,9 +75,9 @@ def _refused(error: Exception, trainer: Trainer, steps: int) -> Refused | None:
     if _SKIPPED in str(error) and isinstance(error, RuntimeError | MisconfigurationException):
         return _told(
             error,
-            f"{name}.training_step returns None in automatic optimization, and several devices have to train on each "
-            "batch; return a loss (of a batch to be skipped, 0 times its loss), or set "
-            "self.automatic_optimization = False where it steps by hand",
+            f"{name}.training_step returns None in automatic optimization, but all devices have to train on each "
+            "batch; return a loss (to skip a batch, 0 times its loss), or set self.automatic_optimization = False if "
+            "it steps manually",
         )
     is_whole = isinstance(trainer.strategy, SingleDeviceStrategy) or (
         isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
@@ -90,9 +90,9 @@ def _refused(error: Exception, trainer: Trainer, steps: int) -> Refused | None:
     told = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
     return _told(
         error,
-        f"{name} fails in its first steps under {type(trainer.strategy).__name__}, which spreads parameters "
-        f"over devices{_place(error)}: {told}; use strategy=ddp, which keeps them whole. If it fails there, too, the "
-        "fault is its own. The traceback is in train.log",
+        f"{name} fails in its first steps under {type(trainer.strategy).__name__}, which shards parameters over "
+        f"devices{_place(error)}: {told}; use strategy=ddp, which does not shard them. If it also fails there, the "
+        "error is in the module. The traceback is in train.log",
     )
 
 
@@ -133,7 +133,7 @@ def output_of(step: Callable[[Arguments], Output], arguments: Arguments, trainer
         return output
     del output  # and its autograd graph
     if trainer.is_global_zero:
-        log.info("weights    the step is made again with these")
+        log.info("weights    the step is repeated with these")
     strategy.looks.forget_step()
     strategy.forget_forward()
     buffers = list(trainer.lightning_module.buffers())

@@ -62,7 +62,7 @@ def strategy(cfg: DictConfig, run: RunContext) -> BatchPlan | None:
     try:
         choice = _choice(cfg, run)
     except Unplanned as unplanned:
-        choice = Choice(f"single or ddp, as it is not known what the model takes: {unplanned}")
+        choice = Choice(f"single or ddp, because the model's memory is unknown: {unplanned}")
     finally:
         gc.collect()  # off until the run is built: free what was simulated
     if run.is_first:
@@ -97,7 +97,7 @@ def by_states(among: Sequence[Candidate], states: float, usable: float, world: W
     roomy = (one for one, share in zip(among, shares, strict=True) if states * share < _KNOWN_SHARE * usable)
     taken = next(roomy, among[-1])
     of = f"states are {report.share(states, usable)} on {device.name}"
-    return Choice(f"{taken.name}: {of}, and with this torch no more is known", taken, taken.words)
+    return Choice(f"{taken.name}: {of}; this torch version can't simulate steps of several devices", taken, taken.words)
 
 
 def _evaluating(parameters: float, usable: float, among: Sequence[Candidate], told: str) -> Choice:
@@ -140,7 +140,7 @@ def first_that_fits(request: Request, among: Sequence[Candidate]) -> tuple[Candi
                 found = estimates.confirmed(request, found, [candidate])
         except NeedsValues as error:
             if not request.computes:  # the strategy needs the values, not the model
-                raise Unplanned([f"what {candidate.name} holds is not known: a step {error}"]) from error
+                raise Unplanned([f"the memory that {candidate.name} needs is unknown: a step {error}"]) from error
             return first_that_fits(_without_steps(request.cfg), among)
         except Unplanned:
             raise
@@ -150,7 +150,7 @@ def first_that_fits(request: Request, among: Sequence[Candidate]) -> tuple[Candi
             return candidate, found
         tried.append((candidate, found))
     if not tried:
-        raise Unplanned(["no strategy takes the run"])
+        raise Unplanned(["no strategy supports the run"])
     raise Refused(f"strategy=auto: {_what_would(tried, request)}")
 
 
@@ -185,9 +185,9 @@ def largest_micro_batch(cfg: DictConfig, run: RunContext) -> BatchPlan:
         candidate = _run_under(cfg, run)
         found = estimates.confirmed(request, estimates.fitted(request, candidate), [candidate])
     except Unplanned as unplanned:
-        raise Refused(f"micro_batch_size=auto: it is not known what a step takes: {unplanned}; {_TYPE}") from unplanned
+        raise Refused(f"micro_batch_size=auto: the memory of a step is unknown: {unplanned}; {_TYPE}") from unplanned
     except NeedsValues as error:
-        raise Refused(f"micro_batch_size=auto: it is not known what a step takes, which {error}; {_TYPE}") from error
+        raise Refused(f"micro_batch_size=auto: the memory of a step is unknown, because it {error}; {_TYPE}") from error
     finally:
         gc.collect()  # off until the run is built: free what was simulated
     if not found.memory.fits:
@@ -225,11 +225,12 @@ def check_fewest(worlds: range, cfg: DictConfig, run: RunContext) -> None:
     unfit = [nodes for nodes, bytes in kept.items() if bytes > usable]
     if unfit:
         fewest = unfit[-1] + 1
-        shards = "a strategy that keeps less on each device, as mode=plan lists them"
+        shards = "use a strategy that needs less memory on each device (mode=plan lists them)"
         raise Refused(
-            f"torchrun --nnodes={worlds[0]}:{worlds[-1]} may go on with {unfit[0]} node{'s' if unfit[0] > 1 else ''}: "
-            f"parameters, gradients and optimizer state are {report.share(kept[unfit[0]], usable)} on {device.name}; "
-            + (f"type --nnodes={fewest}:{worlds[-1]}, or {shards}" if fewest < worlds[-1] else f"type {shards}")
+            f"torchrun --nnodes={worlds[0]}:{worlds[-1]} may continue with {unfit[0]} "
+            f"node{'s' if unfit[0] > 1 else ''}: parameters, gradients and optimizer state are "
+            f"{report.share(kept[unfit[0]], usable)} on {device.name}; "
+            + (f"type --nnodes={fewest}:{worlds[-1]}, or {shards}" if fewest < worlds[-1] else shards)
         )
 
 
@@ -246,7 +247,7 @@ def out_of_memory(cfg: DictConfig, run: RunContext, batch: BatchPlan, trainer: T
     """Return a line on what to try next, with its command, derived from the size of the model's states."""
     world, device = World(trainer.num_nodes, trainer.num_devices), _device_of(trainer)
     states, usable = _states_of(trainer), device.usable_bytes(world.devices_per_node)
-    told = f"parameters, gradients and optimizer state are {report.amount(states)} in all, and a device has "
+    told = f"parameters, gradients and optimizer state are {report.amount(states)} in total, and a device has "
     told += report.amount(usable)
     among = candidates.simplest(run.hydra, world.nodes, world.devices_per_node)
     others = [one for one in among if not (one.offloads and device.kind == "cpu")]

@@ -203,7 +203,7 @@ def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:
         raise SystemExit(code) from None
     if isinstance(error, Exception):
         raise error
-    raise RuntimeError(f"the run was ended before it was finished, by {error!r}") from error
+    raise RuntimeError(f"the run was ended early by {error!r}") from error
 
 
 def _stop_cause(error: BaseException, run: RunContext) -> Stopped | None:

@@ -89,9 +89,9 @@ def _unlike(cfg: DictConfig, key: str, cause: BaseException | None) -> str | Non
     for name in (name for name in node if name in takes and not takes[name].annotation):
         value, default = node[name], takes[name].default
         if isinstance(value, str | None) and (default is None or re.fullmatch(r"-?[\d.e+-]+|True|False", default)):
-            expected = "expected a number or true or false" if default is None else f"expected one like {default}"
+            expected = "expected a number or true or false" if default is None else f"expected a value like {default}"
             found = "null" if value is None else value
-            failed = f"{str(node._target_).rpartition('.')[2]} gives it no type, and fails: {one_line(cause)}"
+            failed = f"{str(node._target_).rpartition('.')[2]} declares no type for it, and fails: {one_line(cause)}"
             return f"{key}.{name}={found}: found {type(value).__name__}, {expected}; {failed}"
     return None
 
@@ -190,7 +190,7 @@ def _problems(path: str, made: partial[Any]) -> Iterator[str]:
     for key, value in given.items():
         told = one_line(cast(Exception, _error(made.func, {**working, key: value}))).rstrip(".")
         instead = "" if key in working else f"; its default is {_shown(defaults[key])}"
-        yield f"{path}.{key}={_shown(value)}: {made.func.__name__} fails with it, {told}{instead}"
+        yield f"{path}.{key}={_shown(value)}: {made.func.__name__} fails with it: {told}{instead}"
 
 
 def _that_works(make: Callable[..., Any], working: Arguments, given: Arguments) -> str | None:

@@ -79,14 +79,14 @@ def _tell(run: RunContext, request: Request, estimates: list[Estimate], refused:
 def _tell_states(request: Request, among: list[Candidate], why: str) -> None:
     """Log the memory of a model's states, if its step depends on values and so can't be simulated."""
     log.warning(
-        "the step of %s %s: activations, time and traffic are not known, and neither is what fits",
+        "the step of %s %s: activations, time, traffic and what fits are unknown",
         request.cfg.model._target_, why,
     )  # fmt: skip
     for candidate in {one.precision and one.precision.name: one for one in among}.values():
         held = states(request.under(candidate).cfg)
         parts = ", ".join(f"{kind} {report.amount(held.get(kind, 0))}" for kind in STATES)
         told = "" if candidate.precision is None else f"{candidate.precision.name}: "
-        log.info("states     %s%s: whole on each device under ddp, over all of them under fsdp", told, parts)
+        log.info("states     %s%s: in full on each device under ddp, sharded over all devices under fsdp", told, parts)
 
 
 def _candidates(request: Request, run: RunContext) -> list[Candidate]:

@@ -51,7 +51,7 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
     for told in versions.beyond_bounds(Path(sys.argv[0])):
         log.warning("advice     found %s; type pip install -e . in the folder of train.py", told)
     if shards_itself(cfg):
-        log.info("batch      as each device's data loader makes it × accumulation %d", plan.accumulation)
+        log.info("batch      of each device's data loader × accumulation %d", plan.accumulation)
     else:
         log.info("batch      %s%s", plan, _of_data(cfg, run, plan))
     log.info("run        %s", shown(run.run_dir))
@@ -70,8 +70,8 @@ def _of_data(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> str:
     if OmegaConf.is_interpolation(cfg, "global_batch_size"):
         plain: Any = OmegaConf.to_container(cfg, resolve=False)
         is_usual = plain["global_batch_size"].endswith(f":{own.size}}}")
-        return "" if is_usual else f", as {own.key} has it"
-    return f"; {own.key}={own.size} is the most that evaluation takes" if own.key in typed_keys(run.hydra) else ""
+        return "" if is_usual else f", from {own.key}"
+    return f"; {own.key}={own.size} limits the evaluation batch size" if own.key in typed_keys(run.hydra) else ""
 
 
 @rank_zero_only
@@ -88,7 +88,9 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
     position = position_of(last) if last.exists() else None
     go_on = commands.go_on(cfg, run.placement, position) if position else None
     if go_on and (length := _length_of_schedule(last)) is not None:
-        log.info("schedule   ends at step %d; what goes on is a run with one of its own, from these weights", length)
+        log.info(
+            "schedule   ends at step %d; to continue, start a new run with a new schedule from these weights", length
+        )
         go_on = commands.go_on_anew(run.placement, shown(last))
     is_trial = trainer.fast_dev_run  # type: ignore[attr-defined]  # set past Lightning's declaration
     has_ended = cfg.mode == "fit" and not (trainer.interrupted or is_trial)
@@ -142,7 +144,7 @@ def _weights(run_dir: Path) -> dict[str, str]:
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)  # a file from an earlier end of the run has other weights
         vacant(weight_files.partial_of(file))
-        log.warning("weights    %s is not written: %s; later: %s", file.name, error, command)
+        log.warning("weights    %s was not written: %s; to write it later, type %s", file.name, error, command)
         return {}
     return {"weights": shown(file)}
 

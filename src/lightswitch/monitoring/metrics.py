@@ -91,8 +91,8 @@ class _Nothing:
     def __getattr__(self, name: str) -> NoReturn:
         """Raise NoExperiment: a table of metrics can't hold images."""
         raise NoExperiment(
-            "self.logger.experiment is asked for, and metrics.csv, the one logger, takes numbers alone; "
-            "type logger=default, whose first is TensorBoard"
+            "self.logger.experiment needs a logger that accepts images, but the only logger is metrics.csv, which "
+            "stores only numbers; type logger=default, whose first logger is TensorBoard"
         )
 
 
@@ -218,7 +218,7 @@ def _set_damaged_aside(path: Path) -> None:
     aside = (path.with_name(f"{path.stem}_damaged_{number}{path.suffix}") for number in itertools.count(1))
     kept = next(other for other in aside if not other.exists())
     shutil.copyfile(path, kept)
-    log.warning("%s has lines that can't be read; it is kept as %s, and goes on without them", path, kept.name)
+    log.warning("%s has lines that can't be read; saved a copy as %s and removed those lines", path, kept.name)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(b"".join([lines[0], *rows] if "step" in columns else []))
     os.replace(temporary, path)

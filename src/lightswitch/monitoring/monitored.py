@@ -129,7 +129,9 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
         if current is not None and not torch.isfinite(current):
-            log.warning("best       not step %d, where %s is %s", trainer.global_step, self.monitor, current.item())
+            log.warning(
+                "best       is not step %d, because %s is %s", trainer.global_step, self.monitor, current.item()
+            )
             return False
         return super().check_monitor_top_k(trainer, current)
 
@@ -145,7 +147,7 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
             if found is None:
                 logged = objective.of_module(_logged_in_validation(trainer))
                 found_metrics = f"validation has logged {', '.join(logged) or 'no metric'}"
-                log.warning("best       is not kept: %s; type callbacks.best_checkpoint.monitor=NAME", found_metrics)
+                log.warning("best       is not saved: %s; type callbacks.best_checkpoint.monitor=NAME", found_metrics)
             elif found != (self._given or objective.LOSS):
                 log.info("best       is the %sest %s", {"min": "low", "max": "high"}[self.mode], found)
         return found is not None

@@ -54,22 +54,25 @@ def _log_draws_and_statistics(trainer: Trainer, model: LightningModule) -> None:
     dropouts = [name for name, part in model.named_modules() if isinstance(part, _DropoutNd) and part.p]
     if dropouts and trainer.world_size * trainer.accumulate_grad_batches > 1:
         message = (
-            "dropout    %s: each micro batch draws its own, so the curve follows their number, as it follows a seed"
+            "dropout    %s: each micro batch draws its own random numbers, so the training curve depends on the number "
+            "of micro batches, as it does on the seed"
         )
         log.info(message, listed(dropouts))
     norms = [name for name, part in model.named_modules() if type(part) in _BATCH_NORMS]
     message = (
-        "batch norm %s: its statistics are those of the samples that a device takes at once, so the curve follows %s"
+        "batch norm %s: its statistics are computed over one micro batch of a device, so the training curve depends "
+        "on %s"
     )
     if norms and trainer.world_size > 1 and getattr(trainer.strategy, "_layer_sync", None) is None:
         on_gpus = trainer.strategy.root_device.type != "cpu"
         log.warning(
             message,
             listed(norms),
-            "the number of devices" + ("; trainer.sync_batchnorm=true takes them over all devices" if on_gpus else ""),
+            "the number of devices"
+            + ("; trainer.sync_batchnorm=true computes them over all devices" if on_gpus else ""),
         )
     elif norms and trainer.accumulate_grad_batches > 1:
-        log.warning(message, listed(norms), "micro_batch_size; leave that out where the memory allows it")
+        log.warning(message, listed(norms), "micro_batch_size; leave that out if the memory allows it")
 
 
 class StepsByHand(Callback):
@@ -80,8 +83,8 @@ class StepsByHand(Callback):
             return
         optimizers = f"{len(trainer.optimizers)} optimizer{'s' if len(trainer.optimizers) != 1 else ''}"
         log.info(
-            "by hand    %s has %s: trainer.max_steps and step_N.ckpt count the steps of all; "
-            "trainer.val_check_interval, trainer.log_every_n_steps and metrics.csv count batches",
+            "manual     %s uses manual optimization, with %s: trainer.max_steps and step_N.ckpt count the steps of "
+            "all; trainer.val_check_interval, trainer.log_every_n_steps and metrics.csv count batches",
             type(pl_module).__name__, optimizers,
         )  # fmt: skip
 
@@ -107,9 +110,9 @@ class StepsAreCounted(Callback):
         if first != trainer.global_step or not self._batches or not trainer.is_global_zero:
             return
         log.warning(
-            "no step    an epoch of %d batches, and no optimizer step was counted, so nothing is saved and "
-            "trainer.max_steps is never reached: step what self.optimizers() returns, not an optimizer inside of it, "
-            "and return a loss from training_step",
+            "no step    in an epoch of %d batches, no optimizer step was counted, so nothing is saved and "
+            "trainer.max_steps is never reached: call step() of what self.optimizers() returns, not of an optimizer "
+            "inside it, and return a loss from training_step",
             self._batches,
         )
 
@@ -127,4 +130,4 @@ class PlateauValidation(Callback):
             patches.replace(trainer, "check_val_every_n_epoch", 1)
             patches.replace(trainer, "val_check_batch", trainer.num_training_batches)
             if trainer.is_global_zero:
-                log.info("validates  once an epoch, as ReduceLROnPlateau goes by it")
+                log.info("validates  once an epoch, because ReduceLROnPlateau needs it")

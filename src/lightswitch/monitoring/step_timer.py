@@ -75,7 +75,9 @@ class StepTimer(Callback):
         if isinstance(trainer.profiler, PyTorchProfiler):  # type: ignore[attr-defined]  # set by a connector
             self._is_done = True
             if trainer.is_global_zero:
-                log.warning("steps are not measured: a process has one torch profiler, and trainer.profiler uses it")
+                log.warning(
+                    "steps are not measured: a process can have only one torch profiler, and trainer.profiler uses it"
+                )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._startup_seconds = self._startup_seconds or time.time() - self._process_start

@@ -138,7 +138,7 @@ def _samples(dry_run: DryRun) -> list[str]:
         if reads.why_not:
             lines.append(f"{which}not known, because {reads.why_not}")
             continue
-        lines.append(f"{which}{reads.samples} an epoch, of which the first steps read, by rank and micro batch")
+        lines.append(f"{which}{reads.samples} per epoch; the first steps read, by rank and micro batch")
         for step in range(len(reads.steps)):
             for one in dry_run.ranks:
                 micro = " | ".join(_indices(indices) for indices in one.reads[number].steps[step][:2])

@@ -113,7 +113,7 @@ def precision(one: Estimate) -> str:
 def answer(best: Estimate, device: Device) -> str:
     """Return one line that recommends the best estimate, or says that nothing fits and how much memory is needed."""
     if not best.memory.fits:
-        return f"nothing fits; the least is {took(best, device)}"
+        return f"no strategy fits; the smallest is {took(best, device)}"
     rates = []
     if (rate := best.samples_per_second) is not None:
         rates.append(f"at most {compact(rate)} samples/s")
@@ -169,7 +169,7 @@ def details(best: Estimate) -> Iterator[tuple[str, str]]:
         yield "guessed", line
     between = f" and {size(sent.between)} between nodes" if run.nodes > 1 else ""
     arithmetic = magnitude(best.flops, "FLOP")
-    yield "step", f"{arithmetic}, {size(sent.within)} sent within the node{between}, by a device"
+    yield "step", f"{arithmetic}, {size(sent.within)} sent within the node{between}, per device"
     yield (
         "save",
         f"{amount(best.checkpoint_bytes)}, in {digits(best.save_seconds)} s at {run.disk_gb_per_second:g} GB/s",
@@ -182,7 +182,8 @@ def guessed(one: Estimate) -> str:
         return ""
     values = "1 value" if count == 1 else f"{count} values"
     return (
-        f"{values} that a micro batch asks tensors for, the first at {next(iter(one.guessed))}: numbers are approximate"
+        f"{values} that a micro batch reads from tensors, the first at {next(iter(one.guessed))}: "
+        "numbers are approximate"
     )
 
 

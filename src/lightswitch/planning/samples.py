@@ -53,7 +53,7 @@ def first_samples(
     owner = model if data is None else data
     if not is_overridden("train_dataloader", owner):
         raise Refused(
-            "a plan takes a batch of the training data, and there are none; type data=NAME, or "
+            "a plan needs a batch of training data, and there is no training data; type data=NAME, or "
             "data._target_=CLASS of a LightningDataModule"
         )
     if data is not None:
@@ -142,7 +142,7 @@ def first_reads(loaders: Any, plan: BatchPlan, rank: int, seed: int, steps: int)
             found.append(Reads(reason))
             continue
         slices = training_loader(loader, plan, rank, seed, start, combined).batch_sampler
-        found.append(slices if isinstance(slices, TrainingSlices) else Reads("its samples have no numbers"))
+        found.append(slices if isinstance(slices, TrainingSlices) else Reads("its samples have no indices"))
     combined.check()
     return tuple(one if isinstance(one, Reads) else _read(one, plan, steps) for one in found)
 

@@ -93,9 +93,7 @@ def simulate(
         Unplanned: this torch version has no collectives for fake tensors.
     """
     if world.size > 1 and not has_collectives():
-        raise Unplanned(
-            [f"torch {torch.__version__} has no collectives for tensors without values; take a newer torch"]
-        )
+        raise Unplanned([f"torch {torch.__version__} has no collectives for simulated tensors; install a newer torch"])
     strategy = alone(strategy)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     answers = [Answers()] if isinstance(strategy, DeepSpeedStrategy) else []
@@ -107,7 +105,7 @@ def simulate(
         try:
             trainer.fit(model, _Batches(work, _sizes(work), fake, tracking))
         except _NEEDS_VALUES as error:
-            raise NeedsValues(f"needs values ({error.args[0]})") from error
+            raise NeedsValues(f"needs tensor values ({error.args[0]})") from error
         except (Refused, NeedsValues):
             raise
         except Exception as error:
@@ -133,10 +131,10 @@ def simulate(
 def _needing(values: Values, error: Exception) -> Exception:
     """Return the error to raise: `NeedsValues` if guessed values may have caused it, else the error unchanged."""
     if _IN_C in str(error):
-        return NeedsValues("has C++ code read values")
+        return NeedsValues("reads tensor values in C++ code")
     if values.guessed:
         return NeedsValues(
-            f"asks for values at {next(iter(values.guessed))}, and with guesses of them fails: {one_line(error)}"
+            f"reads tensor values at {next(iter(values.guessed))}, and fails with guessed ones: {one_line(error)}"
         )
     return error
 

@@ -184,7 +184,9 @@ class Values:
         self._asked[place, self._where()] += 1
         times = self._asked[place, self._where()]
         if times > _MOST_ASKED:
-            raise NeedsValues(f"asks for values at {place} more than {_MOST_ASKED} times, as a loop that ends by one")
+            raise NeedsValues(
+                f"reads tensor values at {place} more than {_MOST_ASKED} times, probably in a loop that depends on them"
+            )
         self.guessed[place] = max(self.guessed[place], sum(n for (at, _), n in self._asked.items() if at == place))
         return times > _PATIENCE and times % 2 == 0
 

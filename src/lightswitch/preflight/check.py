@@ -135,7 +135,7 @@ def _unresolved(error: InterpolationKeyError, run: RunContext) -> str:
     found = str(error).splitlines()[0]
     wanted = re.search(r"'(\w+)\.(\w+)' not found", found)
     choices = sorted(_choices_with(wanted[1], wanted[2], run)) if wanted else []
-    other = f"use {listed(choices, separator=' or ')}" if choices else "make another choice"
+    other = f"use {listed(choices, separator=' or ')}" if choices else "choose another config"
     return f"{error.full_key}: {found}; {other}, or type {error.full_key}=VALUE"
 
 
@@ -148,7 +148,7 @@ def _choices_with(group: str, key: str, run: RunContext) -> Iterator[str]:
 
 def _batch(cfg: dict[str, Any]) -> Iterator[str]:
     if (splits := (cfg.get("data") or {}).get("sharded_by")) not in (None, "dataset"):
-        yield f"data.sharded_by={splits}: expected dataset, of one that splits itself by ranks, or null"
+        yield f"data.sharded_by={splits}: expected dataset, if the dataset splits itself by rank, or null"
     try:
         _plan(cfg)
     except BatchError as error:
@@ -172,13 +172,13 @@ def _strategy(cfg: dict[str, Any]) -> Iterator[str]:
     trainer, request = cfg["trainer"], _request(cfg, cfg["trainer"]["num_nodes"])
     target = str(request.strategy.get("_target_"))
     if cfg["on_nan"] == "skip" and target.endswith(".DeepSpeed"):
-        yield "on_nan=skip: DeepSpeed steps also where there is no gradient; use strategy=fsdp, or on_nan=stop"
+        yield "on_nan=skip: DeepSpeed also steps when there is no gradient; use strategy=fsdp, or on_nan=stop"
     if trainer.get("sync_batchnorm"):
         has_group = request.world_size > 1 or not target.endswith(("Single", "auto"))
         if target.endswith(".DeepSpeed"):
-            yield "trainer.sync_batchnorm=true is not done under DeepSpeed; use strategy=ddp or fsdp"
+            yield "trainer.sync_batchnorm=true is not supported under DeepSpeed; use strategy=ddp or fsdp"
         elif request.accelerator == "cpu" and has_group:
-            yield "trainer.sync_batchnorm=true is for GPUs, as torch's synchronised batch norm is; leave it out on CPUs"
+            yield "trainer.sync_batchnorm=true needs GPUs, because torch's SyncBatchNorm does; leave it out on CPUs"
     yield from strategies.problems(request)
 
 
@@ -201,8 +201,8 @@ def _worlds_to_come(cfg: dict[str, Any]) -> Iterator[str]:
         fewest = unfit[-1] + 1
         instead = f"; or type --nnodes={fewest}:{worlds[-1]}" if fewest < worlds[-1] else ""
         yield (
-            f"torchrun --nnodes={worlds[0]}:{worlds[-1]} may go on with {unfit[0]} node{'s' if unfit[0] > 1 else ''}: "
-            f"{refusing[unfit[0]][0]}{instead}"
+            f"torchrun --nnodes={worlds[0]}:{worlds[-1]} may continue with "
+            f"{unfit[0]} node{'s' if unfit[0] > 1 else ''}: {refusing[unfit[0]][0]}{instead}"
         )
 
 
@@ -211,12 +211,12 @@ def _checkpoints(cfg: dict[str, Any], typed: list[str]) -> Iterator[str]:
     is_missing = cfg["trainer"].get("enable_checkpointing", True) and not any("Checkpoint" in one for one in targets)
     if is_missing and (chosen := _chosen_alone(typed)):
         yield (
-            f"callbacks={chosen} leaves out those that are on by default, among them what writes checkpoints; type "
+            f"callbacks={chosen} leaves out the default callbacks, including those that write checkpoints; type "
             f"callbacks=[default,{chosen}]"
         )
     elif is_missing:
         yield (
-            "every checkpoint callback was removed, and Lightning would add one of its own; "
+            "every checkpoint callback was removed, and Lightning would add its default one; "
             "also set trainer.enable_checkpointing=false to train without checkpoints"
         )
     if cfg["mode"] not in ("fit", planned.CHECK, *planned.MODES) and not cfg["ckpt_path"]:
@@ -266,7 +266,7 @@ def _files(cfg: dict[str, Any], run_dir: Path) -> Iterator[str]:
         if not (path := saved.checkpoint(name, run_dir)).exists():
             yield f"{key}={name}{_what_is_missing(path, Path(name))}{_checkpoints_beside(path)}"
         elif within := next(_checkpoints_within(path), None):
-            yield f"{key}={name}: it is no checkpoint, and has some in it; type {key}={within}"
+            yield f"{key}={name}: found a folder with checkpoints, expected a checkpoint; type {key}={within}"
 
 
 def _what_is_missing(path: Path, typed: Path) -> str:
@@ -275,7 +275,7 @@ def _what_is_missing(path: Path, typed: Path) -> str:
     if path.parent.exists():
         return f": there is no {path}"
     run_id = path.parent.parent.name
-    return f" is that of run_id={run_id}, which has none; type run_id=RUN_ID of the run that has it, or its path"
+    return f" refers to run_id={run_id}, which has no such file; type run_id=RUN_ID of the run that has it, or its path"
 
 
 def _checkpoints_within(path: Path) -> Iterator[Path]:

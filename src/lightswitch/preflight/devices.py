@@ -20,8 +20,8 @@ _NAMES = ("auto", "gpu", "cuda", "mps", "cpu", "tpu")
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of inductor
 _FEWER = {  # by launcher: how to start fewer processes on a node, or let each see more GPUs
     "slurm": "use --ntasks-per-node={}, or --gpus-per-node={} in place of --gpus-per-task",
-    "torchrun": "use --nproc-per-node={}, or let CUDA_VISIBLE_DEVICES name {}",
-    "env": "export LOCAL_WORLD_SIZE={} and so many ranks, or let CUDA_VISIBLE_DEVICES name {}",
+    "torchrun": "use --nproc-per-node={}, or list {} GPUs in CUDA_VISIBLE_DEVICES",
+    "env": "export LOCAL_WORLD_SIZE={} and start that many ranks, or list {} GPUs in CUDA_VISIBLE_DEVICES",
 }
 
 
@@ -59,7 +59,7 @@ def wrong_counts(trainer: dict[str, Any]) -> Iterator[str]:
     if wrong:
         yield f"trainer.devices={devices}: use a number from 1, a list of GPUs such as [0,1], -1 or auto"
     elif named and len(set(named)) < len(named):
-        yield f"trainer.devices={devices}: a GPU is named twice, and each process needs its own; name each once"
+        yield f"trainer.devices={devices}: a GPU is listed twice, but each process needs its own GPU; list each once"
 
 
 def indices(devices: int | str | list[int]) -> list[int] | None:
@@ -118,12 +118,12 @@ def absent(trainer: dict[str, Any], place: Placement, there: Present | None = No
         yield f"trainer.accelerator={name}: this machine has none; use trainer.accelerator=cpu"
     elif place.is_external and wanted > seen:
         started = f"{place.launcher} started {wanted} processes on each node, and this one sees {_gpus(seen)}"
-        yield f"{started}: each needs its own; {_FEWER[place.launcher].format(seen, wanted)}"
+        yield f"{started}: each process needs its own GPU; {_FEWER[place.launcher].format(seen, wanted)}"
     elif wanted > seen:
         on_cpu = "" if named else f", or trainer.accelerator=cpu for {wanted} processes on the CPU"
         yield f"trainer.devices={devices}: this machine has {_gpus(seen)}; use trainer.devices={seen}{on_cpu}"
     elif named and max(named) >= seen:
-        yield f"trainer.devices={devices}: this machine has {_gpus(seen)}, with numbers from 0; use one below {seen}"
+        yield f"trainer.devices={devices}: this machine has {_gpus(seen)}, numbered from 0; use numbers below {seen}"
 
 
 def _gpus(count: int) -> str:
@@ -144,18 +144,21 @@ def compiler_problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
         yield f"compile.units={node['units']} and compile.scope={node['scope']}: leave one of them out"
     strategy = cfg["trainer"].get("strategy")
     if node.get("scope") == "whole" and isinstance(strategy, dict) and strategy.get("stage") == 3:
-        yield "compile.scope=whole: at ZeRO stage 3 a graph would end at each layer; leave it out"
+        yield "compile.scope=whole: at ZeRO stage 3 the graph would break at each layer; leave it out"
     if node.get("backend", "inductor") == "inductor":
         yield from _without_compiler(accelerator)
         if accelerator == "cuda" and node.get("mode") in _WITH_CUDA_GRAPHS and _gathers(strategy):
             # pytorch/pytorch#183451
             yield (
-                f"compile.mode={node['mode']}: CUDA graphs ask for parameters that stay where they are, and the "
-                "strategy gathers them elsewhere each time, so that graphs would be recorded again and again; leave it "
-                "out, type compile.mode=max-autotune-no-cudagraphs, or use strategy=ddp"
+                f"compile.mode={node['mode']}: CUDA graphs need parameters at fixed addresses, but the strategy "
+                "gathers them at a new address each time, so graphs would be recorded again and again; leave it out, "
+                "type compile.mode=max-autotune-no-cudagraphs, or use strategy=ddp"
             )
     elif node.get("mode", "default") != "default":
-        yield f"compile.mode={node['mode']} is inductor's, and compile.backend={node['backend']}; leave one of them out"
+        yield (
+            f"compile.mode={node['mode']} is an option of inductor, but compile.backend={node['backend']}; "
+            "leave one of them out"
+        )
 
 
 def _gathers(strategy: object) -> bool:
@@ -169,7 +172,7 @@ def _gathers(strategy: object) -> bool:
 def _without_compiler(accelerator: str) -> Iterator[str]:
     """Yield the tools that inductor needs to build its kernels, and that are missing."""
     if accelerator not in ("cpu", "mps") and importlib.util.find_spec("triton") is None:
-        yield "compile=true needs triton on a GPU, which is not installed; type pip install triton"
+        yield "on a GPU, compile=true needs triton, which is not installed; type pip install triton"
     variable, default = ("CXX", "g++") if accelerator in ("cpu", "mps") else ("CC", "gcc")
     if sys.platform == "darwin":
         default = "clang++"
@@ -198,14 +201,14 @@ def other_counts(trainer: dict[str, Any], place: Placement) -> Iterator[str]:
         yield from _elsewhere({"NODE_RANK": nodes, "LOCAL_RANK": per_node})
     if place.uneven:
         yield (
-            f"{place.launcher} started {place.uneven} processes on {place.nodes} nodes, and each must have as many as "
-            f"the others; {_EVENED[place.launcher].format(place.devices_per_node)}"
+            f"{place.launcher} started {place.uneven} processes on {place.nodes} nodes, but each node must have "
+            f"the same number; {_EVENED[place.launcher].format(place.devices_per_node)}"
         )
     elif place.is_external and (place.nodes, place.devices_per_node) != (nodes, per_node):
         yield (
             f"{place.launcher} started {_counted(place.nodes, 'node')} × "
-            f"{_counted(place.devices_per_node, 'process')}, and the trainer has "
-            f"num_nodes={nodes}, devices={per_node}; leave both out, they follow the launcher"
+            f"{_counted(place.devices_per_node, 'process')}, but the trainer has "
+            f"num_nodes={nodes}, devices={per_node}; leave both out: the launcher sets them"
         )
 
 
@@ -232,7 +235,7 @@ def absent_processes(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
     found = place.launcher
     if wanted and wanted != found:
         starter = {"torchrun": "torchrun --nproc-per-node=N train.py", "slurm": "srun python train.py"}[wanted]
-        yield f"cluster={wanted}, and {wanted} did not start this process; start it by {starter}, or leave cluster out"
+        yield f"cluster={wanted}, but {wanted} did not start this process; start it with {starter} or leave cluster out"
 
 
 def unstarted(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
@@ -245,7 +248,7 @@ def unstarted(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
     if nodes > 1 and not (place.is_external or named or "MASTER_ADDR" in os.environ):
         yield (
             f"trainer.num_nodes={nodes}: no launcher has started the processes of {_counted(nodes, 'node')}; start it "
-            "by srun or torchrun, and leave trainer.num_nodes out, or on each node by the same command with "
+            "with srun or torchrun, and leave trainer.num_nodes out, or start it on each node by the same command with "
             "run_id=NAME cluster=manual cluster.node_rank=N cluster.main_address=FIRST_NODE"
         )
 
@@ -259,6 +262,6 @@ def unfit_for_changes() -> Iterator[str]:
     nodes = elastic_nodes()
     if nodes is not None and os.environ.get(NO_SHARED_STORE) != "1":
         yield (
-            f"torchrun --nnodes={nodes[0]}:{nodes[-1]}: a node that joins, and the loss of rank 0's, would end the run "
-            f"after a minute's wait; type export {NO_SHARED_STORE}=1 on every node before torchrun"
+            f"torchrun --nnodes={nodes[0]}:{nodes[-1]}: the run would time out after a minute when a node joins, or "
+            f"when the node of rank 0 is lost; type export {NO_SHARED_STORE}=1 on every node before torchrun"
         )

@@ -32,9 +32,9 @@ _NEEDED = {  # by launcher: the variables that each process needs
     "slurm": ("SLURM_STEP_NUM_NODES", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
 }
 _SIGNS = {  # by launcher: the variables that reveal it, and how to use it
-    "torchrun": (("TORCHELASTIC_RUN_ID",), "start it by torchrun --nproc-per-node=N train.py"),
+    "torchrun": (("TORCHELASTIC_RUN_ID",), "start it with torchrun --nproc-per-node=N train.py"),
     "env": (("RANK", "WORLD_SIZE"), f"export {', '.join(_NEEDED['env'])} for each process"),
-    "slurm": (("SLURM_STEP_NUM_TASKS",), "start it by srun python train.py"),
+    "slurm": (("SLURM_STEP_NUM_TASKS",), "start it with srun python train.py"),
 }
 _BELOW = {  # by launcher: variables that must be below others
     "torchrun": {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE", "GROUP_RANK": "GROUP_WORLD_SIZE"},
@@ -48,9 +48,9 @@ _ORDERED = {  # by launcher: global rank, node rank and local rank
     "slurm": ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"),
 }
 _MEND = {
-    "torchrun": "start it by torchrun, which exports all of them",
+    "torchrun": "start it with torchrun, which exports all of them",
     "env": "export LOCAL_WORLD_SIZE, the number of processes on a node, and leave out the others",
-    "slurm": "start it by srun --distribution=block",
+    "slurm": "start it with srun --distribution=block",
 }
 _OF_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # for its child processes
 _INDEX = "https://download.pytorch.org/whl"
@@ -87,7 +87,7 @@ def _is_number(text: str) -> bool:
 
 
 def _told(environ: Mapping[str, str], name: str, expected: str) -> str:
-    return f"{name}: found {environ[name]!r}, expected {expected}; export one, or type unset {name}"
+    return f"{name}: found {environ[name]!r}, expected {expected}; set a valid value, or type unset {name}"
 
 
 def _misplaced(environ: Mapping[str, str]) -> Iterator[str]:
@@ -102,7 +102,9 @@ def _misplaced(environ: Mapping[str, str]) -> Iterator[str]:
     if launcher != "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield _left_over(environ, "TORCHELASTIC_USE_AGENT_STORE", "torchrun did not start this process")
     if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" not in environ:
-        yield _left_over(environ, "SLURM_ARRAY_JOB_ID", "there is no SLURM_ARRAY_TASK_ID, which an array's tasks have")
+        yield _left_over(
+            environ, "SLURM_ARRAY_JOB_ID", "there is no SLURM_ARRAY_TASK_ID, which each task of an array has"
+        )
 
 
 def _incomplete(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
@@ -127,13 +129,13 @@ def _of_another_step(environ: Mapping[str, str]) -> Iterator[str]:
     tasks, nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_STEP_NUM_NODES"])
     mend = f"{_SIGNS['slurm'][1]}, or type {_unset('slurm', environ)}"
     if int(environ["SLURM_NTASKS"]) != tasks:
-        yield f"{_set(environ, ('SLURM_NTASKS', 'SLURM_STEP_NUM_TASKS'))}: srun makes both the same; {mend}"
+        yield f"{_set(environ, ('SLURM_NTASKS', 'SLURM_STEP_NUM_TASKS'))}: srun sets both to the same value; {mend}"
     if nodes > tasks:
-        yield f"{_set(environ, ('SLURM_STEP_NUM_NODES', 'SLURM_STEP_NUM_TASKS'))}: a node has one task or more; {mend}"
+        yield f"{_set(environ, ('SLURM_STEP_NUM_NODES', 'SLURM_STEP_NUM_TASKS'))}: a node has at least one task; {mend}"
     if "MASTER_PORT" not in environ and not _is_number(environ.get("SLURM_JOB_ID", "0")[-4:]):
-        yield f"{_set(environ, ('SLURM_JOB_ID',))}: expected a number, from which the port follows; {mend}"
+        yield f"{_set(environ, ('SLURM_JOB_ID',))}: expected a number, which determines the port; {mend}"
     if nodes > 1 and not environ.keys() & {"MASTER_ADDR", "SLURM_NODELIST"}:
-        yield f"{_set(environ, ('SLURM_STEP_NUM_NODES',))}: there is no SLURM_NODELIST, which names the first; {mend}"
+        yield f"{_set(environ, ('SLURM_STEP_NUM_NODES',))}: there is no SLURM_NODELIST, for the first node; {mend}"
 
 
 def _out_of_order(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
@@ -150,7 +152,7 @@ def _out_of_order(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
     if int(environ.get(node, place.rank // per_node if launcher == "env" else 0)) * per_node + within != place.rank:
         told = _set(environ, [name for name in (rank, node, local) if name in environ])
         whole = f"{per_node} processes on each of {place.nodes} nodes"
-        yield f"{told}: {whole} are to be counted node by node; {_MEND[launcher]}"
+        yield f"{told}: {whole} must be numbered node by node; {_MEND[launcher]}"
 
 
 def _of_others(environ: Mapping[str, str]) -> Iterator[str]:
@@ -212,8 +214,8 @@ def apart(found: Mapping[str, str], requirements: Sequence[str]) -> Iterator[str
     major, minor = (int(number) for number in torch.split(".")[:2])
     wanted = f"torchvision==0.{minor + 15}.*" if major == 2 else "torchvision"  # 2.8 with 0.23, and so on
     index = f" --index-url {_INDEX}/{build}" if _BUILD.fullmatch(build) else ""
-    kind = f"torch {needed}" if of_another else f"a torch {f'of {build_of_vision}' if build_of_vision else 'of PyPI'}"
+    kind = f"torch {needed}" if of_another else f"the {build_of_vision or 'PyPI'} build of torch"
     yield (
-        f"torchvision {found['torchvision']} is built for {kind}, and torch {found['torch']} is installed; type "
+        f"torchvision {found['torchvision']} is built for {kind}, but torch {found['torch']} is installed; type "
         f"pip install --force-reinstall --no-deps '{wanted}'{index}"
     )

@@ -29,7 +29,7 @@ def problems(cfg: dict[str, Any], place: Placement, precisions: Mapping[str, obj
     mode = cfg["mode"]
     if place.is_external:
         yield (
-            f"mode={mode} is made by one process, and {place.launcher} started this one beside others; "
+            f"mode={mode} runs in a single process, but {place.launcher} started several; "
             f"type python train.py mode={mode} trainer.num_nodes=N trainer.devices=N"
         )
     missing = [line for name in MODES[: MODES.index(mode) + 1] for line in _missing(cfg, name)]
@@ -102,7 +102,7 @@ def checked_problems(cfg: dict[str, Any], place: Placement, strategies: Collecti
     """
     if place.is_external:
         yield (
-            f"mode=check starts its own processes, and {place.launcher} started this one beside others; "
+            f"mode=check starts its own processes, but {place.launcher} started several; "
             "type python train.py mode=check"
         )
     node = cfg.get(CHECK)

@@ -46,7 +46,7 @@ def missing(cfg: DictConfig) -> Iterator[str]:
         parent, _, name = key.rpartition(".")
         above = cfg._get_node(parent) if parent in _raw_keys(cfg) else cfg if not parent else None
         if parent and isinstance(above, ValueNode) and not above._is_interpolation():
-            yield f"{parent}={above._value()}: it has keys of its own; type {key}=VALUE"
+            yield f"{parent}={above._value()}: expected a group of keys; type {key}=VALUE"
         elif above is not None and name not in _raw_keys(above):
             yield f"{key}: the config has no such key, and the engine reads it; add it to config.yaml"
 
@@ -84,16 +84,16 @@ def wrong(cfg: dict[str, Any]) -> Iterator[str]:
         if cfg[key] not in allowed:
             yield f"{key}={cfg[key]}: use one of {', '.join(allowed)}"
     if type(cfg["seed"]) is int and not 0 <= cfg["seed"] < 2**32:
-        yield f"seed={cfg['seed']}: use one from 0 to {2**32 - 1}, as NumPy needs it"
+        yield f"seed={cfg['seed']}: use a number from 0 to {2**32 - 1}, as NumPy requires"
     if not isinstance(tags := cfg.get("tags", []), list) or not all(type(tag) is str for tag in tags):
-        yield f"tags={tags}: expected a list of words, as tags=[baseline,long]"
+        yield f"tags={tags}: expected a list of words, such as tags=[baseline,long]"
     yield from no_switch("compare", cfg.get("compare", False))  # a config of an earlier version has no such key
     yield from _unknown(cfg, "lr_scaling", _SCALING)
     yield from _unknown(cfg, "watch", _WATCH_KEYS)
     yield from _wrong_scaling(*(cfg["lr_scaling"][key] for key in _SCALING))
     lr = (cfg.get("optimizer") or {}).get("lr", 0.0)
     if type(lr) not in (int, float) or not lr >= 0:
-        yield f"optimizer.lr={lr}: a learning rate is a number, at least 0"
+        yield f"optimizer.lr={lr}: expected a number of at least 0"
     for key in _WATCH_KEYS:
         if type(seconds := cfg["watch"][key]) not in (int, float):
             yield f"watch.{key}={seconds}: found {type(seconds).__name__}, expected float or int"
@@ -147,13 +147,13 @@ def unscaled_rate(cfg: DictConfig, plain: dict[str, Any]) -> Iterator[str]:
     if OmegaConf.to_container(other.model, resolve=True) == plain["model"]:
         yield (
             f"lr_scaling.rule={rule} scales optimizer.lr, which nothing in model refers to; "
-            "give the model its rate by 'model.lr=${optimizer.lr}', or the name it has there, or leave lr_scaling out"
+            "set the model's rate with 'model.lr=${optimizer.lr}' (or the model's name for it), or leave lr_scaling out"
         )
 
 
 def _wrong_scaling(rule: str, reference_batch_size: int) -> Iterator[str]:
     if type(reference_batch_size) is not int or reference_batch_size < 1:
-        yield f"lr_scaling.reference_batch_size={reference_batch_size}: it counts samples, so it is at least 1"
+        yield f"lr_scaling.reference_batch_size={reference_batch_size}: expected a number of samples, at least 1"
         return
     try:
         scaled_learning_rate(1.0, rule, 1, reference_batch_size)
@@ -228,13 +228,13 @@ def _told(cfg: DictConfig, key: str) -> str | None:
     """Return why nothing reads a key, and what to type instead; None if something reads it."""
     for node, (switch, values, typed) in _WHEN.items():
         if f"{key}.".startswith(f"{node}."):
-            return None if OmegaConf.select(cfg, switch) in values else f"nothing reads it without {typed}"
+            return None if OmegaConf.select(cfg, switch) in values else f"it has no effect without {typed}"
     group = key.partition(".")[0]
     if group in _READ_BY_A_RUN or group not in cfg or cfg._get_node(group) is None:
         return None
     if _is_read(cfg, key) or _is_the_scripts(group):
         return None
-    return _of_model(cfg, group) if group in GIVEN else f"nothing refers to it, as by ${{{key}}}; leave it out"
+    return _of_model(cfg, group) if group in GIVEN else f"nothing refers to it, for example by ${{{key}}}; leave it out"
 
 
 def _is_read(cfg: DictConfig, key: str) -> bool:
@@ -271,5 +271,5 @@ def _of_model(cfg: DictConfig, group: str) -> str:
     if group in takes:
         return f"{name} takes the {group} as an argument; type 'model.{group}=${{{group}}}'"
     own = [f"model.{one}" for one in sorted(takes, key=lambda one: aliases.setting(f"{group}.{one}") is None)]
-    told = f"; its own: {listed(own, shown=6)}" if own else ", and has its own"
+    told = f"; its arguments: {listed(own, shown=6)}" if own else "; it creates one itself"
     return f"{name} takes no {group}{told}"

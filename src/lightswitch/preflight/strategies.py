@@ -56,7 +56,7 @@ def problems(request: Request) -> Iterator[str]:
     name = str(request.strategy.get("_target_")).rpartition(".")[2]
     if name in _CHECKS and name != "Single" and request.accelerator == "mps":
         yield (
-            f"strategy {name} runs on CUDA devices and on the CPU, and the run is on one of Apple's GPUs; "
+            f"strategy {name} runs on CUDA devices and on the CPU, but the run is on an Apple GPU; "
             "use strategy=single, or trainer.accelerator=cpu"
         )
     elif name in _CHECKS:
@@ -66,7 +66,7 @@ def problems(request: Request) -> Iterator[str]:
 def _single(request: Request) -> Iterator[str]:
     if request.world_size > 1:
         yield (
-            f"strategy=single is one device, and {request.nodes} × {request.devices} are asked for; use strategy=ddp"
+            f"strategy=single uses one device, but {request.nodes} × {request.devices} are requested; use strategy=ddp"
         )
 
 
@@ -92,19 +92,19 @@ def _powersgd(request: Request) -> Iterator[str]:
     if options.get("comm_hook") != "powersgd":
         for name in ("matrix_approximation_rank", "start_powerSGD_iter"):
             if name in options:
-                yield f"trainer.strategy.{name} is PowerSGD's; also type trainer.strategy.comm_hook=powersgd"
+                yield f"trainer.strategy.{name} is an option of PowerSGD; also type trainer.strategy.comm_hook=powersgd"
         return
     if options.get("matrix_approximation_rank", 1) < 1:
         yield f"trainer.strategy.matrix_approximation_rank={options['matrix_approximation_rank']}: use 1 or more"
     if options.get("start_powerSGD_iter", 2) < 2:
         yield (
             f"trainer.strategy.start_powerSGD_iter={options['start_powerSGD_iter']}: ddp rebuilds its buckets after "
-            "the first step, and PowerSGD can start after that; use 2 or more"
+            "the first step, and PowerSGD can only start after that; use 2 or more"
         )
     if request.precision == "16-mixed":
         yield (
-            "trainer.strategy.comm_hook=powersgd carries errors on from step to step, and the infinities of 16-mixed "
-            "with them; use precision=bf16-mixed"
+            "trainer.strategy.comm_hook=powersgd adds the errors of each step to the next, including the infinities of "
+            "16-mixed; use precision=bf16-mixed"
         )
 
 
@@ -124,8 +124,8 @@ def _mesh(sharding: str, mesh: list[int] | None, request: Request) -> Iterator[s
     shape = mesh or [request.nodes, request.devices]
     if len(shape) != 2 or shape[0] * shape[1] != request.world_size:
         yield (
-            f"trainer.strategy.device_mesh={shape}: [replicas, devices of each] has to make the {request.world_size} "
-            "devices of the run"
+            f"trainer.strategy.device_mesh={shape}: [replicas, devices of each] must multiply to the "
+            f"{request.world_size} devices of the run"
         )
     elif shape[1] == 1 and shape[0] > 1:
         yield (
@@ -148,24 +148,24 @@ def _fsdp(request: Request) -> Iterator[str]:
     sharding, shard_size = options.get("sharding_strategy"), options.get("shard_size")
     devices = request.world_size // options.get("tensor_parallel_size", 1)
     if shard_size is not None and sharding != "HYBRID_SHARD":
-        yield "trainer.strategy.shard_size is HYBRID_SHARD's; use strategy=fsdp_hybrid, or leave it out"
+        yield "trainer.strategy.shard_size is an option of HYBRID_SHARD; use strategy=fsdp_hybrid, or leave it out"
     elif shard_size is not None and (shard_size < 1 or devices % shard_size):
         sizes = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
         yield f"trainer.strategy.shard_size={shard_size} does not divide {devices} devices; use one of {sizes}"
     elif sharding == "HYBRID_SHARD" and devices > 1 and (shard_size or request.devices) == 1:
         yield "HYBRID_SHARD over one device of each node shards nothing; use strategy=fsdp, or strategy=ddp"
     if options.get("accumulate_gradients") == "within_replica" and sharding != "HYBRID_SHARD":
-        yield "trainer.strategy.accumulate_gradients=within_replica is HYBRID_SHARD's; use unsharded, or leave it out"
+        yield "trainer.strategy.accumulate_gradients=within_replica needs HYBRID_SHARD; use unsharded, or leave it out"
     if options.get("prefetch") is not None and options["prefetch"] < 1:
         yield f"trainer.strategy.prefetch={options['prefetch']}: it counts units, so use 1 or more, or leave it out"
     asked = options.get("param_dtype")
     if asked and request.precision != "32-true" and (asked, request.precision) != ("float32", "bf16-mixed"):
         yield (
-            f"trainer.strategy.param_dtype and precision={request.precision} both say what to compute in; "
+            f"trainer.strategy.param_dtype and precision={request.precision} both set the dtype to compute in; "
             "leave one of them out"
         )
     if request.precision == "16-mixed" and request.on_gpu:
-        yield "strategy=fsdp does not scale the loss as 16-mixed needs it; use precision=bf16-mixed, or strategy=ddp"
+        yield "strategy=fsdp does not scale the loss, which 16-mixed needs; use precision=bf16-mixed, or strategy=ddp"
     yield from _process_group(request)
 
 
@@ -200,24 +200,24 @@ def _deepspeed(request: Request) -> Iterator[str]:
     if named is not None and named != list(range(len(named))):  # it uses LOCAL_RANK as the GPU's index (0.19)
         visible = ",".join(map(str, named))
         yield (
-            f"trainer.devices={request.trainer['devices']}: DeepSpeed takes the first GPUs that it sees; "
+            f"trainer.devices={request.trainer['devices']}: DeepSpeed uses the first visible GPUs; "
             f"export CUDA_VISIBLE_DEVICES={visible}, and use trainer.devices={len(named)}"
         )
     if isinstance(plugin := request.trainer.get("precision"), dict):
         name = str(plugin.get("_target_")).rpartition(".")[2]
-        yield f"precision {name} is a plugin, and DeepSpeed casts by its own config; use strategy=ddp or strategy=fsdp"
+        yield f"precision {name} is a plugin, but DeepSpeed casts by its config; use strategy=ddp or strategy=fsdp"
     if request.precision in ("64", "64-true"):
         yield "precision=64-true is not for DeepSpeed; use strategy=ddp, or another precision"
     if request.precision == "16-true" and not request.on_gpu:
         yield "precision=16-true is for GPUs under DeepSpeed; use bf16-true on the CPU"
     if request.trainer.get("gradient_clip_algorithm") == "value":
-        yield "DeepSpeed clips gradients by norm alone; use trainer.gradient_clip_algorithm=norm, or strategy=ddp"
+        yield "DeepSpeed clips gradients only by norm; use trainer.gradient_clip_algorithm=norm, or strategy=ddp"
     if request.strategy.get("config") is not None:
         yield from _deepspeed_file(request)
     yield from _compiled(request)
     if "nvme" in str(request.strategy) and request.trainer.get("enable_checkpointing", True):
         yield (
-            "DeepSpeed's state on NVMe can't be brought into a checkpoint yet; use deepspeed_stage_3_offload, or also "
+            "DeepSpeed's state on NVMe can't be saved in a checkpoint yet; use deepspeed_stage_3_offload, or also "
             "type ~callbacks.best_checkpoint ~callbacks.last_checkpoint trainer.enable_checkpointing=false"
         )
 
@@ -226,7 +226,7 @@ def _deepspeed_file(request: Request) -> Iterator[str]:
     config = request.strategy["config"]
     kept = {"_target_", "config", "logging_level", "process_group_backend", "timeout"}
     for key in request.strategy.keys() - kept:
-        yield f"trainer.strategy.{key} is ignored beside trainer.strategy.config; leave one of them out"
+        yield f"trainer.strategy.{key} is ignored together with trainer.strategy.config; leave one of them out"
     try:
         found = config if isinstance(config, dict) else zero_config.read(config)
     except (OSError, ValueError) as error:
@@ -249,7 +249,7 @@ def _compiled(request: Request) -> Iterator[str]:
     if "nvme" in (options.get("offload_optimizer_device"), options.get("offload_params_device")):
         path = Path(options.get("nvme_path", "/local_nvme"))
         if not os.access(path, os.W_OK):
-            yield f"trainer.strategy.nvme_path={path}: there is no such folder to write to; give one on an NVMe drive"
+            yield f"trainer.strategy.nvme_path={path}: there is no such writable folder; give one on an NVMe drive"
         yield from operator_problems("async_io", "offloading to NVMe")
     for name, op in (("DeepSpeedCPUAdam", "cpu_adam"), ("FusedAdam", "fused_adam")):
         if optimizer == f"deepspeed.ops.adam.{name}":

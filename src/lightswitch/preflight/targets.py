@@ -37,7 +37,7 @@ def problems(cfg: dict[str, Any], keys: Set[str], choices: Choices = _NO_CHOICES
     for key in (key for key in cfg if key in keys):
         yield from _node_problems(key, cfg[key], cfg)
         if key in ("model", "data") and isinstance(cfg[key], dict) and "_target_" not in cfg[key]:
-            yield f"{key}: it names no class; type {key}._target_=my.Class, or make another choice"
+            yield f"{key}: it names no class; type {key}._target_=my.Class, or choose another config"
         if key in ("callbacks", "logger"):
             yield from _unfinished_nodes(key, cfg[key] or {}, choices.get(key, ()))
 
@@ -57,10 +57,10 @@ def _unfinished_nodes(group: str, nodes: dict[str, Any], choices: Container[str]
         if name in choices:
             yield f"{group}.{name} is not switched on. To switch it on: {group}=[default,{name}]"
         elif told := aliases.instead(f"{group}.{name}"):
-            yield f"{group}.{name}: there is none; type {told}"
+            yield f"{group}.{name}: there is no such key; type {told}"
         else:
             hint = nearest(name, whole, alike=0.65)
-            yield f"{group}.{name} names no class.{hint} For one of your own: {group}.{name}._target_=my.Class"
+            yield f"{group}.{name} names no class.{hint} For your own class: {group}.{name}._target_=my.Class"
 
 
 def _node_problems(path: str, node: Any, cfg: dict[str, Any]) -> Iterator[str]:
@@ -91,7 +91,7 @@ def _against_signature(path: str, node: dict[str, Any], cfg: dict[str, Any]) -> 
         if key not in accepted.parameters:
             yield from _unknown(path, key, accepted, node, cfg)
         elif path == "model" and key in GIVEN and _is_in_pieces(value, accepted.parameters[key]):
-            yield f"{path}.{key}: found {', '.join(value)} and no class; type {key}.{next(iter(value))}=VALUE"
+            yield f"{path}.{key}: found {', '.join(value)} but no _target_; type {key}.{next(iter(value))}=VALUE"
         elif not _fits(value, accepted.parameters[key]):
             yield f"{path}.{key}={value}: {_misfit(value, accepted.parameters[key])}"
 
@@ -117,11 +117,11 @@ def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any], cfg
     other = aliases.argument(path, key, accepted.parameters) or _of_group(path, key, node, accepted, cfg)
     hint = f" Did you mean {other}?" if other else nearest(key, accepted.parameters, alike=0.85)
     if key in GIVEN and accepted.parameters:
-        hint = f" Its own: {listed([f'{path}.{one}' for one in accepted.parameters], shown=6)}"
+        hint = f" Its arguments: {listed([f'{path}.{one}' for one in accepted.parameters], shown=6)}"
     elif not (hint or accepted.open_ended):
         hint = _of_strategies(path, key) or nearest(key, accepted.parameters)
         if not hint and path in ("model", "data"):
-            hint = f" Its own: {listed([f'{path}.{one}' for one in accepted.parameters], shown=6)}"
+            hint = f" Its arguments: {listed([f'{path}.{one}' for one in accepted.parameters], shown=6)}"
     if hint or not accepted.open_ended:
         yield f"{path}.{key}: {_short(node)} takes no {key}.{hint}"
 

@@ -12,15 +12,14 @@ _DERIVED = {  # what sets each argument
     "accumulate_grad_batches": "the batch: set micro_batch_size",
     "callbacks": "the group callbacks: type callbacks=[default,early_stopping] or ~callbacks.throughput",
     "logger": "the group logger: type logger=[default,mlflow] or ~logger.tensorboard",
-    "plugins": "the group cluster: type cluster=torchrun or another of it",
+    "plugins": "the group cluster: type cluster=torchrun or another of its choices",
 }
 _REFUSED = {
-    "barebones": "it leaves out checkpoints and loggers, which a run goes on from and is known by; type "
+    "barebones": "it disables checkpoints and loggers, which a run needs to resume and to record metrics; type "
     "trainer.enable_checkpointing=false and trainer.enable_progress_bar=false",
-    "model_registry": "it is of Lightning's own checkpoint callback, which the engine's takes the place of; leave it "
-    "out",
-    "use_distributed_sampler": "the engine cuts batches, so that their order is the same at any number of devices; "
-    "leave it out",
+    "model_registry": "it is an option of Lightning's checkpoint callback, which the engine replaces; leave it out",
+    "use_distributed_sampler": "the engine distributes the samples itself, in the same order for any number of "
+    "devices; leave it out",
 }
 _SMALLEST_FLOAT16 = 2.0**-14  # the smallest normal number, 6.1e-5
 
@@ -34,7 +33,7 @@ def problems(trainer: Mapping[str, Any], typed: Set[str]) -> Iterator[str]:
     """
     for argument, source in _DERIVED.items():
         if argument in trainer:
-            yield f"trainer.{argument} follows from {source}, and leave it out"
+            yield f"trainer.{argument} is set by {source} instead"
     for argument, reason in _REFUSED.items():
         if trainer.get(argument):
             yield f"trainer.{argument}={_shown(trainer[argument])}: {reason}"
@@ -42,9 +41,9 @@ def problems(trainer: Mapping[str, Any], typed: Set[str]) -> Iterator[str]:
         yield f"trainer.max_steps={steps}: use a number from 1, or -1 with trainer.max_epochs=N"
     for argument in ("val_check_interval", "check_val_every_n_epoch"):
         if (interval := trainer.get(argument)) == 0 and type(interval) is not float:
-            yield f"trainer.{argument}=0: use a number from 1; trainer.limit_val_batches=0 leaves validation out"
+            yield f"trainer.{argument}=0: use a number from 1; trainer.limit_val_batches=0 disables validation"
     if "trainer.default_root_dir" in typed:
-        yield "trainer.default_root_dir: a run is in runs/NAME/RUN_ID; type name=NAME and run_id=RUN_ID instead"
+        yield "trainer.default_root_dir: a run writes to runs/NAME/RUN_ID; type name=NAME and run_id=RUN_ID instead"
 
 
 def _shown(value: object) -> str:
@@ -77,8 +76,8 @@ def _unscaled_too_late(cfg: dict[str, Any]) -> Iterator[str]:
         if isinstance(node, dict) and node.get("fused") is True:
             path = "optimizer" if node == cfg["optimizer"] else f"model.{key}"
             yield (
-                f"{path}.fused=true: under precision=16-mixed such an optimizer unscales gradients after they are "
-                f"clipped; leave it out, and Adam is fused in another way, or type trainer.gradient_clip_val=null"
+                f"{path}.fused=true: under precision=16-mixed a fused optimizer unscales gradients after they are "
+                f"clipped; leave it out (the engine fuses Adam in another way), or type trainer.gradient_clip_val=null"
             )
 
 

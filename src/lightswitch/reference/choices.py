@@ -195,12 +195,12 @@ _PURPOSES = {
     "What is trained": "model data",
     "How it learns": "optimizer scheduler lr_scaling global_batch_size micro_batch_size seed on_nan",
     "What it runs on": "strategy precision compile cluster matmul_precision watch meet_timeout_seconds",
-    "How far, from where": "trainer name run_id resume init_from init_names ckpt_path",
+    "Duration and starting point": "trainer name run_id resume init_from init_names ckpt_path",
     "What it shows": "callbacks logger tags compare objective",
-    "In place of a fit": "mode plan dry_run check device",
-    "Whole recipes": "experiment debug",
+    "Instead of a fit": "mode plan dry_run check device",
+    "Complete recipes": "experiment debug",
 }
-_OTHER = "Besides"
+_OTHER = "Other"
 _MORE = """\
 GROUP=CHOICE, KEY=VALUE. Any argument of the model, the data, the Trainer or a callback can be given.
 

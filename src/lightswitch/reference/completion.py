@@ -28,7 +28,7 @@ def main() -> None:
     """Print the completions of a command line, or install the completion."""
     parser = Command("lightswitch.reference.completion", __doc__)
     parser.add_argument("line", nargs="?", metavar="LINE", help="the command line up to the cursor")
-    parser.add_argument("--install", action="store_true", help="let bash, zsh and fish complete with it")
+    parser.add_argument("--install", action="store_true", help="install the completion for bash, zsh and fish")
     asked = parser.parse_args()
     if asked.install:
         for told in install(Path.home()):
@@ -36,7 +36,7 @@ def main() -> None:
     elif asked.line is not None:
         print("\n".join(after(asked.line)))
     else:
-        parser.error("give the line that is typed, or --install")
+        parser.error("type the command line to complete, or --install")
 
 
 def after(line: str) -> list[str]:

@@ -27,7 +27,7 @@ _TYPES[type(None)] = "null"
 _INTERPOLATION: dict[str, Any] = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}
 _OF_HYDRA: dict[str, dict[str, Any]] = {
     "_target_": {"type": "string", "description": "the class or function that is called"},
-    "_partial_": {"type": "boolean", "description": "hand on the function, to be called with more arguments"},
+    "_partial_": {"type": "boolean", "description": "pass the function itself, to be called later with more arguments"},
     "_convert_": {"enum": ["none", "partial", "object", "all"]},
     "_recursive_": {"type": "boolean"},
     "_args_": {"type": "array"},
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("into", type=Path, metavar="INTO", help="the folder of the schemas, one for each group")
     asked = parser.parse_args()
     if not (asked.conf / "config.yaml").is_file():
-        parser.error(f"{asked.conf} has no config.yaml; name the folder that has")
+        parser.error(f"{asked.conf} has no config.yaml; name the folder that contains it")
     asked.into.mkdir(parents=True, exist_ok=True)
     try:
         made = schemas(asked.conf)

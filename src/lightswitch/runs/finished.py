@@ -50,7 +50,7 @@ def before(cfg: DictConfig, run: RunContext) -> bool:
         return False
     if run.is_first:
         changed = saved.changes_since(run.run_dir, cfg)
-        otherwise = f", and {changed} changes nothing" if changed else ""
+        otherwise = f", and {changed} has no effect" if changed else ""
         log.info("finished   fit and test have ended at step %d%s; resume=never starts anew", ended.step, otherwise)
         if ended.go_on:
             log.info("go on      %s", ended.go_on)
@@ -89,7 +89,7 @@ def _read(run: RunContext) -> Mark | None:
         ended = None
     if not _is_whole(ended):
         if run.is_first:
-            log.warning("%s can't be read; the run looks at its checkpoints instead", os.path.relpath(file))
+            log.warning("%s can't be read; the run uses its checkpoints instead", os.path.relpath(file))
         return None
     return Mark(**{name: ended[name] for name in Mark.__dataclass_fields__})
 

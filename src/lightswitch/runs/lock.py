@@ -65,7 +65,7 @@ class Lock:
             with contextlib.suppress(OSError, ValueError):  # the file system may be unavailable for a while
                 text = regular_files.read_text(self.path)
                 if text != self._text and (other := parse(text)) is not None:
-                    self._on_lost(f"{other} has taken the run directory over, and this process ends")
+                    self._on_lost(f"{other} has taken over the run directory, so this process ends")
                     return
                 os.utime(self.path, follow_symlinks=False)
                 self.path.with_name(_ASKED).unlink()  # raises unless another process has requested the end
@@ -112,10 +112,13 @@ def _take(
             verdict = _verdict(other, here, is_free, path)
             if verdict == "wait" and not told and other is not None:
                 told = True
-                log.info("waiting    for what is left of %s", other)
+                log.info("waiting    for remaining child processes of %s", other)
             if verdict == "lives" and other is not None and other.group and other.group == here.group:
                 path.with_name(_ASKED).touch()
-                raise Refused(f"{shown(run_dir)} is being written by {other}, of the same torchrun; they meet again")
+                raise Refused(
+                    f"{shown(run_dir)} is being written by {other}, from the same torchrun job; "
+                    "the nodes will rendezvous again"
+                )
             if verdict == "lives" or (verdict == "wait" and time.monotonic() > end):
                 raise Refused(_refusal(run_dir, other, waited=verdict == "wait"))
             if not _is_at(descriptor, path):  # it was removed in the meantime, by its holder or by the lines below
@@ -156,7 +159,7 @@ def _verdict(other: Holder | None, here: Holder, is_free: bool | None, path: Pat
 
 def _refusal(run_dir: Path, other: Holder | None, waited: bool) -> str:
     who = str(other) if other is not None else "an unknown process"
-    still = "what is left of " if waited and other is not None else ""
+    still = "a remaining child process of " if waited and other is not None else ""
     return (
         f"{shown(run_dir)} is being written by {still}{who}; wait until it has ended, or give this run another run_id"
     )
@@ -169,7 +172,9 @@ def _is_silent(path: Path, other: Holder) -> bool:
         with tempfile.TemporaryFile(dir=path.parent) as now:
             silent_seconds = max(0.0, os.fstat(now.fileno()).st_mtime - beat)  # a clock may have been set back since
         if silent_seconds < _SILENT_SECONDS:
-            log.info("waiting    for %.0f s at most, to see whether %s lives", _SILENT_SECONDS - silent_seconds, other)
+            log.info(
+                "waiting    for %.0f s at most, to see whether %s is alive", _SILENT_SECONDS - silent_seconds, other
+            )
         while silent_seconds + time.monotonic() - start < _SILENT_SECONDS:
             time.sleep(_POLL_SECONDS)
             if _beat_of(path) != beat:

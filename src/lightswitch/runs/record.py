@@ -204,7 +204,7 @@ def _open(loggers: Iterable[Logger]) -> None:
             getattr(logger, "experiment", None)
         except _usage_errors() as error:
             told = " ".join(str(error).split())
-            raise Refused(f"logger: wandb: {told} Or export WANDB_MODE=offline, for a run that stays here") from error
+            raise Refused(f"logger: wandb: {told} Or export WANDB_MODE=offline, for an offline run") from error
 
 
 def _usage_errors() -> tuple[type[Exception], ...]:
@@ -311,8 +311,8 @@ def log_hyperparameters(trainer: Trainer, cleaner: Cleaner, config: Mapping[str,
     first, last = (saved[0], saved[-1]) if saved else ({}, {})
     if differing := [name for name in first if name in last and repr(first[name]) != repr(last[name])]:
         raise Refused(
-            f"model and data have both saved {', '.join(differing)}, with different values, and loggers keep one; add "
-            "ignore=[...] to a save_hyperparameters"
+            f"model and data have both saved {', '.join(differing)}, with different values, but loggers store only "
+            "one; add ignore=[...] to one save_hyperparameters call"
         )
     for logger in trainer.loggers:
         if told := {**first, **last, **(config or {})}:

@@ -41,7 +41,7 @@ def find(cfg: DictConfig, run: RunContext) -> Start:
     if start.path is None:
         return start
     position, path = start.position, shown(start.path)
-    lost = position.difference(cfg.seed, cfg.global_batch_size) if position else "it names no position in the data"
+    lost = position.difference(cfg.seed, cfg.global_batch_size) if position else "it contains no position in the data"
     if lost:
         raise Refused(
             f"{path} can't be resumed: {lost}; start anew with resume=never or another run_id, "

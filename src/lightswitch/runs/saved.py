@@ -80,7 +80,7 @@ def _difference(path: str, before: Any, now: Any) -> Iterator[str]:
     elif now is _ABSENT:
         yield f"~{path} (was {_text(before)})"
     elif before is _ABSENT:
-        yield f"{path}={_text(now)} (was not there)"
+        yield f"{path}={_text(now)} (was not set)"
     elif str(before) != str(now) and "${" not in str(now):
         yield f"{path}={_text(now)} (was {_text(before)})"
 

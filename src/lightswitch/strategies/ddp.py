@@ -172,7 +172,7 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
             )
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
             if self.is_global_zero:
-                log.warning("PowerSGD changes the gradients, and the errors it carries on are not saved in checkpoints")
+                log.warning("PowerSGD approximates gradients, and its accumulated errors are not saved in checkpoints")
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -202,8 +202,8 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
             if self.lightning_module.automatic_optimization or _UNFINISHED not in str(error):
                 raise
             raise Refused(
-                f"{type(self.lightning_module).__name__} optimizes by hand, and a backward pass has not reached every "
-                "parameter, whose gradients ddp waits for; type trainer.strategy.find_unused_parameters=true"
+                f"{type(self.lightning_module).__name__} uses manual optimization, and a backward pass did not reach "
+                "every parameter, but ddp waits for all gradients; type trainer.strategy.find_unused_parameters=true"
             ) from error
 
     def _share(self) -> None:
@@ -237,8 +237,8 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         unused = [name for name, parameter in self._named if parameter.requires_grad and parameter.grad is None]
         if unused:
             raise Refused(
-                f"{listed(unused, 'parameters')} took no part in the loss, and ddp waits for every gradient; "
-                "freeze what is not used (requires_grad=False), or type trainer.strategy.find_unused_parameters=true"
+                f"{listed(unused, 'parameters')} did not contribute to the loss, but ddp waits for every gradient; "
+                "freeze unused parameters (requires_grad=False), or type trainer.strategy.find_unused_parameters=true"
             )
 
     @property
@@ -283,8 +283,8 @@ def _refuse_unsendable(model: nn.Module, device: torch.device) -> None:
             dist.broadcast(torch.zeros(1, dtype=dtype, device=device), src=0)
         except RuntimeError as error:
             raise Refused(
-                f"{name} is of {dtype}, which {dist.get_backend()} of torch {torch.__version__} can't send as ddp "
-                "does; give it another dtype, or use strategy=fsdp"
+                f"{name} has dtype {dtype}, which {dist.get_backend()} of torch {torch.__version__} can't broadcast, "
+                "as ddp has to; give it another dtype, or use strategy=fsdp"
             ) from error
 
 

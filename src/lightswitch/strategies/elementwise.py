@@ -70,8 +70,8 @@ def refuse_in_pieces(optimizer: Optimizer, strategy: str) -> None:
     """
     if not all(map(_is_elementwise, _makers(optimizer))):
         raise Refused(
-            f"{type(optimizer).__name__} does not change each element by itself, and {strategy} gives each device flat "
-            "pieces of parameters, with which it would train otherwise; use strategy=ddp or fsdp"
+            f"{type(optimizer).__name__} does not update each element independently, so it would train differently "
+            f"with the flat shards of {strategy}; use strategy=ddp or fsdp"
         )
 
 
@@ -98,9 +98,9 @@ def _refuse_if_otherwise(make: Make, optimizer: Optimizer, mesh: DeviceMesh) -> 
         found = Stepped([_whole(parameter) for parameter in sharded.parameters], sharded.numbers)
     except Exception as error:
         told = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-        raise Refused(f"{name} fails for sharded parameters, {told}; use strategy=ddp") from error
+        raise Refused(f"{name} fails with sharded parameters: {told}; use strategy=ddp") from error
     if not _are_alike(_stepped(make, problem), found, problem.starts, _HALF_ROUNDING):
-        raise Refused(f"{name} would train otherwise with sharded parameters; use strategy=ddp")
+        raise Refused(f"{name} would train differently with sharded parameters; use strategy=ddp")
 
 
 def _are_uneven(optimizer: Optimizer, devices: int) -> bool:

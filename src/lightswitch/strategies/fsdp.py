@@ -295,7 +295,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     def _tell(self, units: Iterable[nn.Module]) -> None:
         kinds = Counter(map(_name, units))
-        found = ", ".join(f"{count} {name}" for name, count in kinds.items()) or "the model as one"
+        found = ", ".join(f"{count} {name}" for name, count in kinds.items()) or "the whole model"
         mesh = zip(self.device_mesh.mesh_dim_names or (), self.device_mesh.shape, strict=True)
         over = " × ".join(f"{name} {size}" for name, size in mesh if size > 1) or "one device"
         log.info("units      %s over %s", found, over)

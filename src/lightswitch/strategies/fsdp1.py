@@ -180,8 +180,8 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             raise Refused(
-                f"{type(self.lightning_module).__name__} uses manual optimization, and fsdp1 has its parameters "
-                "gathered where it steps; use strategy=fsdp or ddp"
+                f"{type(self.lightning_module).__name__} uses manual optimization, but fsdp1 still has its parameters "
+                "gathered when the optimizer steps; use strategy=fsdp or ddp"
             )
         if any(isinstance(part, FullyShardedDataParallel) for part in self.lightning_module.modules()):
             raise Refused(
@@ -212,7 +212,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         if self.world_size > 1 and self.sharding_strategy != ShardingStrategy.NO_SHARD and not list(handles(root)):
             raise Refused(f"there is nothing to shard in {type(root.module).__name__}; use strategy=ddp")
         if self.is_global_zero:
-            log.warning("fsdp1 is torch's older FSDP, which it is giving up; strategy=fsdp is its successor")
+            log.warning("fsdp1 is torch's older FSDP, which is deprecated; strategy=fsdp is its successor")
             if self.cpu_offload.offload_params and self.root_device.type == "cpu":
                 log.warning("cpu_offload does nothing on the CPU: parameters are in its memory")
 
@@ -220,8 +220,8 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
         for optimizer in self.optimizers:
             if optimizer.state:
                 raise Refused(
-                    f"{type(optimizer).__name__} makes its state before the first step, where it would not be sharded; "
-                    "use strategy=fsdp, or another optimizer"
+                    f"{type(optimizer).__name__} creates its state before the first step, when it would not be "
+                    "sharded; use strategy=fsdp, or another optimizer"
                 )
             if self.world_size > 1 and self.sharding_strategy != ShardingStrategy.NO_SHARD:
                 refuse_in_pieces(optimizer, "fsdp1")

@@ -79,8 +79,8 @@ class WholeBesideShards(TorchFunctionMode):
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if writes and id(tensors[0]) in self._copies:
             raise Refused(
-                f"{self._hook} writes to a part of a parameter by {name}, which fsdp has as a copy; write to the "
-                "parameter itself (p[…] = …), or use strategy=ddp"
+                f"{self._hook} writes to a slice of a parameter with {name}, but under fsdp the slice is a copy; write "
+                "to the parameter itself (p[…] = …), or use strategy=ddp"
             )
         if isinstance(tensors[0], DTensor) and name != "__setitem__":
             try:
@@ -198,8 +198,8 @@ def _refuse_rounding(unit: Mapping[str, Gathered], written: Collection[str]) -> 
     rounded = [name for name in sorted(written) if unit[name].own.dtype != unit[name].kept.dtype]
     if rounded:
         raise Refused(
-            f"{listed(rounded)} set within training_step, and gathered in {str(unit[rounded[0]].own.dtype)[6:]}, which "
-            "would round what is set; type trainer.strategy.param_dtype=float32"
+            f"{listed(rounded)} is set in training_step, but gathered in {str(unit[rounded[0]].own.dtype)[6:]}, which "
+            "would round the new values; type trainer.strategy.param_dtype=float32"
         )
 
 

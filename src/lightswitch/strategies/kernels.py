@@ -85,7 +85,7 @@ class MatmulPrecision(Callback):
         if trainer.is_global_zero and not self._is_told:
             self._is_told = True
             if self.precision == "highest" and _gains(trainer):
-                log.info("products   of matrices in 32 bits; matmul_precision=high takes TF32, several times as fast")
+                log.info("products   32-bit matrix products; matmul_precision=high uses TF32, several times faster")
 
 
 def _gains(trainer: Trainer) -> bool:

@@ -33,29 +33,30 @@ log = logging.getLogger(__name__)
 
 # By class name, because older versions of Lightning lack some
 NOWHERE = {
-    "BatchSizeFinder": "the batch is cut by global_batch_size, and what a device takes of it at once does not "
-    "change the run; type micro_batch_size=auto for the largest that fits",
-    "GradientAccumulationScheduler": "a step takes global_batch_size samples in every epoch; leave it out, and type "
-    "global_batch_size=N, or another N in a run that starts from the weights of this one, with init_from=PATH",
-    "LearningRateFinder": "a rate is found by runs that are short, and put beside one another; type "
-    "python train.py -m optimizer.lr=1e-4,1e-3,1e-2 trainer.max_steps=100 compare=true",
-    "ModelPruning": "no run could be resumed, as its checkpoints do not fit the module that it prepares; prune in the "
-    "module's constructor, by torch.nn.utils.prune",
-    "SpikeDetection": "no run could be resumed, as it can't read what it saves; on_nan=stop ends a run whose loss is "
-    "not finite, on_nan=skip leaves such a step out, and trainer.gradient_clip_val=N bounds a step",
-    "StochasticWeightAveraging": "a resumed run could not follow it, as it replaces the schedule in mid-run; use "
-    "lightning.pytorch.callbacks.EMAWeightAveraging",
+    "BatchSizeFinder": "global_batch_size sets the batch, and the micro-batch size does not change the results; type "
+    "micro_batch_size=auto for the largest that fits",
+    "GradientAccumulationScheduler": "each step uses global_batch_size samples in every epoch; leave it out, and type "
+    "global_batch_size=N; to change N later, start a new run from this run's weights with init_from=PATH",
+    "LearningRateFinder": "compare short runs with different learning rates instead; type python train.py -m "
+    "optimizer.lr=1e-4,1e-3,1e-2 trainer.max_steps=100 compare=true",
+    "ModelPruning": "runs could not be resumed, because its checkpoints do not match the module that it prepares; "
+    "prune in the module's constructor, with torch.nn.utils.prune",
+    "SpikeDetection": "runs could not be resumed, because it can't load its saved state; on_nan=stop ends a run whose "
+    "loss is not finite, on_nan=skip skips such a step, and trainer.gradient_clip_val=N limits a step",
+    "StochasticWeightAveraging": "a resumed run could not continue it, because it replaces the schedule during the "
+    "run; use lightning.pytorch.callbacks.EMAWeightAveraging",
 }
 OF_PORTABLE_CHECKPOINTS = {
-    "BaseFinetuning": "the engine's own strategies alone resume with what it has unfrozen; use strategy=ddp or fsdp",
-    "WeightAveraging": "the engine's own strategies alone save its averages; use strategy=ddp or fsdp",
+    "BaseFinetuning": "only lightswitch's strategies can resume with the layers that it has unfrozen; use strategy=ddp "
+    "or fsdp",
+    "WeightAveraging": "only lightswitch's strategies save its averages; use strategy=ddp or fsdp",
 }
 OF_MEMORY = {
-    "BaseFinetuning": "what DeepSpeed keeps on NVMe can't be laid out anew; use strategy=fsdp",
+    "BaseFinetuning": "state that DeepSpeed offloads to NVMe can't be re-sharded; use strategy=fsdp",
 }
 OF_ONE_PROCESS = {
-    "OnExceptionCheckpoint": "the other ranks take no part in a save by the one that fails; "
-    "type callbacks.last_checkpoint.every_n_steps=N instead",
+    "OnExceptionCheckpoint": "when a rank fails, the other ranks do not take part in its save; type "
+    "callbacks.last_checkpoint.every_n_steps=N instead",
 }
 
 _MARK = "averaging_state"  # Lightning's key in a checkpoint with averages
@@ -136,9 +137,7 @@ def drop_averages(trainer: Trainer, pl_module: LightningModule, checkpoint: dict
         strategy.read("trained", _weights(pl_module))
         strategy.parameters_changed()
     if trainer.is_global_zero:
-        log.warning(
-            "the checkpoint has averages of weights, which go on with a WeightAveraging alone; they are dropped"
-        )
+        log.warning("the checkpoint holds averaged weights, which only WeightAveraging can resume; they are dropped")
 
 
 @contextmanager

@@ -187,15 +187,15 @@ class EqualReplicas(Callback):
         if self._ends_runs and (found := [name for name in unequal if name in parameters]):
             ranks = sorted({rank for name in found for rank in unequal[name]})
             raise UnequalReplicas(
-                f"{listed(found)} of rank {listed([str(rank) for rank in ranks])} is not what rank 0 has, after step "
-                f"{trainer.global_step}: something changes it on each rank by itself, as a hook does that draws random "
-                "numbers or reads its own samples; let rank 0 compute it and broadcast it. type mode=check to see where"
+                f"{listed(found)} of rank {listed([str(rank) for rank in ranks])} differs from rank 0 after step "
+                f"{trainer.global_step}: each rank changes it independently, as in a hook that draws random numbers or "
+                "reads the rank's samples; compute it on rank 0 and broadcast it. type mode=check to see where"
             )
         if not self._told_of_buffers and (found := _without_statistics(unequal, module)) and trainer.is_global_zero:
             self._told_of_buffers = True
             log.warning(
-                "buffers    %s is another on each rank; evaluation and checkpoints take rank 0's. To have it as one "
-                "process has, gather what goes into it over ranks first (self.all_gather)", listed(found),
+                "buffers    %s differs between ranks; evaluation and checkpoints use rank 0's. To compute it as one "
+                "process does, gather its inputs over ranks first (self.all_gather)", listed(found),
             )  # fmt: skip
 
 

@@ -60,8 +60,8 @@ class Sharded(CarriesWrites, ParallelStrategy):
         assert module is not None
         if hooked := [name for name, one in module.named_parameters() if one._backward_hooks]:
             raise Refused(
-                f"{listed(hooked)} has a hook on its gradient (register_hook), and a sharded strategy computes with "
-                "another tensor in its place, which has none; use strategy=ddp"
+                f"{listed(hooked)} has a hook on its gradient (register_hook), but a sharded strategy computes with a "
+                "different tensor, which has no hook; use strategy=ddp"
             )
         if lost := self.broadcast(left_on_meta(module), src=self.world_size - 1):
             raise Refused(
@@ -91,8 +91,8 @@ class Sharded(CarriesWrites, ParallelStrategy):
             if create_graph:
                 assert self.lightning_module is not None
                 raise Refused(
-                    f"{first_name(self.lightning_module)} differentiates a gradient (create_graph=True), which goes "
-                    "through each parameter a third time, when it is no longer gathered; use strategy=ddp"
+                    f"{first_name(self.lightning_module)} differentiates a gradient (create_graph=True), which needs "
+                    "each parameter a third time, when it is no longer gathered; use strategy=ddp"
                 )
             return run(outputs, gradients, keep, create_graph, *args, **kwargs)
 

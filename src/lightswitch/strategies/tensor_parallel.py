@@ -51,7 +51,8 @@ class TensorParallel(FSDP):
         }
         if not self._styles:
             raise Refused(
-                f"the plan {', '.join(plan)} fits no module of {type(model).__name__}; its keys are paths of modules"
+                f"the plan {', '.join(plan)} matches no module of {type(model).__name__}; its keys must be paths of "
+                "modules"
             )
         data_parallel = self._data_parallel_mesh
         group = (data_parallel if data_parallel.ndim == 1 else data_parallel._flatten()).get_group()

@@ -57,8 +57,8 @@ class Trained:
         """
         if not any(self._are_trained):
             raise Refused(
-                f"all parameters are frozen in step {module.global_step}; leave some trained (requires_grad=True), or "
-                "end the run there by trainer.max_steps"
+                f"all parameters are frozen in step {module.global_step}; keep some trained (requires_grad=True), or "
+                "end the run there with trainer.max_steps"
             )
 
     def refuse_changes(self, module: LightningModule) -> None:
@@ -71,8 +71,8 @@ class Trained:
         """
         if module.automatic_optimization and (changed := self.changes()):
             raise Refused(
-                f"requires_grad of {listed(list(changed), 'parameters')} is set within step {module.global_step}, for "
-                "which gradients are already laid out; set it in on_train_batch_start, at the step's first batch"
+                f"requires_grad of {listed(list(changed), 'parameters')} is changed within step {module.global_step}, "
+                "after its gradients were set up; set it in on_train_batch_start, at the step's first batch"
             )
 
     def _now(self) -> list[bool]:

@@ -45,7 +45,9 @@ def find_units(model: nn.Module, named: Sequence[str] | None = None) -> dict[str
             raise Refused(f"units: {name} is neither a class nor a path in {type(model).__name__}; {_classes(model)}")
     for path, unit in found.items():
         if not _is_separable(model, unit):
-            raise Refused(f"units: {path} shares parameters with modules outside of it; name one that holds both")
+            raise Refused(
+                f"units: {path} shares parameters with modules outside of it; name a module that contains both"
+            )
     return found
 
 
@@ -138,7 +140,7 @@ class Compilation(Callback):
     ) -> None:
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
-            raise ValueError(f"compile.backend={backend}: torch knows no such backend.{nearest(backend, known)}")
+            raise ValueError(f"compile.backend={backend}: torch has no such backend.{nearest(backend, known)}")
         self.scope, self.units, self.backend, self.mode, self.dynamic = scope, units, backend, mode, dynamic
         self._is_done = False
 
@@ -227,8 +229,8 @@ def _check_gathered(units: Mapping[str, nn.Module]) -> None:
     own = [path for path, unit in units.items() if any(True for _ in unit.parameters(recurse=False))]
     if own:
         raise Refused(
-            f"compile=true: {own[0]} is a {type(units[own[0]]).__name__}, which holds parameters itself, and "
-            "DeepSpeed's stage 3 gathers none for its compiled backward pass; type compile.units=[NAME] of blocks, "
+            f"compile=true: {own[0]} is a {type(units[own[0]]).__name__}, which has direct parameters, and DeepSpeed's "
+            "stage 3 does not gather these for its compiled backward pass; type compile.units=[NAME] of blocks, "
             "compile=false, or strategy=fsdp"
         )
 
@@ -279,7 +281,7 @@ class _Recompilations(logging.Handler):
         if self._counts[first] > _EXPECTED:
             reason = next((line.strip(" -") for line in reasons if line.strip().startswith("-")), "unknown")
             log.warning(
-                "compiled again, %d times now: %s of %s, as %s", self._counts[first], name, Path(place).name, reason
+                "recompiled %d times: %s of %s; reason: %s", self._counts[first], name, Path(place).name, reason
             )
 
 
@@ -341,13 +343,15 @@ def _check(trainer: Trainer) -> None:
     off = "leave out callbacks.float8"
     device, strategy = trainer.strategy.root_device, type(trainer.strategy).__name__
     if find_spec("torchao") is None:
-        raise Refused(f"callbacks.float8 needs torchao, which is not installed; pip install torchao, or {off}")
+        raise Refused(f"callbacks.float8 needs torchao, which is not installed; type pip install torchao, or {off}")
     if device.type != "cuda" or torch.version.hip is not None:
-        raise Refused(f"callbacks.float8 is for NVIDIA's GPUs, and the run is on {device.type}; {off}")
+        raise Refused(f"callbacks.float8 needs an NVIDIA GPU, but the run is on {device.type}; {off}")
     if (found := torch.cuda.get_device_capability(device)) < _WITH_FLOAT8:
         card = torch.cuda.get_device_name(device)
-        raise Refused(f"{card} has compute capability {found[0]}.{found[1]}, and 8 bits need 8.9 (L4, H100); {off}")
+        raise Refused(f"{card} has compute capability {found[0]}.{found[1]}, but 8 bits need 8.9 (L4, H100); {off}")
     if not str(trainer.precision).startswith("bf16"):
-        raise Refused(f"callbacks.float8 is for bfloat16, and the run is at {trainer.precision}; use bf16-mixed")
+        raise Refused(f"callbacks.float8 needs bfloat16, but the run has precision={trainer.precision}; use bf16-mixed")
     if strategy not in _STRATEGIES:
-        raise Refused(f"callbacks.float8 is not for strategy {strategy}; use strategy=single, ddp or fsdp, or {off}")
+        raise Refused(
+            f"callbacks.float8 does not support strategy {strategy}; use strategy=single, ddp or fsdp, or {off}"
+        )

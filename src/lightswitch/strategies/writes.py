@@ -158,7 +158,7 @@ class Looks:
         self.are_set_from_shares |= self.is_first and bool(new)
         if new and dist.get_rank() == 0:
             log.info(
-                "weights    %s set within training_step, by each rank from its share of the batch: all take rank 0's",
+                "weights    %s set in training_step by each rank from its share of the batch; all ranks use rank 0's",
                 listed(new, "parameters"),
             )
         self.known |= written
@@ -173,8 +173,8 @@ class Looks:
         """
         if self._steps > _FIRST and (late := sorted(written - self.known)):
             raise Refused(
-                f"{listed(late, 'parameters')} was written within training_step, which it was not in the first steps, "
-                "and the strategy has not kept it; write in a hook, as on_train_batch_end, or use strategy=ddp"
+                f"{listed(late, 'parameters')} was written in training_step, but not in the first steps, so the "
+                "strategy has lost the change; write in a hook such as on_train_batch_end, or use strategy=ddp"
             )
 
 

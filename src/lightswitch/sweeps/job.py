@@ -53,14 +53,14 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement) -> float | None
     if record.is_damaged(folder):
         print(f"{directory}/job.json can't be read; the job is treated as unfinished", flush=True)
     if earlier is not None and (other := earlier.of_another_job(job.overrides)):
-        raise RefusedRequest([f"{directory} holds the job with {other}; start this sweep under another run_id"])
+        raise RefusedRequest([f"{directory} belongs to the job with {other}; start this sweep under another run_id"])
     if (
         earlier is not None
         and earlier.state == FINISHED
         and earlier.overrides == job.overrides
         and cfg.resume != "never"
     ):
-        print(f"job {job.number:<6} has finished before", flush=True)
+        print(f"job {job.number:<6} has already finished", flush=True)
         return earlier.objective
     script, *arguments = typed
     kept = [override for override in hydra.overrides.hydra if not _OF_THE_SWEEP.match(override)]

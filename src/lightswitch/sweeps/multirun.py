@@ -119,7 +119,7 @@ def _run_jobs(walk: Callable[[], None], folder: Path) -> None:
         raise
     except Exception as error:
         if isinstance(cause := error.__cause__, subprocess.CalledProcessError) and "sbatch" in cause.cmd:
-            raise RefusedRequest([f"sbatch takes no job: {' '.join(str(error).split())}"]) from error
+            raise RefusedRequest([f"sbatch rejected the job: {' '.join(str(error).split())}"]) from error
         if not any(job.has_failed for job in record.read_all(folder)):
             raise
         print(f"the sweep ended early: {str(error).splitlines()[0]}")  # for example, Optuna has no finished trial
@@ -131,18 +131,18 @@ def _problems(cfg: DictConfig) -> Iterator[str]:
     found = placement.detect()
     if found.is_external:
         yield (
-            f"a sweep starts the processes of its jobs itself, and {found.launcher} has started this one; "
+            f"a sweep starts the processes of its jobs itself, but {found.launcher} has started this process; "
             "type python train.py -m … with trainer.devices=N, or with hydra/launcher=submitit_slurm on a cluster"
         )
     launcher = cfg.hydra.launcher
     if str(launcher._target_).endswith("submitit_launcher.SlurmLauncher") and shutil.which("sbatch") is None:
         yield (
-            "hydra/launcher=submitit_slurm: this machine has no sbatch; start the sweep on one of the cluster's, or "
-            "leave the launcher out"
+            "hydra/launcher=submitit_slurm: this machine has no sbatch; start the sweep on a machine of the cluster, "
+            "or leave the launcher out"
         )
     if str(launcher._target_).endswith("submitit_launcher.LocalLauncher") and launcher.tasks_per_node > 1:
         yield (
-            f"hydra.launcher.tasks_per_node={launcher.tasks_per_node}: only Slurm's tasks find each other; "
+            f"hydra.launcher.tasks_per_node={launcher.tasks_per_node}: only tasks of Slurm can connect to each other; "
             f"leave it out and use trainer.devices={launcher.tasks_per_node}"
         )
 

@@ -130,7 +130,7 @@ def _absent(objective: str, logged: list[str]) -> str:
     there = f", only {listed(logged, 'metrics', shown=8)}" if logged else ""
     return (
         f"no job has logged {objective}{there}; type objective={find(logged, None) or 'NAME'} for another metric, or "
-        "trainer.val_check_interval=N where jobs end unvalidated"
+        "trainer.val_check_interval=N if jobs end before a validation"
     )
 
 

@@ -79,8 +79,8 @@ def json_text(line: str, key: str, address: str, begin: int) -> str:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{address}, line {line_number(address, begin)}: found what is no JSON ({error.msg}); expected an object a "
-            "line, as in {" + f'"{key}": "a document"' + "}"
+            f"{address}, line {line_number(address, begin)}: found invalid JSON ({error.msg}); expected one object "
+            "per line, as in {" + f'"{key}": "a document"' + "}"
         ) from error
     if not isinstance(row, dict) or key not in row:
         has = (
@@ -90,7 +90,7 @@ def json_text(line: str, key: str, address: str, begin: int) -> str:
         )
         raise ValueError(
             f"{address}, line {line_number(address, begin)}: found {has}; expected the text at the key {key}; "
-            "name another by key"
+            "set key to another name"
         )
     return checked(row[key], key, f"{address}, line", begin, address)
 
@@ -101,7 +101,7 @@ def parquet_rows(piece: Piece, key: str) -> Iterator[Document]:
         if key not in table.schema_arrow.names:
             raise ValueError(
                 f"{piece.address}: found the columns {', '.join(table.schema_arrow.names)}; expected the text in the "
-                f"column {key}; name another by key"
+                f"column {key}; set key to another name"
             )
         row, end = 0, table.metadata.num_rows if piece.end is None else piece.end
         for group in range(table.num_row_groups):
@@ -130,7 +130,7 @@ def parquet_file(file: Any, address: str) -> Any:
     try:
         return ParquetFile(file)
     except ArrowInvalid as error:
-        raise ValueError(f"{address}: found what is no Parquet file: {error}") from error
+        raise ValueError(f"{address}: found an invalid Parquet file: {error}") from error
 
 
 def checked(value: object, key: str, place: str, number: int, lines_of: str | None = None) -> str:
@@ -140,7 +140,7 @@ def checked(value: object, key: str, place: str, number: int, lines_of: str | No
         number = number if lines_of is None else line_number(lines_of, number)
         raise ValueError(
             f"{place} {number}: found a value of type {type(value).__name__} at {key}; expected text; "
-            "name another by key"
+            "set key to another name"
         )
     return value
 
@@ -169,8 +169,8 @@ def readable(file: IO[bytes], address: str, size: int) -> bytes:
         if isinstance(error, OSError) and error.errno is not None:  # of the disk; errors of a format have no number
             raise
         raise ValueError(
-            f"{address}: found a compressed file that is damaged or was cut short ({error}); write it again, or leave "
-            "it out"
+            f"{address}: found a compressed file that is damaged or truncated ({error}); write it again, or leave it "
+            "out"
         ) from error
 
 
@@ -184,8 +184,8 @@ def decoded(content: bytes, address: str, begin: int) -> str:
     except UnicodeDecodeError as error:
         line = line_number(address, begin + error.start)
         raise ValueError(
-            f"{address}, line {line}: found the byte 0x{content[error.start]:02x}, which is no UTF-8; "
-            "write the file in UTF-8, or leave it out"
+            f"{address}, line {line}: found the byte 0x{content[error.start]:02x}, which is not UTF-8; "
+            "convert the file to UTF-8, or leave it out"
         ) from error
 
 

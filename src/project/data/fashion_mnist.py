@@ -83,5 +83,5 @@ def read_idx(file: Path) -> NDArray[np.uint8]:
     shape = struct.unpack_from(f">{dimensions}I", content, 4)
     values = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * dimensions)
     if len(values) != np.prod(shape):
-        raise ValueError(f"{file} holds {len(values)} values for a shape of {shape}; fetch it again, it is not whole")
+        raise ValueError(f"{file} holds {len(values)} values for a shape of {shape}; fetch it again, it is incomplete")
     return values.reshape(shape)

@@ -40,7 +40,7 @@ def found(patterns: Sequence[str], argument: str) -> list[File]:
         matches = matching(pattern)
         if not matches:
             raise FileNotFoundError(
-                f"{argument}: no file matches {pattern}; give paths or globs of files, here or at an address "
+                f"{argument}: no file matches {pattern}; give paths or globs of files, local or at an address "
                 f"that fsspec opens, as in '{argument}=[\"~/books/*.txt\"]'"
             )
         files |= {file.address: file for file in matches}

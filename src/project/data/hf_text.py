@@ -38,7 +38,7 @@ class HFText(TextFiles):
         super().__init__(files, context, batch_size, num_workers, pin_memory)
         require("transformers")
         if tokenizer is None:
-            raise ValueError("tokenizer: there is none; type data.tokenizer=FOLDER, or a hub's name")
+            raise ValueError("tokenizer: none is set; type data.tokenizer=FOLDER, or the name of a hub repository")
         self.tokenizer = read_tokenizer(folder_of(tokenizer, "data.tokenizer", download))
 
     def load(self) -> dict[str, BatchedDataset]:
@@ -47,7 +47,7 @@ class HFText(TextFiles):
         splits = parts(tokens)
         if min(map(len, splits.values())) <= self.context:
             raise ValueError(
-                f"found {len(tokens)} tokens in {len(self.files)} files, of which a tenth must hold a window of "
+                f"found {len(tokens)} tokens in {len(self.files)} files; a tenth of them must hold a window of "
                 f"{self.context}; give more data.files, or a smaller model.context"
             )
         return {split: Windows(part, self.context) for split, part in splits.items()}

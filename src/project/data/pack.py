@@ -73,11 +73,12 @@ def main() -> None:
         sys.exit(2)
     except BrokenProcessPool:
         print(
-            "error: a process was killed, as where memory is short; start again with fewer --workers", file=sys.stderr
+            "error: a process was killed, probably for lack of memory; start again with fewer --workers",
+            file=sys.stderr,
         )
         sys.exit(1)
     except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; to continue, type the same command again", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
 
@@ -89,19 +90,19 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("folder", type=lambda text: Path(text).expanduser(), help="where to write")
     parser.add_argument("files", nargs="*", help="paths, addresses or globs of text, JSON lines and Parquet files")
-    parser.add_argument("--val", nargs="+", default=[], help="files that validate; without: the first documents")
-    parser.add_argument("--test", nargs="+", default=[], help="files that test; without: the documents after those")
-    parser.add_argument("--tokenizer", default="bytes", help="bytes, a tokenizer.json, or a hub's name in the cache")
-    parser.add_argument("--download", action="store_true", help="let the hub fill the cache")
-    parser.add_argument("--document-end", help="its token that ends a document, if it is not one of the usual")
-    parser.add_argument("--key", default="text", help="where JSON lines and Parquet rows have their text")
-    parser.add_argument("--separator", help="what separates the documents of a text file; without, a file is one")
-    parser.add_argument("--held-out-bytes", type=int, default=2**18, help="of text, for validation and for test each")
+    parser.add_argument("--val", nargs="+", default=[], help="files for validation; default: the first documents")
+    parser.add_argument("--test", nargs="+", default=[], help="files for the test; default: the documents after those")
+    parser.add_argument("--tokenizer", default="bytes", help="bytes, a tokenizer.json, or a cached hub repository")
+    parser.add_argument("--download", action="store_true", help="download files of the hub that are not in the cache")
+    parser.add_argument("--document-end", help="the tokenizer's token that ends a document, if unusual")
+    parser.add_argument("--key", default="text", help="key of the text in JSON lines, or its column in Parquet")
+    parser.add_argument("--separator", help="text between documents of a file; default: each file is one")
+    parser.add_argument("--held-out-bytes", type=int, default=2**18, help="bytes of text for validation and test each")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--verify", action="store_true", help="compare each shard with its checksum")
     given = parser.parse_args()
     if bool(given.files) == given.verify:
-        parser.error("give files to pack, or --verify alone")
+        parser.error("give either files to pack or --verify")
     return given
 
 
@@ -117,12 +118,12 @@ def request(given: argparse.Namespace) -> Request:
 def verified(folder: Path) -> str:
     """Compare a folder's shards with their checksums, and return a summary. Raises ValueError for a damaged shard."""
     if not packed.is_packed(str(folder)):
-        raise ValueError(f"{folder} has no {MANIFEST}; it is no packed folder, or its packing was not finished")
+        raise ValueError(f"{folder} has no {MANIFEST}; it is not a packed folder, or packing was not finished")
     content = packed.read(folder)
     for shard in tqdm(content.shards, unit="shard", leave=False, disable=None):  # None: shown only on a terminal
         if problem := packed.damage(content, shard):
             raise ValueError(problem)
-    return f"{folder}: {len(content.shards)} shards are as they were written"
+    return f"{folder}: {len(content.shards)} shards are intact"
 
 
 def pack(folder: Path, asked: Request, workers: int) -> str:
@@ -189,8 +190,7 @@ def begin(folder: Path, asked: Request) -> dict[str, Shard]:
     lines = whole_lines(progress)
     if not lines or lines[0] != {"request": asked.digest()}:
         raise ValueError(
-            f"{folder} holds what was packed from other files, or with another tokenizer or other options; "
-            "name a new folder"
+            f"{folder} has shards of other files, or of another tokenizer or other options; name a new folder"
         )
     for partial in folder.glob("*.partial"):
         partial.unlink()

@@ -12,7 +12,7 @@ from project.data.tokenizer import Bytes, Tokenizer, named, smallest
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 FORMAT = 1
-MEND = "remove that file, and pack again as before: what is missing is made"
+MEND = "remove that file, and type the same pack command again, which writes what is missing"
 BLOCK_BYTES = 2**22  # read at once for a checksum
 
 
@@ -73,7 +73,7 @@ def read(folder: Path) -> Packed:
         known = {name: content[name] for name in ("tokenizer", "vocab_size", "document_end")}
         version = content["format"]
         if not all(type(known[name]) is int and 0 <= known[name] < 2**32 for name in ("vocab_size", "document_end")):
-            raise ValueError("vocab_size or document_end is no number of a token")
+            raise ValueError("vocab_size or document_end is not a valid number")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} can't be read ({error!r}); pack into another folder") from error
     if version != FORMAT:
@@ -90,7 +90,7 @@ def checked(shard: Shard) -> Shard:
     if Path(str(shard.name)).name != shard.name or "\0" in shard.name:
         raise ValueError(f"it names a file outside of the folder, {shard.name}")
     if not all(type(count) is int and 0 <= count < 2**60 for count in (shard.tokens, shard.documents)):
-        raise ValueError(f"{shard.name} has no number of tokens")
+        raise ValueError(f"{shard.name} has no valid number of tokens")
     return shard
 
 
@@ -123,7 +123,7 @@ def damage(packed: Packed, shard: Shard) -> str | None:
         return problem
     if sha256(packed.path(shard)) == shard.sha256:
         return None
-    return f"{packed.path(shard)} is damaged: its checksum is not the manifest's; {MEND}"
+    return f"{packed.path(shard)} is damaged: its checksum differs from the manifest's; {MEND}"
 
 
 def sha256(path: Path) -> str:

@@ -46,8 +46,8 @@ class TextFiles(BatchedData):
         if held_out_bytes(text_bytes) <= self.context:
             raise ValueError(
                 f"found {text_bytes} bytes of text in {len(self.files)} files; expected at least "
-                f"{10 * (self.context + 1)}, for a tenth must hold a window of {self.context} and the byte after it; "
-                "give more data.files, or a smaller model.context"
+                f"{10 * (self.context + 1)}, because a tenth must hold a window of {self.context} and the byte after "
+                "it; give more data.files, or a smaller model.context"
             )
 
     def load(self) -> dict[str, BatchedDataset]:
@@ -72,7 +72,7 @@ def text_of(file: File) -> bytes:
     """Return the bytes of a file. Raises ValueError if a zero is among the first 8,000: as for git, it is not text."""
     content = file.read_bytes()
     if b"\0" in content[:8000]:
-        raise ValueError(f"{file.address} is no text: found a zero byte; leave it out of data.files")
+        raise ValueError(f"{file.address} is not a text file: found a zero byte; leave it out of data.files")
     return content
 
 

@@ -132,8 +132,8 @@ class TextShards(BatchedData):
 
     def too_little(self, name: object, split: str) -> str:
         return (
-            f"{name} has less than a window of {self.context} tokens, and the one after it, for {split}; give more "
-            "text, or a smaller model.context"
+            f"{name} has too little text: expected a window of {self.context} tokens, and the one after it, for "
+            f"{split}; give more text, or a smaller model.context"
         )
 
 
@@ -164,11 +164,13 @@ def are_packed(names: Sequence[str]) -> bool:
     files = [name for name in names if name not in folders]
     if unpacked := [name for name in files if Path(name).expanduser().is_dir()]:
         raise ValueError(
-            f"data.sources: {unpacked[0]} is a folder that was not packed, or not to the end; start its packing again, "
-            f"or name its files, as in '{unpacked[0]}/*.txt'"
+            f"data.sources: {unpacked[0]} is a folder that was not packed, or not completely; type its pack command "
+            f"again, or name its files, as in '{unpacked[0]}/*.txt'"
         )
     if folders and files:
-        raise ValueError(f"data.sources has a packed folder, {folders[0]}, beside files, {files[0]}; pack those, too")
+        raise ValueError(
+            f"data.sources has both a packed folder, {folders[0]}, and files, {files[0]}; pack the files, too"
+        )
     return bool(folders)
 
 
@@ -192,5 +194,5 @@ def common_tokenizer(
             f"again with --tokenizer {given}"
         )
     if files := [name for name, value in own.items() if value]:
-        raise ValueError(f"data.{files[0]} is for files that are not packed; give it to the packer, as --{files[0]}")
+        raise ValueError(f"data.{files[0]} is for files that are not packed; pass it to the packer, as --{files[0]}")
     return first.open_tokenizer()

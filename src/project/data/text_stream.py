@@ -42,7 +42,7 @@ class Source:
     @property
     def name(self) -> str:
         pieces = self.stream.sources[self.number]
-        return f"{len(pieces)} files, {pieces[0].address} among them" if len(pieces) > 1 else pieces[0].address
+        return f"{len(pieces)} files, including {pieces[0].address}" if len(pieces) > 1 else pieces[0].address
 
     def take(self) -> Tokens | None:
         """Return the next window, or None at the end of a pass; the next call begins another pass."""
@@ -112,8 +112,8 @@ class TextStream(IterableDataset[Pair]):
         """
         if state["reads"] != self.digest:
             raise ValueError(
-                "the state is of a stream of other sources, or of another tokenizer, context, seed or buffer_windows; "
-                "give the same data, or start a new run from the weights with init_from=PATH"
+                "the saved position is of a stream with other sources, or another tokenizer, context, seed or "
+                "buffer_windows; give the same data, or start a new run from the weights with init_from=PATH"
             )
         self.epoch, self.loaded, self.state = state["epoch"], state, None
 

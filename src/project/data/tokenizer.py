@@ -62,7 +62,7 @@ class TokenizerFile:
         try:
             self.library = Library.from_str(content.decode())
         except Exception as error:  # the library raises no other class
-            raise ValueError(f"{file}: found what is no tokenizer.json: {error}") from error
+            raise ValueError(f"{file}: found an invalid tokenizer.json: {error}") from error
         self.name = hashlib.sha256(content).hexdigest()
         self.vocab_size: int = self.library.get_vocab_size()
         self.document_end = self.find_end(document_end)
@@ -73,7 +73,7 @@ class TokenizerFile:
         if found := [number for number in ids if number is not None]:
             return int(found[0])
         raise ValueError(
-            f"{self.file} has no token {' and no '.join(choices)}; name the one that ends a document by document_end"
+            f"{self.file} has no token {' and no '.join(choices)}; set document_end to the token that ends a document"
         )
 
     def encode(self, text: str) -> NDArray[np.unsignedinteger]:
@@ -106,8 +106,8 @@ def named(
             path = folder_of(name, key, download, asking)
         except ModuleNotFoundError as error:
             raise FileNotFoundError(
-                f"{key}={name}: there is no such folder, and names of the hub need a package; type pip install -e "
-                "'.[hf]', or name a tokenizer.json"
+                f"{key}={name}: there is no such folder, and reading from the hub needs a package; type pip install -e "
+                "'.[hf]', or give a tokenizer.json"
             ) from error
     return TokenizerFile(path / "tokenizer.json", document_end)
 
@@ -120,6 +120,6 @@ def smallest(vocab_size: int) -> type[np.unsignedinteger]:
 def read(file: Path) -> bytes:
     if not file.is_file():
         raise FileNotFoundError(
-            f"tokenizer: found no file {file}; give bytes, the path of a tokenizer.json, or a hub's name"
+            f"tokenizer: found no file {file}; give bytes, the path of a tokenizer.json, or the name of a repository"
         )
     return file.read_bytes()

@@ -49,7 +49,7 @@ def found(folder: Path) -> dict[str, Path]:
     if missing := sorted({file.name for file in files.values() if not file.is_file()}):
         raise FileNotFoundError(
             f"data.folder: {folder} has no {' and no '.join(missing)}; expected nanoGPT's token files (raw uint16), "
-            "as its data/*/prepare.py writes them; type data.folder=<where they are>"
+            "as its data/*/prepare.py writes them; type data.folder=FOLDER of these files"
         )
     return files
 
@@ -60,7 +60,7 @@ def checked(file: Path, context: int, vocab_size: int | None) -> int:
     if size_bytes % 2 or size_bytes < 2 * (context + 1):
         raise ValueError(
             f"{file} has {size_bytes} bytes; expected 2 for each token, and more than {context} "
-            "tokens; write it as numpy.uint16, or take a smaller model.context"
+            "tokens; write it as numpy.uint16, or use a smaller model.context"
         )
     largest = int(mapped(file)[:CHECKED_TOKENS].max())
     if vocab_size is not None and largest >= vocab_size:

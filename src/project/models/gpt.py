@@ -95,7 +95,7 @@ class GPT(LanguageModel):
         if ids.dim() != 2 or ids.is_floating_point():
             raise ValueError(
                 f"found a batch of {ids.dtype} of shape {tuple(ids.shape)}; expected token ids (batch, time), "
-                "as data=python_source, text and text_shards have them"
+                "as from data=python_source, text or text_shards"
             )
         time = ids.shape[1]
         if time > self.context:
@@ -141,6 +141,6 @@ def check_sizes(shape: Shape, vocab_size: int, context: int, position: str) -> N
         raise ValueError(f"position is {position!r}; use learned or rotary")
     if position == "rotary" and shape.head_width % 2:
         raise ValueError(
-            f"rotary positions turn pairs of numbers, but a head has {shape.head_width} (width {shape.width} / "
+            f"rotary positions rotate pairs of numbers, but a head has {shape.head_width} (width {shape.width} / "
             f"heads {shape.heads}); use width={shape.width + shape.heads}, or position=learned"
         )

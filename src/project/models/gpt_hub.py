@@ -120,6 +120,6 @@ def check_shape(model: GPT) -> None:
     found = {"position": model.position, "norm": shape.norm, "mlp": shape.mlp, "bias": shape.bias}
     if other := [f"{name}={found[name]}" for name in needed if found[name] != needed[name]]:
         raise ValueError(
-            f"a GPT with {', '.join(other)} is none of transformers' models; GPT-2's has position=learned, norm=layer, "
+            f"transformers has no model for a GPT with {', '.join(other)}; GPT-2 has position=learned, norm=layer, "
             "mlp=gelu and bias=true, as model=gpt2"
         )

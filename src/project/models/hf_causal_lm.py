@@ -58,7 +58,7 @@ class HFCausalLM(LanguageModel):
         self.adapters = lora_config(lora) if lora else None
         longest = getattr(self.config, "max_position_embeddings", None) or context
         if context > longest:
-            raise ValueError(f"context is {context}, but the model's is {longest}; set model.context={longest}")
+            raise ValueError(f"context is {context}, but the model's maximum is {longest}; set model.context={longest}")
         check_fit(self.config, self.adapters)
 
     def configure_model(self) -> None:

@@ -13,7 +13,9 @@ def read_config(folder: Any, changes: dict[str, Any]) -> Any:
     from transformers import AutoConfig, PretrainedConfig
 
     if folder is None and "model_type" not in changes:
-        raise ValueError("model names no weights and no config; type model.pretrained=FOLDER, or a hub's name")
+        raise ValueError(
+            "model has neither pretrained nor config; type model.pretrained=FOLDER, or the name of a hub repository"
+        )
     if folder is None:
         check_type(changes["model_type"])
     from_folder = partial(AutoConfig.from_pretrained, folder, local_files_only=True, trust_remote_code=False)
@@ -33,7 +35,7 @@ def check_type(model_type: str) -> None:
     if model_type not in KNOWN:
         near = get_close_matches(model_type, KNOWN, n=1)
         meant = f"; did you mean {near[0]}?" if near else ", such as gpt2, llama, qwen3"
-        raise ValueError(f"model_type={model_type} is no causal language model of transformers{meant}")
+        raise ValueError(f"model_type={model_type} is not a causal language model of transformers{meant}")
 
 
 def check_keys(known: Any, changes: dict[str, Any]) -> None:
@@ -41,4 +43,4 @@ def check_keys(known: Any, changes: dict[str, Any]) -> None:
     default = type(known)()
     for name in (name for name in changes if not hasattr(default, name)):
         if near := get_close_matches(name, {*default.to_dict(), *default.attribute_map}, n=1, cutoff=0.8):
-            raise ValueError(f"model.config.{name}: {type(known).__name__} has none; did you mean {near[0]}?")
+            raise ValueError(f"model.config.{name}: {type(known).__name__} has no such key; did you mean {near[0]}?")

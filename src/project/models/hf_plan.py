@@ -49,7 +49,7 @@ def tensor_parallel(model: HFCausalLM, devices: int) -> dict[str, ParallelStyle]
             the devices; or its adapters are DoRA's.
     """
     if model.adapters is not None and model.adapters.use_dora:
-        raise ValueError("DoRA takes norms over whole layers, of which each device has a part; use strategy=fsdp")
+        raise ValueError("DoRA needs the norms of whole layers, but each device has only a shard; use strategy=fsdp")
     names = dict(styled(model.model))
     check(model.model, names, devices)
     plan: dict[str, ParallelStyle] = {}
@@ -78,12 +78,12 @@ def check(hub: nn.Module, names: dict[str, str], devices: int) -> None:
     for path, name in names.items():
         if name not in STYLES:
             raise ValueError(
-                f"transformers' plan for {kind} has {path} as {name}, no style of torch's; use strategy=fsdp"
+                f"transformers' plan for {kind} has {path} as {name}, which is not a style of torch; use strategy=fsdp"
             )
         if name == "colwise" and (whole := beside(hub, path, names)):
             raise ValueError(
-                f"transformers' plan for {kind} cuts {path}, and leaves {whole} whole, which would learn from a part "
-                "of the heads; use strategy=fsdp"
+                f"transformers' plan for {kind} shards {path}, but not {whole}, which would get gradients from only a "
+                "shard of the heads; use strategy=fsdp"
             )
     for name in COUNTS:
         count = getattr(hub.config, name, None) or devices

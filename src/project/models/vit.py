@@ -90,8 +90,8 @@ class VisionTransformer(LightningModule):
         if images.shape[1:] != (1, self.image_size, self.image_size):
             raise ValueError(
                 f"found a batch of {images.dtype} of shape {tuple(images.shape)}; expected grey images "
-                f"(batch, 1, {self.image_size}, {self.image_size}), as data=digits and fashion_mnist have them; "
-                "model.image_size is data.image_size unless it is given"
+                f"(batch, 1, {self.image_size}, {self.image_size}), as from data=digits or fashion_mnist; "
+                "model.image_size is data.image_size unless it is set"
             )
         x = self.patches(patches(images, self.patch_size, self.margin))
         x = x + self.positions(torch.arange(x.shape[1], device=x.device))

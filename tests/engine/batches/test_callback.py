@@ -17,7 +17,7 @@ from tests.engine.plain import PlainData, PlainModel
 def test_a_batch_that_was_cut_for_other_devices_is_refused(tmp_path: Path) -> None:
     batch = GlobalBatch(BatchPlan.derive(global_batch=8, micro_batch=None, replicas=4), seed=0)
     trainer = local_trainer(tmp_path, batch, max_steps=1)
-    with pytest.raises(Refused, match="is cut for 4 devices, and Single has 1 that read different samples"):
+    with pytest.raises(Refused, match="is split for 4 devices, but Single has 1 that read different samples"):
         trainer.fit(PlainModel(), PlainData())
 
 

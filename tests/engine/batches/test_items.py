@@ -115,8 +115,8 @@ def test_what_is_no_number_of_items_is_refused(items: Callable[[Tensor], Any], t
     with pytest.raises(RankFailed) as failed:
         fits(replace(WHOLE, module=partial(Tagger, items)))
     assert isinstance(failed.value.error, Refused)
-    told = f'training_step has returned {told} as "items"; return the number of items of its loss, above 0'
-    assert str(failed.value.error) == told
+    told = f'training_step has returned {told} as "items"; return the number of items that its loss is a mean over, '
+    assert str(failed.value.error) == f"{told}above 0"
 
 
 class Changing(Tagger):
@@ -137,5 +137,7 @@ class ByHand(Tagger):
 
 
 def test_a_step_by_hand_weights_its_losses_itself(fits: Fits) -> None:
-    with pytest.raises(RankFailed, match='training_step optimizes by hand, and weights its losses itself; leave "item'):
+    with pytest.raises(
+        RankFailed, match="training_step uses manual optimization, and weights its losses itself; leave"
+    ):
         fits(replace(WHOLE, module=ByHand, arguments="gradient_clip_val=null"))

@@ -62,12 +62,12 @@ def test_the_users_loader_is_left_as_it_was() -> None:
     ("loader", "reason"),
     [
         ([1, 2], "it is a list, not a torch DataLoader"),
-        (DataLoader(DATA, batch_size=None), "it has batch_size=None, so that its dataset makes the batches"),
-        (DataLoader(Stream(), batch_size=None), "it has batch_size=None, so that its dataset makes the batches"),
+        (DataLoader(DATA, batch_size=None), "it has batch_size=None, so its dataset makes the batches"),
+        (DataLoader(Stream(), batch_size=None), "it has batch_size=None, so its dataset makes the batches"),
         (DataLoader(Stream()), None),
         (
             DataLoader(DATA, batch_sampler=Buckets(SequentialSampler(DATA), 3, False)),
-            "it has a batch sampler of its own, Buckets",
+            "it has a custom batch sampler, Buckets",
         ),
         (DataLoader(DATA, batch_size=3), None),
     ],
@@ -159,7 +159,7 @@ class PastSuper(DataLoader):
 
 def test_a_streams_loader_that_reads_past_torchs_is_refused() -> None:
     stream = training_stream(PastSuper(Counting(), 5), PLAN, 0, 1, Position(), lambda digest: [digest])
-    with pytest.raises(Refused, match=r"PastSuper, has an __iter__ that does not call torch's by super\(\)"):
+    with pytest.raises(Refused, match=r"PastSuper, has an __iter__ that does not call super\(\)"):
         next(iter(stream))
 
 

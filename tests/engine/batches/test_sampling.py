@@ -152,7 +152,7 @@ def test_a_sampler_that_deals_out_shares_gives_all_of_them(replicas: int) -> Non
 
 
 def test_a_sampler_that_draws_another_number_than_it_tells_is_refused() -> None:
-    with pytest.raises(Refused, match=r"WrongLength draws 50 samples, and its len\(\) is 60"):
+    with pytest.raises(Refused, match=r"WrongLength draws 50 samples, but its len\(\) is 60"):
         trained(DataLoader(DATA, 4, sampler=WrongLength()))
 
 

@@ -278,4 +278,4 @@ def test_a_resumed_stream_that_begins_with_other_samples_is_told(kind: type, cap
     resumed = _training(kind(range(61), 20), BatchPlan(8, 8, 1, 1), at=Position(epoch=2, step=3))
     resumed.sampler.start_at(2, 3, loader.sampler.state_at(3))
     _ids(resumed)
-    assert ("does not begin as it did before" in caplog.text) == (kind is Unseeded)
+    assert ("starts with different samples than before" in caplog.text) == (kind is Unseeded)

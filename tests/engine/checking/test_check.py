@@ -52,7 +52,7 @@ def test_what_differs_or_fails_is_told_with_its_moment_and_cause(train: Train) -
     assert rows["ddp"][0] == "DIFFERS"
     assert rows["fsdp"] == ["FAILED"] * 10
     assert "when       ddp: net.0.weight differs first, after step 1" in finished.out
-    assert "cause      ddp: loss over the local batch. one process that takes the micro batches" in finished.out
+    assert "cause      ddp: loss over the local batch. one process with the micro batches" in finished.out
     assert re.search(r"^failed     fsdp: RuntimeError: .*DTensor", finished.out, re.MULTILINE)
     assert "cause      fsdp: operation that the strategy can't do. fsdp raises RuntimeError" in finished.out
     assert {way: [cause["name"] for cause in causes] for way, causes in data["causes"].items()} == {
@@ -96,4 +96,4 @@ def test_a_mistake_is_told_before_anything_starts(words: str, line: str, tmp_pat
 def test_a_launcher_has_nothing_to_check(tmp_path: Path) -> None:
     with composing():
         (found,) = problems(composed("mode=check", into=tmp_path), Placement("torchrun", 1, 2))
-    assert found.startswith("mode=check starts its own processes, and torchrun started this one")
+    assert found.startswith("mode=check starts its own processes, but torchrun started several")

@@ -125,10 +125,10 @@ EDITED = {
     "a file at an absolute path": ".metadata names a file outside of the checkpoint: /",
     "a file without a checksum": "SHA256SUMS has no checksum of __9_0.distcp",
     "2^44 numbers": "__0_0.distcp is shorter than .metadata says",
-    "a part of the numbers": ".metadata has 1000 of the 1001 numbers of model.w",
-    "a part that lies outside": ".metadata has a part of model.w that lies outside of it",
+    "a part of the numbers": ".metadata has 1000 of the 1001 elements of model.w",
+    "a part that lies outside": ".metadata has a chunk outside of model.w",
     "a place beyond the file": "__0_0.distcp is shorter than .metadata says",
-    "no place": ".metadata does not say where a part of model.w is",
+    "no place": ".metadata does not say where a chunk of model.w is stored",
 }
 
 

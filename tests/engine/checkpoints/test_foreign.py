@@ -64,6 +64,6 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
 def test_it_is_not_resumed(fresh: Finished, train: Train) -> None:
     path = fresh.run_dir / "lightnings.ckpt"
     refused = train(*RUN, f"resume={path}", "run_id=new", check=False)
-    assert f"{path} can't be resumed: it names no position in the data" in refused.err
+    assert f"{path} can't be resumed: it contains no position in the data" in refused.err
     assert f"init_from={path}" in refused.err
     assert refused.returncode == 2

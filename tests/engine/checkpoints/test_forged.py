@@ -42,9 +42,9 @@ def quantized(found: Any) -> None:
 @pytest.mark.parametrize(
     ("edit", "why"),
     [
-        (the_same_half_twice, f"has parts of {WEIGHT} that overlap"),
-        (rows_over_columns, f"has parts of {WEIGHT} that overlap"),
-        (quantized, f"has {WEIGHT} as torch.qint8, which no"),
+        (the_same_half_twice, f"has overlapping chunks of {WEIGHT}"),
+        (rows_over_columns, f"has overlapping chunks of {WEIGHT}"),
+        (quantized, f"has {WEIGHT} as torch.qint8, which lightswitch"),
     ],
 )
 def test_an_index_that_misleads_is_refused(edit: Callable[[Any], None], why: str, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def bomb(path: Path) -> Path:
 def test_a_compressed_archive_is_not_unpacked(tmp_path: Path) -> None:
     path = bomb(tmp_path / "x.ckpt")
     assert path.stat().st_size < 1 << 20
-    with pytest.raises(UnfitCheckpoint, match=r"x\.ckpt claims 268\d{6} bytes, and has \d{6}"):
+    with pytest.raises(UnfitCheckpoint, match=r"x\.ckpt claims 268\d{6} bytes, but has \d{6}"):
         Reader(path, group=None)
 
 
@@ -80,7 +80,7 @@ def test_nor_is_a_part_of_a_tensor(tmp_path: Path) -> None:
         for info in found.storage_data.values():
             info.offset, info.length = 0, len(content)
 
-    with pytest.raises(UnfitCheckpoint, match=r"__0_0\.distcp claims 268\d{6} bytes, and has"):
+    with pytest.raises(UnfitCheckpoint, match=r"__0_0\.distcp claims 268\d{6} bytes, but has"):
         Reader(hostile.edit_index(path, point_to_it), group=None).read(WEIGHT)
 
 
@@ -128,7 +128,7 @@ def test_safetensors_refuse_a_dtype_that_they_do_not_know(tmp_path: Path, capsys
     torch.save({"state_dict": {"w": torch.zeros(3, dtype=torch.complex128)}}, tmp_path / "x.ckpt")
     with pytest.raises(SystemExit):
         main([str(tmp_path / "x.ckpt"), "-o", str(tmp_path / "out.safetensors")])
-    assert capsys.readouterr().err == "error: safetensors hold no torch.complex128; use -o NAME.pt\n"
+    assert capsys.readouterr().err == "error: safetensors can't store torch.complex128; use -o NAME.pt\n"
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.safetensors.index.json", "model-1.safetensors"])

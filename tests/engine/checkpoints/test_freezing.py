@@ -76,7 +76,7 @@ def test_a_resumed_run_may_freeze_what_the_run_before_trained(tmp_path: Path) ->
 
 
 def test_a_loss_of_nothing_that_is_trained_is_told(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"^the loss of step 2 depends on nothing that is trained: .*"):
+    with pytest.raises(Refused, match=r"^the loss of step 2 depends on no trainable parameter: .*"):
         _fitted(ChangesOnce(last_of_head=2), tmp_path, steps=4)
 
 
@@ -90,7 +90,9 @@ def _in_turn(optimizer: Any) -> SequentialLR:
 
 @pytest.mark.parametrize("schedule", [_by_steps, _in_turn])
 def test_a_schedule_with_a_rate_for_each_group_is_refused_where_groups_are_added(schedule: Any, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="LambdaLR has a rate for each group that the optimizer began with, and Backb"):
+    with pytest.raises(
+        Refused, match="LambdaLR has one learning rate for each initial parameter group of the optimizer, but B"
+    ):
         _fitted(Scheduled(schedule), tmp_path, 1, callbacks=[BackboneFinetuning(9)])  # before it adds one
 
 

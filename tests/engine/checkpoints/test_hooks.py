@@ -194,7 +194,7 @@ def test_an_end_that_goes_by_what_was_lost_is_left_out_and_told(train: Train) ->
     run = (*run, "callbacks.dies.hook=on_validation_start")
     cut_off = train(*run, "callbacks.dies.step=10", check=False)
     gone_on = train(*run, "callbacks.dies.step=null", folder=cut_off.folder)
-    assert "epoch 1 was cut off before its end: on_train_epoch_end fails without what it had gathered" in gone_on.out
+    assert "epoch 1 was interrupted before its end: on_train_epoch_end fails without the data" in gone_on.out
     assert set(gone_on.column("train/mean")) == {4, 14, 19}
 
 

@@ -96,7 +96,7 @@ def test_a_run_started_again_passes_it_over(tmp_path: Path, ran: Path, train: Tr
     assert line.startswith(
         "error: runs/plainmodel/mine/checkpoints/step_4.ckpt can't be read as a checkpoint: .metadata"
     )
-    assert line.endswith("start anew with resume=never, or go on from another with resume=PATH")
+    assert line.endswith("start over with resume=never, or resume another one with resume=PATH")
     hostile.state(checkpoints / "step_5.ckpt", ran)
     first = train(*RUN, "resume=never", "trainer.max_steps=3", folder=tmp_path)
     for path in (first.run_dir / "checkpoints_1").iterdir():

@@ -100,7 +100,7 @@ def test_a_full_disk_is_called_so_nothing_stays_of_what_it_did_not_take_and_the_
     run = train(*RUN, *LARGE, *fill, "strategy=ddp", folder=folder, ranks=ranks, check=False)
     assert run.returncode == 2
     assert f"{REASON}; " in run.out
-    assert "; training goes on, and the checkpoints before it are kept" in run.out
+    assert "; training continues, and earlier checkpoints are kept" in run.out
     # a checkpoint, or the metrics, whichever is written first once nothing is left
     assert any(line.startswith((f"error: {REASON}", "error: the disk is full: ")) for line in run.err.splitlines())
     assert "Traceback" not in run.err
@@ -120,7 +120,7 @@ def test_a_disk_that_is_full_to_the_last_byte_ends_a_run_in_a_line(logger: str, 
     fill = (f"callbacks.fill._target_={__name__}.Full", f"callbacks.fill.folder={folder}", "callbacks.fill.left=0")
     run = train(*RUN, *LARGE, *fill, f"logger={logger}", "trainer.log_every_n_steps=1", folder=folder, check=False)
     assert run.returncode == 2
-    full = r"error: the disk is full: No space left on device: \S*runs/\S+; mend it, and start the run again"
+    full = r"error: the disk is full: No space left on device: \S*runs/\S+; fix it, then start the run again"
     assert re.fullmatch(f"{full}|error: {re.escape(REASON)}.*", run.err.splitlines()[-1])
     assert "Traceback" not in run.err
 
@@ -159,7 +159,7 @@ def test_what_is_not_ours_is_not_removed_and_told_once(train: Train, tmp_path: P
         (checkpoints / name / "mine.txt").touch()
     (checkpoints / "step_4.ckpt").write_text("a note")
     run = train(*RUN, "trainer.max_steps=6", "callbacks.last_checkpoint.every_n_steps=1", folder=tmp_path)
-    told = "step_2.ckpt is not removed: it holds no .lightswitch, so lightswitch has not made it"
+    told = "step_2.ckpt was not removed: it has no .lightswitch, so lightswitch did not create it"
     assert run.out.count(told) == 1
     assert (checkpoints / "step_4.ckpt.previous").read_text() == "a note"
     assert {path.name for path in checkpoints.iterdir()} == {
@@ -181,5 +181,5 @@ def test_a_copy_in_place_of_the_link_is_replaced_by_one(train: Train, tmp_path: 
 
 @pytest.mark.parametrize("count", ["every_n_steps", "keep", "keep_every_n_steps"])
 def test_counts_are_at_least_one(count: str) -> None:
-    with pytest.raises(ValueError, match=f"{count} is -1; it is at least 1"):
+    with pytest.raises(ValueError, match=f"{count} is -1, expected at least 1"):
         LastCheckpoints("anywhere", **{"every_n_steps": 1, count: -1})

@@ -108,7 +108,7 @@ def test_an_optimizer_inside_of_another_goes_on(model: str, strategy: str, train
 
 def test_deepspeed_says_that_it_begins_an_inner_optimizer_anew(train: Train) -> None:
     run = train(*TWO, f"{HERE}.LookaheadModel", "strategy=deepspeed_stage_2", "trainer.max_steps=2", ranks=2)
-    assert "leave out the state of the optimizer inside of another, Lookahead(AdamW)" in run.out
+    assert "omit the state of the inner optimizer of Lookahead(AdamW)" in run.out
 
 
 class OwnForm(torch.optim.SGD):
@@ -118,7 +118,7 @@ class OwnForm(torch.optim.SGD):
 
 def test_a_state_that_an_optimizer_does_not_take_back_is_told_in_a_line() -> None:
     groups = optimizers.groups_of(optimizer := OwnForm((module := nn.Linear(2, 2)).parameters(), lr=0.1), module)
-    with pytest.raises(UnfitCheckpoint, match="load_state_dict of OwnForm asks for 'mine', and checkpoints hold"):
+    with pytest.raises(UnfitCheckpoint, match="load_state_dict of OwnForm requires 'mine', but checkpoints contain"):
         optimizers.load(optimizer, groups, {}, groups)
 
 
@@ -138,7 +138,7 @@ def test_an_optimizer_over_what_is_no_parameter_is_refused_before_training(strat
     options = {} if strategy == "single" else {"ranks": 2}
     refused = train(*TWO, f"{HERE}.OutsideModel", f"strategy={strategy}", check=False, **options)
     assert refused.returncode == 2, refused.err
-    assert "error: Adam is over a tensor of shape (2,) that is no parameter of the module" in refused.err
+    assert "error: Adam optimizes a tensor of shape (2,) that is not a parameter of the module" in refused.err
     assert "Traceback" not in refused.err
 
 
@@ -150,8 +150,8 @@ OTHERS = {
     "net.0.weight is 16×2 in the checkpoint and 32×2 in the model; ",
     "data.samples=201": "can't be resumed: it was trained on 200 samples, and the training set has 201 now; ",
     "seed=7": "can't be resumed: it was trained with seed=42, this run has 7; ",
-    "model._target_=tests.engine.plain.SGDModel": "holds the state of AdamW over 4 parameters (net.0.weight, …), "
-    "and this run has SGD over 4 parameters (net.0.weight, …); ",
+    "model._target_=tests.engine.plain.SGDModel": "contains the state of AdamW over 4 parameters (net.0.weight, …), "
+    "but this run has SGD over 4 parameters (net.0.weight, …); ",
 }
 
 
@@ -213,9 +213,9 @@ def test_every_rank_knows_which_checkpoints_are_harmed(
     damage = "can't be read as a checkpoint: __1_0.distcp differs from its checksum"
     told = [f"runs/plainmodel/mine/checkpoints/{name}.ckpt {damage}" for name in harmed]
     if len(harmed) == 2:
-        advice = "start anew with resume=never, or go on from another with resume=PATH"
+        advice = "start over with resume=never, or resume another one with resume=PATH"
         assert again.err.splitlines()[0] == f"error: {'; '.join([*told, advice])}"
         assert again.returncode == 2
     else:
-        assert f"{told[0]}; it is passed over\nresumes    runs/plainmodel/mine/checkpoints/step_2.ckpt\n" in again.out
+        assert f"{told[0]}; skipping it\nresumes    runs/plainmodel/mine/checkpoints/step_2.ckpt\n" in again.out
         assert (again.returncode, again.out.count(told[0])) == (0, 1)

@@ -47,11 +47,11 @@ def test_a_write_that_fails_or_hangs_on_one_rank_costs_that_checkpoint_alone(tra
     stalling += ("trainer.strategy.timeout_seconds=45", "+trainer.strategy.stall_seconds=20")
     run = train(*TWO, *stalling, ranks=2)
     told = [line for line in run.out.splitlines() if "could not be written" in line]
-    kept = "; training goes on, and the checkpoints before it are kept"
+    kept = "; training continues, and earlier checkpoints are kept"
     assert told == [
-        "the checkpoint could not be written: rank 1: no such device; it is written once more",
+        "the checkpoint could not be written: rank 1: no such device; retrying once",
         f"the checkpoint could not be written: rank 1: no such device{kept}",
-        f"the checkpoint could not be written: rank 1 did not write its part in 15 s{kept}",
+        f"the checkpoint could not be written: rank 1 did not write its shard in 15 s{kept}",
     ]
     kept_names = sorted(path.name for path in (run.run_dir / "checkpoints").glob("*.ckpt"))
     assert kept_names == ["last.ckpt", "step_2.ckpt", "step_8.ckpt"]

@@ -46,7 +46,7 @@ def test_a_run_starts_from_those_that_fit_and_tells_the_others(way: str, folder:
 def test_names_that_fit_nothing_are_refused_with_both_sides(folder: Path, train: Train) -> None:
     refused = train(*SHORT, f"init_from={folder}", check=False)
     (line,) = (line for line in refused.err.splitlines() if line.startswith("error"))
-    assert "none of its 4 tensors has a name of the model's; it has body.0.bias" in line
+    assert "none of its 4 tensors has the name of a tensor in the model; it has body.0.bias" in line
     assert "'init_names={old.: new.}'" in line
     assert refused.returncode == 2
 

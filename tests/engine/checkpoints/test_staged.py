@@ -148,5 +148,5 @@ def test_where_memory_can_not_be_pinned_other_memory_is_taken(caplog: pytest.Log
     for _ in range(2):
         assert pool.empty((2 * CHUNK_BYTES,), torch.uint8).numel() == 2 * CHUNK_BYTES
     assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "saves      to memory that is not pinned, for which training waits longer"
+        "saves      to unpinned memory, which makes training wait longer"
     ]

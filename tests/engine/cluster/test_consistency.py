@@ -29,12 +29,11 @@ READABLE: Mapping[str, Mapping[str, str]] = {
     [
         (
             {3: {"versions": {"python": "3.12.1", "torch": "2.12.0"}}},
-            "rank 3 on node2 has torch 2.12.0, the other 3 have torch 2.13.0; install the same on every node",
+            "rank 3 on node2 has torch 2.12.0, the other 3 have torch 2.13.0; install the same version on every node",
         ),
         (
             {2: {"code": {"train.py": "a", "src/net.py": "c", "new.py": "d"}}},
-            "rank 2 on node2 has another src/net.py, another new.py than the other 3; "
-            "bring the code of every node to the same state",
+            "rank 2 on node2 has another src/net.py, another new.py than the other 3; use the same code on every node",
         ),
         (
             {0: {"config": "other seed"}, 1: {"config": "more"}, 3: {"config": "other seed"}},
@@ -52,7 +51,7 @@ READABLE: Mapping[str, Mapping[str, str]] = {
         ),
         (
             {2: {"config": "", "sees_run_directory": False}, 3: {"config": "", "sees_run_directory": False}},
-            "2 ranks on node2 do not see what rank 0 writes to the run directory; put it where every node sees it",
+            "2 ranks on node2 do not see what rank 0 writes to the run directory; put it where all nodes can read it",
         ),
         (
             {1: {"config": "", "sees_run_directory": False, "run_dir": "/runs/b"}},

@@ -54,7 +54,7 @@ def test_curves_without_a_common_step_have_no_difference() -> None:
 def test_a_loss_that_is_no_number_is_the_largest_difference(lost: float) -> None:
     found = difference("train/loss", losses(sound={0: 1.0, 1: 1.0, 2: 1.0}, broken={0: 5.0, 1: lost, 2: lost}))
     assert (found.largest, found.step, found.low, found.high) == (math.inf, 1, "sound", "broken")
-    assert tables.number(found.largest) == "no finite number"
+    assert tables.number(found.largest) == "not finite"
 
 
 def test_what_all_have_lost_alike_is_no_difference() -> None:
@@ -98,7 +98,7 @@ def test_efficiency_is_the_speed_for_each_device_against_one_device() -> None:
 def test_without_a_run_on_one_device_there_is_no_efficiency() -> None:
     comparison = Comparison((timed("a", 2, 10), timed("b", 4, 20)))
     assert [speed.efficiency for speed in speeds(comparison)] == [None, None]
-    assert "a run on one device, of which there is none here" in " ".join(tables.tables(comparison)[0].notes)
+    assert "a run on one device, but none of these runs has one device" in " ".join(tables.tables(comparison)[0].notes)
 
 
 TIMES = StepTimes(
@@ -124,13 +124,13 @@ TIMES = StepTimes(
 def test_saving_is_spread_over_all_steps_and_what_is_overlapped_takes_no_time() -> None:
     """0.25 s of saves over 100 steps are 2.5 ms; 1 + 10 + 20 + 6 + 2 + 2.5 + 0.5 = 42 ms; 4 + 1 = 5 ms beside."""
     comparison = Comparison((run("a", times=TIMES), run("b")))
-    runs, steps = (table for table in tables.tables(comparison) if table.title in ("Runs", "A step, in ms"))
+    runs, steps = (table for table in tables.tables(comparison) if table.title in ("Runs", "Time per step, in ms"))
     assert steps.columns[1:] == (
-        *("data", "forward", "backward", "communication", "optimizer", "saving", "rest", "in all", "overlapped"),
+        *("data", "forward", "backward", "communication", "optimizer", "saving", "rest", "total", "overlapped"),
     )
     assert steps.rows == [("a", "1.00", "10.0", "20.0", "6.00", "2.00", "2.50", "0.50", "42.0", "5.00")]
     assert runs.rows[0][-3:] == ("3 GiB", "4.2 s", "finished")
-    assert "Peak memory: the device's, of the rank that took most." in runs.notes
+    assert "Peak memory: on the device, of the rank with the highest use." in runs.notes
 
 
 def test_what_was_planned_stands_beside_what_was_taken() -> None:
@@ -147,7 +147,7 @@ def test_configs_are_beside_one_another_where_they_differ() -> None:
     comparison = Comparison((first, second, failed))
     assert dict(choices(comparison)) == {"trainer.devices": ["1", "2"], "optimizer.lr": ["0.001", "-"]}
     by_title = {table.title: table for table in tables.tables(comparison)}
-    assert by_title["Config, where it differs"].columns == ("key", "a", "b")
+    assert by_title["Config differences"].columns == ("key", "a", "b")
     assert by_title["Refused or failed"].rows == [("c", "error: no")]
     assert "1 of 3 runs failed." in tables.summary(comparison)
 
@@ -199,7 +199,7 @@ def test_the_judged_metric_is_found_by_the_name_that_the_module_logs(tmp_path: P
 
 
 def test_runs_of_several_names_are_refused() -> None:
-    with pytest.raises(Refused, match="runs/gpt/a of gpt, runs/gpt/b of vit; compare runs of one name"):
+    with pytest.raises(Refused, match="runs/gpt/a of gpt, runs/gpt/b of vit; compare runs with the same name"):
         Comparison((run("a"), run("b", name="vit")))
 
 

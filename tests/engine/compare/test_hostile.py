@@ -107,7 +107,7 @@ def test_nor_does_a_refusal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lightswitch.compare", *map(str, runs), "-o", str(tmp_path / "page.html")]
     refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode == 2
-    assert "found runs of several names: " in refused.stderr
+    assert "found runs with different names: " in refused.stderr
     assert "\x1b" not in refused.stderr
 
 

@@ -108,12 +108,12 @@ class _Reader(HTMLParser):
 def test_markdown_has_the_same_tables(runs: Path, tmp_path: Path) -> None:
     _compared(runs / "single", runs / "ddp", output=tmp_path / "page.html")
     text = (tmp_path / "page.md").read_text()
-    assert text.startswith("# languagemodel: 2 runs beside one another\n")
+    assert text.startswith("# languagemodel: 2 runs compared\n")
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == [
         "Runs",
         "Curves",
-        "A step, in ms",
-        "Config, where it differs",
+        "Time per step, in ms",
+        "Config differences",
     ]
     tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
     assert all(len({line.count("|") for line in table}) == 1 for table in tables)
@@ -167,8 +167,8 @@ def test_what_can_not_be_compared_is_told_in_a_line(
         f"error: {missing}: there is no such directory; give run directories, as runs/NAME/RUN_ID\n"
     )
     assert _answer(other, runs / "ddp", capsys=capsys) == (
-        f"error: {other} is no run directory: it has no config.yaml; "
-        "give directories as runs/NAME/RUN_ID, or a sweep's\n"
+        f"error: {other} is not a run directory: it has no config.yaml; "
+        "give run directories, as runs/NAME/RUN_ID, or a sweep's directory\n"
     )
     assert _answer(runs / "ddp", f"{runs}/../languagemodel/ddp", capsys=capsys) == (
         f"error: found one run, {runs}/../languagemodel/ddp, expected two or more; give another run directory\n"
@@ -176,7 +176,7 @@ def test_what_can_not_be_compared_is_told_in_a_line(
     shutil.copytree(runs / "ddp", tmp_path / "vit", ignore=shutil.ignore_patterns("checkpoints"))
     config = tmp_path / "vit" / "config.yaml"
     config.write_text(config.read_text().replace("name: languagemodel", "name: vit"))
-    assert "compare runs of one name" in _answer(tmp_path / "vit", runs / "ddp", capsys=capsys)
+    assert "compare runs with the same name" in _answer(tmp_path / "vit", runs / "ddp", capsys=capsys)
     assert "end it with .html" in _answer(runs / "ddp", "-o", "page.md", capsys=capsys)
     assert "there is no folder" in _answer(runs / "ddp", "-o", tmp_path / "no" / "page.html", capsys=capsys)
 
@@ -261,7 +261,7 @@ def test_a_sweep_that_compares_ends_with_its_page(tmp_path: Path) -> None:
     single, fork = read(find([sweep]))
     assert (single.label, fork.label) == ("single", "ddp_fork")
     assert (single.state, single.failure) == ("failed", json.loads((sweep / "0/job.json").read_text())["error"])
-    assert re.search(r"^single +error: strategy=single is one device", done.stdout, re.MULTILINE)
+    assert re.search(r"^single +error: strategy=single uses one device", done.stdout, re.MULTILINE)
     assert single.config == {}
     assert fork.times is not None
     assert (fork.times.world_size, fork.times.measured_steps) == (2, 5)

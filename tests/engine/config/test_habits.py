@@ -18,7 +18,8 @@ from tests.night import at_night
 
 PAGE = (CHECKOUT / "docs" / habits.PAGE).read_text()
 HELPS = re.compile(
-    r"\b(type|use|did you mean|leave|set) |\b(choices|expected|its own|one of your own|switch it on):? |no such file",
+    r"\b(type|use|did you mean|leave|set) |"
+    r"\b(choices|expected|its own|its arguments|your own class|switch it on):? |no such file",
     re.IGNORECASE,
 )
 

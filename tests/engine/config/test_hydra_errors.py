@@ -26,10 +26,10 @@ READ = ("seed", "mode", "objective", "resume", "meet_timeout_seconds", "global_b
 READ = (*READ, "lr_scaling.rule", "watch.lost_after_seconds", "trainer.devices", "trainer.num_nodes")
 MISTAKES = {
     "strategy=fdsp": f"strategy=fdsp: there is no such strategy. Did you mean fsdp? Choices: {STRATEGIES}",
-    "strategy=deepspeed_stage_3_offload_nvme": "strategy=deepspeed_stage_3_offload_nvme: it was taken out, as "
+    "strategy=deepspeed_stage_3_offload_nvme": "strategy=deepspeed_stage_3_offload_nvme: it was removed, because "
     "checkpoints can't hold its state; use strategy=deepspeed_stage_3_offload",
-    "strategy=dp": "strategy=dp: DataParallel is gone from Lightning; use strategy=ddp, which starts a process for "
-    "each device",
+    "strategy=dp": "strategy=dp: Lightning no longer supports DataParallel; use strategy=ddp, which starts a process "
+    "for each device",
     "strategy=fsdp2": "strategy=fsdp2: use strategy=fsdp, which is FSDP2; the older one is strategy=fsdp1",
     "precision=bf16": f"precision=bf16: there is no such precision. Did you mean bf16-mixed? Choices: {PRECISIONS}",
     "precision=16": f"precision=16: there is no such precision. Did you mean 16-mixed? Choices: {PRECISIONS}",
@@ -37,7 +37,7 @@ MISTAKES = {
     "Did you mean early_stopping? Choices: checkpoint, default, device_monitor, early_stopping, float8, grad_norm, "
     "lr_monitor, model_summary, progress, step_times, throughput, trainable_only",
     "callbacks=[default,lr_finder]": "callbacks=lr_finder: there is no such callbacks; type -m "
-    "optimizer.lr=1e-4,1e-3,1e-2 trainer.max_steps=100 compare=true, which puts short runs beside one another",
+    "optimizer.lr=1e-4,1e-3,1e-2 trainer.max_steps=100 compare=true, which compares short runs",
     "debug=one_bach": "debug=one_bach: there is no such debug. Did you mean one_batch? "
     "Choices: anomaly, limit, one_batch, overfit, profiler",
     "trainer.strategy=fdsp": f"strategy=fdsp: there is no such strategy. Did you mean fsdp? Choices: {STRATEGIES}",
@@ -62,20 +62,20 @@ MISTAKES = {
     "trainer.gpus=3": "trainer.gpus: Trainer takes no gpus. Did you mean devices?",
     "trainer.epochs=3": "trainer.epochs: Trainer takes no epochs. Did you mean max_epochs?",
     "optimizer.learning_rate=3": "optimizer.learning_rate: AdamW takes no learning_rate. Did you mean lr?",
-    "optimizer.lr=-1e-3": "optimizer.lr=-0.001: a learning rate is a number, at least 0",
-    "optimizer.lr=abc": "optimizer.lr=abc: a learning rate is a number, at least 0",
-    "cluster=slurm": "cluster=slurm, and slurm did not start this process; start it by srun python train.py, or leave "
+    "optimizer.lr=-1e-3": "optimizer.lr=-0.001: expected a number of at least 0",
+    "optimizer.lr=abc": "optimizer.lr=abc: expected a number of at least 0",
+    "cluster=slurm": "cluster=slurm, but slurm did not start this process; start it with srun python train.py or leave "
     "cluster out",
-    "--strategy=ddp": "unrecognized arguments: --strategy=ddp; type strategy=ddp, and --help lists what there is",
+    "--strategy=ddp": "unrecognized arguments: --strategy=ddp; type strategy=ddp, and --help lists all settings",
     "seeed=3": "seeed: there is no such key. Did you mean seed?",
     "+seeed=3": "seeed: there is no such key. Did you mean seed?",
     "trainer.max_stps=1": "trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?",
     "+trainer.max_stps=1": "trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?",
     "model.wdth=3": "model.wdth: PlainModel takes no wdth. Did you mean width?",
     "model.compile=true": "model.compile: PlainModel takes no compile; type compile=true",
-    "model.optimizer.lr=3": "model.optimizer: PlainModel takes no optimizer. Its own: model.width, model.lr, "
+    "model.optimizer.lr=3": "model.optimizer: PlainModel takes no optimizer. Its arguments: model.width, model.lr, "
     "model.dropout, model.eps, model.halved",
-    "model._target_=tests.engine.plain.PartialModel model.optimizer.lr=3": "model.optimizer: found lr and no class; "
+    "model._target_=tests.engine.plain.PartialModel model.optimizer.lr=3": "model.optimizer: found lr but no _target_; "
     "type optimizer.lr=VALUE",
     "model._target_=tests.engine.plain.PartialModel model.optimizer=${optimizer} model.lr=3": "model.lr: PartialModel "
     "takes no lr. Did you mean optimizer.lr?",
@@ -84,7 +84,7 @@ MISTAKES = {
     "callbacks.early_stopping.patience=3": "callbacks.early_stopping is not switched on. "
     "To switch it on: callbacks=[default,early_stopping]",
     "callbacks.throughputt.x=3": "callbacks.throughputt names no class. Did you mean throughput? "
-    "For one of your own: callbacks.throughputt._target_=my.Class",
+    "For your own class: callbacks.throughputt._target_=my.Class",
     "strategy=ddp trainer.strategy.start_methd=fork": "trainer.strategy.start_methd: DDP takes no start_methd. "
     "Did you mean start_method?",
     "callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping": "callbacks.stop.monitor: "
@@ -111,14 +111,14 @@ MISTAKES = {
     "trainer.num_nodes='2'": "trainer.num_nodes=2: found str, expected int",
     "trainer.num_nodes=null": "trainer.num_nodes=None: found NoneType, expected int",
     "trainer.val_check_interval=0": "trainer.val_check_interval=0: use a number from 1; trainer.limit_val_batches=0 "
-    "leaves validation out",
+    "disables validation",
     "trainer.check_val_every_n_epoch=0": "trainer.check_val_every_n_epoch=0: use a number from 1; "
-    "trainer.limit_val_batches=0 leaves validation out",
+    "trainer.limit_val_batches=0 disables validation",
     f"trainer.gradient_clip_val={'9' * 400}": "trainer.gradient_clip_val: found a number of 400 digits; use one of "
     "at most 9223372036854775807",
     f"seed={'9' * 5000}": f"seed={'9' * 75}…: found a number of more than 4300 digits; type a smaller one",
-    f"+data.x={'[' * 500}{']' * 500}": f"data.x={'[' * 73}…: found brackets in more than 32 brackets; type a flatter "
-    "value",
+    f"+data.x={'[' * 500}{']' * 500}": f"data.x={'[' * 73}…: found brackets nested deeper than 32 levels; type a "
+    "flatter value",
     **{
         word: f"{word}: found no key; a setting is KEY=VALUE"
         for word in ("=1", ".width=3", "model..width=3", "model.", "seed:3", "$SEED")
@@ -126,58 +126,58 @@ MISTAKES = {
     "seed=1,2": "seed=1,2: found several values; type -m for a run of each, or seed=[1,2] for a list",
     "trainer.devices=1,2": "trainer.devices=1,2: found several values; type -m for a run of each, or "
     "trainer.devices=[1,2] for a list",
-    "+seed=3": "+seed: the config has that key; type seed=VALUE",
+    "+seed=3": "+seed: the config already has that key; type seed=VALUE",
     **{
-        f"+strategy={choice}": "+strategy: the config has that choice; type strategy=CHOICE"
+        f"+strategy={choice}": "+strategy: the config already has that choice; type strategy=CHOICE"
         for choice in ("auto", "ddp")
     },
     "optimizer@x=sgd": "optimizer@x: there is no such group. Did you mean optimizer?",
     "watch=false": "\nerror: ".join(
-        f"watch=False: it has keys of its own; type watch.{key}_after_seconds=VALUE" for key in ("lost", "hung")
+        f"watch=False: expected a group of keys; type watch.{key}_after_seconds=VALUE" for key in ("lost", "hung")
     ),
-    "data.shards=3": "data.shards: PlainData takes no shards. Its own: data.samples, data.batch_size, data.workers, "
-    "data.drop_last, data.noise",
+    "data.shards=3": "data.shards: PlainData takes no shards. Its arguments: data.samples, data.batch_size, "
+    "data.workers, data.drop_last, data.noise",
     "--config-name=eval.yaml": "--config-name=eval.yaml: there is no such config; type mode=test ckpt_path=PATH",
     "+=1": "+=1: found no key; a setting is KEY=VALUE",
-    "--resolve": "--resolve: found no --cfg, which it belongs to; type --cfg job --resolve",
-    "callbacks.x=1": "callbacks.x names no class. For one of your own: callbacks.x._target_=my.Class",
-    "seed=-1": "seed=-1: use one from 0 to 4294967295, as NumPy needs it",
+    "--resolve": "--resolve: found no --cfg, which it requires; type --cfg job --resolve",
+    "callbacks.x=1": "callbacks.x names no class. For your own class: callbacks.x._target_=my.Class",
+    "seed=-1": "seed=-1: use a number from 0 to 4294967295, as NumPy requires",
     "global_batch_size=ten": "global_batch_size=ten: found str, expected int",
     "mode=train": "mode=train: use one of fit, validate, test, predict, plan, dry_run, check",
     "lr_scaling.rule=cubic": "lr_scaling.rule is 'cubic'; use one of: none, linear, sqrt",
-    "lr_scaling.reference_batch_size=0": "lr_scaling.reference_batch_size=0: it counts samples, so it is at least 1",
+    "lr_scaling.reference_batch_size=0": "lr_scaling.reference_batch_size=0: expected a number of samples, at least 1",
     "trainer.num_nodes=0": "trainer.num_nodes=0: use a number from 1",
     "trainer.devices=0": "trainer.devices=0: use a number from 1, a list of GPUs such as [0,1], -1 or auto",
     "trainer.devices=two": "trainer.devices=two: use a number from 1, a list of GPUs such as [0,1], -1 or auto",
     "cluster=manual cluster.node_rank=0": "cluster.main_address: there is no default; type cluster.main_address=VALUE",
     "model.width=${data.width}": "model.width: Interpolation key 'data.width' not found; "
-    "make another choice, or type model.width=VALUE",
+    "choose another config, or type model.width=VALUE",
     "stratgy=ddp": "stratgy: there is no such key. Did you mean strategy?",
     "+stratgy=ddp": "stratgy: there is no such key. Did you mean strategy?",
     "~stratgy": "~stratgy: there is no such key. Did you mean strategy?",
     "trainer.max_steps": "trainer.max_steps: it has no value; type trainer.max_steps=VALUE",
     "strategy": "strategy: it has no value; type strategy=VALUE",
     "strategy= ddp": "strategy= ddp: a setting has no spaces; type strategy=ddp",
-    "model.width=(1]": "model.width=(1]: found ] that is not closed, or closed by another; type it with its pair",
-    "--nosuch": "unrecognized arguments: --nosuch; a setting is KEY=VALUE, and --help lists what there is",
+    "model.width=(1]": "model.width=(1]: found an unmatched ]; type the matching bracket",
+    "--nosuch": "unrecognized arguments: --nosuch; a setting is KEY=VALUE, and --help lists all settings",
     **{
         f"{flag}=job.pickle": "--experimental-rerun=job.pickle unpickles a file, which may run code; type the command "
-        "that run.json has"
+        "from run.json"
         for flag in ("--experimental-rerun", "--experimental-r")
     },
     "--resolve=yes": "argument --resolve: ignored explicit argument 'yes'; "
-    "a setting is KEY=VALUE, and --help lists what there is",
-    "trainer.devices=[0": "trainer.devices=[0: found [ that is not closed, or closed by another; type it with its pair",
-    "data.files=[~/a/*.txt,b]": "data.files=[~/a/*.txt,b]: Hydra reads that in quotes alone; type "
+    "a setting is KEY=VALUE, and --help lists all settings",
+    "trainer.devices=[0": "trainer.devices=[0: found an unmatched [; type the matching bracket",
+    "data.files=[~/a/*.txt,b]": "data.files=[~/a/*.txt,b]: Hydra requires quotes here; type "
     "'data.files=[\"~/a/*.txt\",b]'",
-    "resume=runs/gpt/a=b/checkpoints/last.ckpt": "resume=runs/gpt/a=b/checkpoints/last.ckpt: Hydra reads that in "
-    "quotes alone; type 'resume=\"runs/gpt/a=b/checkpoints/last.ckpt\"'",
-    "model.name=it's": "model.name=it's: Hydra reads that in quotes alone; type 'model.name=\"it'\"'\"'s\"'",
+    "resume=runs/gpt/a=b/checkpoints/last.ckpt": "resume=runs/gpt/a=b/checkpoints/last.ckpt: Hydra requires quotes "
+    "here; type 'resume=\"runs/gpt/a=b/checkpoints/last.ckpt\"'",
+    "model.name=it's": "model.name=it's: Hydra requires quotes here; type 'model.name=\"it'\"'\"'s\"'",
     "~callbacks.thruput": "~callbacks.thruput: there is no such key. Did you mean throughput?",
     "~callbcks": "~callbcks: there is no such key. Did you mean callbacks?",
     **{f"~{key}": f"{key}: the config has no such key, and the engine reads it; add it to config.yaml" for key in READ},
-    "~name": "hydra.run.dir: Interpolation key 'name' not found; give the config that key",
-    "~run_id": "hydra.run.dir: Interpolation key 'run_id' not found; give the config that key",
+    "~name": "hydra.run.dir: Interpolation key 'name' not found; add that key to the config",
+    "~run_id": "hydra.run.dir: Interpolation key 'run_id' not found; add that key to the config",
     "~init_from": "~init_from: it is null already; leave that out",
     "+watch.lost_after=3": "watch.lost_after: there is no such key. Did you mean lost_after_seconds?",
     "+lr_scaling.reference=3": "lr_scaling.reference: there is no such key. Did you mean reference_batch_size?",
@@ -256,7 +256,7 @@ NO_KEYS = {
 }
 # What is like nothing, and would only mislead: lora is no logger
 NO_KEYS |= {word: f"{word}: there is no such key." for word in ("lora", "n_layer")}
-NO_KEYS["data.mine"] = "data.mine: there is no such key. A sweep's params that add one begin with +: +data.mine"
+NO_KEYS["data.mine"] = "data.mine: there is no such key. In a sweep's params, a new key begins with +: +data.mine"
 MISTAKES |= {
     f"trainer.{word}=3": f"trainer.{word}: Trainer takes no {word}. Did you mean {argument}?"
     for word, argument in {
@@ -266,7 +266,7 @@ MISTAKES |= {
     }.items()
 }
 MISTAKES |= {
-    "strategy=tpu": "strategy=tpu: there is no strategy for TPUs here",
+    "strategy=tpu": "strategy=tpu: TPUs are not supported",
     "strategy=ddp_notebook": "strategy=ddp_notebook: use strategy=ddp_fork",
     "strategy=ddp_find_unused_parameters_true": "strategy=ddp_find_unused_parameters_true: use strategy=ddp with "
     "trainer.strategy.find_unused_parameters=true",
@@ -293,7 +293,7 @@ MISTAKES |= {
     "debug=fdr": f"debug=fdr: there is no such debug. Did you mean one_batch? Choices: {_choices('debug')}",
     "trainer=ddp": "trainer=ddp: use strategy=ddp trainer.devices=N",
     "--trainer.max_steps=10": "unrecognized arguments: --trainer.max_steps=10; type trainer.max_steps=10, and --help "
-    "lists what there is",
+    "lists all settings",
     "trainer.deterministic=maybe": "trainer.deterministic=maybe: found str, expected warn, bool or null",
     "trainer.gradient_clip_val=high": "trainer.gradient_clip_val=high: found str, expected float or int or null",
     "trainer.devices=-2": "trainer.devices=-2: use a number from 1, a list of GPUs such as [0,1], -1 or auto",
@@ -316,7 +316,7 @@ MISTAKES |= {
     "meet_timeout_seconds=soon": "meet_timeout_seconds=soon: found str, expected float or int",
     "watch.hung_after_seconds=-1": "watch.hung_after_seconds=-1: use a number of seconds from 1 to 2000000",
     "seed=1.5": "seed=1.5: found float, expected int",
-    "seed=99999999999": "seed=99999999999: use one from 0 to 4294967295, as NumPy needs it",
+    "seed=99999999999": "seed=99999999999: use a number from 0 to 4294967295, as NumPy requires",
     "compare=yes": "compare=yes: found str, expected true or false",
     "cluster=manual": "cluster.node_rank: there is no default; type cluster.node_rank=VALUE\n"
     "error: cluster.main_address: there is no default; type cluster.main_address=VALUE",
@@ -416,7 +416,7 @@ def test_a_refusal_prints_what_was_typed_and_not_the_variable(answered: dict[str
 
 
 def test_a_choice_that_names_no_class_is_told(answered: dict[str, Answer]) -> None:
-    told = "error: data: it names no class; type data._target_=my.Class, or make another choice\n"
+    told = "error: data: it names no class; type data._target_=my.Class, or choose another config\n"
     assert (answered["file nothing"].err, answered["file nothing"].returncode) == (told, 2)
 
 

@@ -79,7 +79,7 @@ def test_weights_in_16_bits_under_mixed_precision_are_told() -> None:
     run = Run("bf16-mixed", 4, 3, 2, 0.5)
     assert list(problems(config, run)) == []
     (told,) = differences(config, resolved(config, run), "bf16-mixed")
-    assert told.startswith("DeepSpeed's bf16 keeps the weights themselves in 16 bits")
+    assert told.startswith("DeepSpeed's bf16 stores the weights in 16 bits")
 
 
 @pytest.mark.parametrize(
@@ -87,21 +87,21 @@ def test_weights_in_16_bits_under_mixed_precision_are_told() -> None:
     [
         (
             {**ZERO, "gradient_cliping": 1.0},
-            "gradient_cliping: DeepSpeed reads no such key. Did you mean gradient_clipping?",
+            "gradient_cliping: DeepSpeed has no such key. Did you mean gradient_clipping?",
         ),
         (
             {"zero_optimization": {"stage": 2, "overlap_com": True}},
-            "zero_optimization.overlap_com: DeepSpeed reads no such key. Did you mean overlap_comm?",
+            "zero_optimization.overlap_com: DeepSpeed has no such key. Did you mean overlap_comm?",
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"devise": "cpu"}}},
-            "zero_optimization.offload_param.devise: DeepSpeed reads no such key. Did you mean device?",
+            "zero_optimization.offload_param.devise: DeepSpeed has no such key. Did you mean device?",
         ),
         (
             {"zero_optimisation": {"stage": 2}},
-            "zero_optimisation: DeepSpeed reads no such key. Did you mean zero_optimization?",
+            "zero_optimisation: DeepSpeed has no such key. Did you mean zero_optimization?",
         ),
-        ({**ZERO, "fp16": {"enable": True}}, "fp16.enable: DeepSpeed reads no such key. Did you mean enabled?"),
+        ({**ZERO, "fp16": {"enable": True}}, "fp16.enable: DeepSpeed has no such key. Did you mean enabled?"),
         (
             {**ZERO, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
             "optimizer is not supported: the model's configure_optimizers makes the optimizer; leave it out",
@@ -112,19 +112,20 @@ def test_weights_in_16_bits_under_mixed_precision_are_told() -> None:
         ),
         (
             {**ZERO, "train_batch_size": 32},
-            'train_batch_size is 32, and the run has 24 by global_batch_size and micro_batch_size; use "auto"',
+            'train_batch_size is 32, but the run has 24 from global_batch_size and micro_batch_size; use "auto"',
         ),
         (
             {**ZERO, "gradient_accumulation_steps": 1},
-            'gradient_accumulation_steps is 1, and the run has 3 by global_batch_size and micro_batch_size; use "auto"',
+            "gradient_accumulation_steps is 1, but the run has 3 from global_batch_size and micro_batch_size; "
+            'use "auto"',
         ),
         (
             {**ZERO, "gradient_clipping": 1.0},
-            'gradient_clipping is 1.0, and the run has 0.5 by trainer.gradient_clip_val; use "auto"',
+            'gradient_clipping is 1.0, but the run has 0.5 from trainer.gradient_clip_val; use "auto"',
         ),
         (
             {**ZERO, "bf16": {"enabled": True}},
-            'bf16.enabled is true, and the run has precision=32-true; use "auto", or another precision',
+            'bf16.enabled is true, but the run has precision=32-true; use "auto", or another precision',
         ),
         (
             {"zero_optimization": {"stage": 0}},
@@ -172,7 +173,7 @@ def request(strategy: dict[str, Any], **trainer: Any) -> Request:
         ({"precision": "16-true"}, "precision=16-true is for GPUs under DeepSpeed; use bf16-true on the CPU"),
         (
             {"gradient_clip_algorithm": "value"},
-            "DeepSpeed clips gradients by norm alone; use trainer.gradient_clip_algorithm=norm, or strategy=ddp",
+            "DeepSpeed clips gradients only by norm; use trainer.gradient_clip_algorithm=norm, or strategy=ddp",
         ),
     ],
 )
@@ -182,7 +183,7 @@ def test_what_deepspeed_cannot_do_is_refused(trainer: dict[str, Any], told: str)
 
 def test_an_argument_beside_a_config_file_is_refused() -> None:
     assert list(limits(request({"config": ZERO, "stage": 3}))) == [
-        "trainer.strategy.stage is ignored beside trainer.strategy.config; leave one of them out"
+        "trainer.strategy.stage is ignored together with trainer.strategy.config; leave one of them out"
     ]
 
 
@@ -192,17 +193,17 @@ def test_offloading_to_nvme_needs_a_folder_and_an_operator_that_is_built(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     options = {"stage": 3, "offload_optimizer_device": "nvme", "nvme_path": str(tmp_path / "drive")}
     folder, operator, _ = limits(request(options))
-    assert folder.startswith(f"trainer.strategy.nvme_path={tmp_path}/drive: there is no such folder to write to")
+    assert folder.startswith(f"trainer.strategy.nvme_path={tmp_path}/drive: there is no such writable folder")
     assert operator.startswith("offloading to NVMe needs DeepSpeed's async_io, which is not built here; build it once")
 
     (tmp_path / "drive").mkdir()
     (tmp_path / "async_io").mkdir()
     (tmp_path / "async_io" / "async_io.so").touch()
     (checkpoints,) = limits(request(options))
-    assert checkpoints.startswith("DeepSpeed's state on NVMe can't be brought into a checkpoint yet; ")
+    assert checkpoints.startswith("DeepSpeed's state on NVMe can't be saved in a checkpoint yet; ")
     (tmp_path / "async_io" / "lock").touch()
     lock, _ = limits(request(options))
-    assert f"wait, or, if nothing builds it, rm {tmp_path}/async_io/lock" in lock
+    assert f"wait, or, if no process builds it, type rm {tmp_path}/async_io/lock" in lock
 
 
 def test_a_wrong_file_is_refused_in_a_line_each_before_torch_is_imported(train: Train, tmp_path: Path) -> None:
@@ -211,8 +212,8 @@ def test_a_wrong_file_is_refused_in_a_line_each_before_torch_is_imported(train: 
     refused = train(*clipped, f"trainer.strategy.config={tmp_path}/ds.json", check=False)
     assert refused.returncode == 2
     assert refused.err.splitlines() == [
-        "error: trainer.strategy.config: steps_per_prin: DeepSpeed reads no such key. Did you mean steps_per_print?",
-        "error: trainer.strategy.config: gradient_clipping is 0.1, and the run has 1 by trainer.gradient_clip_val; "
+        "error: trainer.strategy.config: steps_per_prin: DeepSpeed has no such key. Did you mean steps_per_print?",
+        "error: trainer.strategy.config: gradient_clipping is 0.1, but the run has 1 from trainer.gradient_clip_val; "
         'use "auto"',
     ]
 

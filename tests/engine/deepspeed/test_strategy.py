@@ -62,7 +62,7 @@ def test_16_bit_weights_under_mixed_precision_are_told_once(stage: int, fits: Fi
     (tmp_path / "ds.json").write_text(json.dumps(config))
     strategy = f"deepspeed config={tmp_path}/ds.json"
     run = fits(replace(ENCODER, strategy=strategy, arguments="precision=bf16-mixed"), 2)[0]
-    assert run.told.count("keeps the weights themselves in 16 bits") == 1
+    assert run.told.count("stores the weights in 16 bits") == 1
     parameters = [weight for name, weight in run.end.items() if name.endswith(("weight", "bias"))]
     assert {weight.dtype for weight in parameters} == {torch.bfloat16}
 
@@ -74,7 +74,7 @@ class WatchingModel(PlainModel):
 
 def test_a_hook_that_sees_no_gradients_is_told_of_once(fits: Fits) -> None:
     run = fits(replace(PLAIN, module=WatchingModel, strategy="deepspeed_stage_2", steps=2), 2)[0]
-    told = "on_after_backward of WatchingModel: DeepSpeed keeps gradients to itself, and p.grad has none there; "
+    told = "on_after_backward of WatchingModel: DeepSpeed does not expose gradients, so p.grad is None there; "
     assert run.told.count(told) == 1
 
 

@@ -27,12 +27,12 @@ FOUND = {
     "a GPU beside a torch for CPUs": (
         Accelerators("", "580.65"),
         ["NVIDIA driver 580.65", "no GPU that torch can use"],
-        ["there is an NVIDIA driver, and torch was built for CPUs alone; install a torch for CUDA"],
+        ["an NVIDIA driver is installed, but torch was built for CPUs only; install a CUDA build of torch"],
     ),
     "a driver without a GPU": (
         Accelerators("CUDA 13.0", "580.65"),
         ["NVIDIA driver 580.65", "CUDA 13.0", "no GPU that torch can use"],
-        ["the NVIDIA driver 580.65 is there, and torch finds no GPU; look at nvidia-smi"],
+        ["the NVIDIA driver 580.65 is installed, but torch finds no GPU; type nvidia-smi"],
     ),
     "a GPU that is busy": (
         Accelerators("CUDA 13.0", None, [FREE, GPU(fault="CUDA error: out of memory")]),
@@ -63,8 +63,8 @@ def _process(rank: int, local_rank: int, gpus: int, backends: tuple[str, ...] = 
     [
         ([_process(0, 0, 2), _process(1, 1, 2)], []),
         # by itself, rank 0 would use NCCL, and wait for rank 1
-        ([_process(0, 0, 1), _process(1, 1, 1)], ["rank 1 on node1 sees 1 GPU, of which it would take number 1"]),
-        ([_process(0, 0, 1), _process(1, 0, 0)], ["rank 1 on node1 sees 0 GPUs, of which it would take number 0"]),
+        ([_process(0, 0, 1), _process(1, 1, 1)], ["rank 1 on node1 sees 1 GPU, but would use number 1, from 0"]),
+        ([_process(0, 0, 1), _process(1, 0, 0)], ["rank 1 on node1 sees 0 GPUs, but would use number 0, from 0"]),
         ([_process(0, 0, 1), _process(1, 0, 1, ("gloo",))], ["rank 1 on node1 has a torch without NCCL"]),
     ],
 )

@@ -35,22 +35,22 @@ def refused(*words: str, into: Path) -> set[str]:
         pytest.param(
             "1:4",
             ("strategy=fsdp_tp", PLAN, "trainer.strategy.tensor_parallel_size=4"),
-            "torchrun --nnodes=1:4 may go on with 1 node: trainer.strategy.tensor_parallel_size=4 does not divide 1 × "
-            "2 devices; use trainer.devices=4 or a multiple of it",
+            "torchrun --nnodes=1:4 may continue with 1 node: trainer.strategy.tensor_parallel_size=4 does not divide "
+            "1 × 2 devices; use trainer.devices=4 or a multiple of it",
             id="tensor parallel",
         ),
         pytest.param(
             "1:4",
             ("strategy=fsdp_hybrid", "trainer.strategy.shard_size=4"),
-            "torchrun --nnodes=1:4 may go on with 1 node: trainer.strategy.shard_size=4 does not divide 2 devices; "
+            "torchrun --nnodes=1:4 may continue with 1 node: trainer.strategy.shard_size=4 does not divide 2 devices; "
             "use one of 1, 2",
             id="hybrid shard",
         ),
         pytest.param(
             "1:4",
             ("strategy=fsdp1", "trainer.strategy.sharding_strategy=HYBRID_SHARD", "trainer.strategy.device_mesh=[4,2]"),
-            "torchrun --nnodes=1:4 may go on with 1 node: trainer.strategy.device_mesh=[4, 2]: [replicas, devices of "
-            "each] has to make the 2 devices of the run",
+            "torchrun --nnodes=1:4 may continue with 1 node: trainer.strategy.device_mesh=[4, 2]: [replicas, devices "
+            "of each] must multiply to the 2 devices of the run",
             id="fsdp1's mesh",
         ),
     ],
@@ -66,7 +66,7 @@ def test_the_nodes_with_which_it_can_are_named(monkeypatch: pytest.MonkeyPatch, 
     words = ("strategy=fsdp_tp", PLAN, "trainer.strategy.tensor_parallel_size=4")
     monkeypatch.setenv("PET_NNODES", "3:5")
     (told,) = refused(*words, into=tmp_path)
-    assert told.startswith("torchrun --nnodes=3:5 may go on with 3 nodes: ")
+    assert told.startswith("torchrun --nnodes=3:5 may continue with 3 nodes: ")
     monkeypatch.setenv("PET_NNODES", "2:4")
     assert refused("strategy=fsdp", into=tmp_path) == set()
 

@@ -138,7 +138,7 @@ def test_a_run_whose_weights_can_not_be_copied_has_ended_well_and_says_so(train:
     (in_the_way / "notes.txt").write_text("the user's own")
     run = train("run_id=mine", "trainer.max_steps=4", folder=first.folder)
     assert run.returncode == 0
-    assert "weights    model.ckpt is not written: " in run.out + run.err
+    assert "weights    model.ckpt was not written: " in run.out + run.err
     assert [path.name for path in in_the_way.iterdir()] == ["notes.txt"]
     assert not list(in_the_way.parent.glob("*.partial"))
 
@@ -160,7 +160,9 @@ def test_what_is_no_tensor_is_in_a_state_dict_and_safetensors_are_refused(
     assert lightswitch.load(tmp_path / "versioned.pt").version == lightswitch.load(run_dir).version == 2
     with pytest.raises(SystemExit):
         export(run_dir, "-o", tmp_path / "versioned.safetensors")
-    assert "error: _extra_state is not a tensor, and safetensors hold nothing else; use -o" in capsys.readouterr().err
+    assert (
+        "error: _extra_state is not a tensor, and safetensors can store only tensors; use -o" in capsys.readouterr().err
+    )
 
 
 def test_safetensors_are_cut_by_size_with_an_index(run_of: RunOf, tmp_path: Path) -> None:
@@ -230,7 +232,7 @@ MISTAKES: list[tuple[Callable[[Path], object], tuple[str, ...], str]] = [
         LAST,
         "checkpoints/last.ckpt can't be read as a checkpoint: __0_0.distcp differs from its checksum",
     ),
-    (lose_config, LAST, "checkpoints/last.ckpt has no config.yaml beside it, which names its model"),
+    (lose_config, LAST, "checkpoints/last.ckpt has no config.yaml next to it, which defines its model"),
     (break_config, LAST, "config.yaml can't be read as a config"),
     (lose_model, LAST, "config.yaml names no model: it has no model._target_"),
     (write_output, LAST, "out.safetensors exists already; remove it, or name another file"),
@@ -304,7 +306,7 @@ def test_a_file_that_does_not_hold_what_was_written_is_found(
     monkeypatch.setattr(weight_files, "_save", lossy)
     with pytest.raises(SystemExit):
         export(run_of("language", "single"), "-o", tmp_path / name)
-    assert capsys.readouterr().err == f"error: {name} does not give back tokens.weight as it was written\n"
+    assert capsys.readouterr().err == f"error: {name}: read back different data for tokens.weight than was written\n"
     assert not any(tmp_path.iterdir())
 
 

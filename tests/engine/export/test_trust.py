@@ -61,8 +61,8 @@ def test_what_is_not_the_users_own_is_refused_by_its_name(target: str, where: st
     with pytest.raises(UntrustedConfig) as refused:
         lightswitch.load(path)
     assert str(refused.value) == (
-        f"{path}.yaml builds its model with {target}, which is not code of yours; "
-        "lightswitch.load(path, model=MyModel(...)) runs none of it, and trust=True runs it"
+        f"{path}.yaml builds its model with {target}, which is not your own code; "
+        "lightswitch.load(path, model=MyModel(...)) does not run it, and trust=True does"
     )
 
 
@@ -173,5 +173,5 @@ def test_a_config_with_aliases_is_refused_before_it_is_expanded(tmp_path: Path) 
     (tmp_path / "x.safetensors.yaml").write_text(
         "\n".join(["_target_: tests.engine.plain.PlainModel", "l0: &l0 [1]", *lists])
     )
-    with pytest.raises(UnfitCheckpoint, match="it has YAML aliases, and no run writes any"):
+    with pytest.raises(UnfitCheckpoint, match="it has YAML aliases, which runs never write"):
         lightswitch.load(path)

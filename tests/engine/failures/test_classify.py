@@ -107,7 +107,7 @@ def test_code_that_ends_the_process_does_not_pass_for_a_run_that_is_finished(
     failed = train(*BUG, f"model.how='{how}'", f"model.where='{where}'", "model.rank=0", check=False)
     assert failed.returncode == 1
     assert "in fail" in failed.err
-    assert "RuntimeError: the run was ended before it was finished, by SystemExit(" in failed.err
+    assert "RuntimeError: the run was ended early by SystemExit(" in failed.err
 
 
 @pytest.mark.nightly
@@ -172,7 +172,7 @@ def test_data_that_turn_out_to_be_damaged_later_are_told_in_a_line(workers: int,
     ("path", "told"),
     [
         ("/dev/full", "the disk is full: No space left on device: /dev/full"),
-        ("/proc/version", "the disk fails: Input/output error: /proc/version"),
+        ("/proc/version", "the disk failed: Input/output error: /proc/version"),
         ("/proc/sys/kernel/ostype", "a permission is missing: Permission denied: /proc/sys/kernel/ostype"),
     ],
 )
@@ -181,7 +181,7 @@ def test_an_error_of_the_disk_names_the_file_whoever_writes(path: str, told: str
     with pytest.raises(OSError, match="Errno") as raised, open(path, "w") as file:
         file.write("metrics")
     problems = classify.problems_of(raised.value, OmegaConf.create(), steps_have_begun)
-    assert problems == [f"{told}; mend it, and start the run again"]
+    assert problems == [f"{told}; fix it, then start the run again"]
 
 
 def test_a_permission_that_is_not_of_a_file_is_a_bug() -> None:
@@ -200,7 +200,9 @@ def test_a_run_without_stdout_ends_as_it_should(start: Start) -> None:
 def test_a_reader_of_stdout_that_has_gone_leaves_no_traceback(start: Start) -> None:
     words = ("bash", "python", TRAIN_PY, *PLAIN, *CLOSED, "trainer.log_every_n_steps=1")
     process = start("bash", "-c", '"$@" | true; exit ${PIPESTATUS[0]}', *words, PYTHONUNBUFFERED="1")
-    told = "error: stdout: found no reader any more, as after `| head`; lead it into a file, and start the run again\n"
+    told = (
+        "error: stdout was closed by its reader, as after `| head`; redirect it to a file, then start the run again\n"
+    )
     assert (said(process), process.returncode) in ((told, 2), ("", 0))  # where nothing but the log prints, it goes on
 
 

@@ -19,8 +19,8 @@ NAN = ("model._target_=tests.engine.plain.NanModel", "model.step=7", PLAIN[1], "
 RUN = (*NAN, "~callbacks.lr_monitor", "global_batch_size=40", "trainer.max_steps=12", "trainer.log_every_n_steps=1")
 RUN = (*RUN, "trainer.val_check_interval=4", "callbacks.last_checkpoint.every_n_steps=3")
 ADVICE = (
-    "go on from the last checkpoint with a lower learning rate, with on_nan=skip to leave out the step of such a loss, "
-    "or with on_nan=ignore\n"
+    "resume from the last checkpoint with a lower learning rate, with on_nan=skip to skip the step of such a loss, or "
+    "with on_nan=ignore\n"
 )
 RECORD = ("callbacks.record._target_=tests.engine.plain.Record", "callbacks.record.folder=.")
 
@@ -48,7 +48,7 @@ def test_the_rank_whose_loss_it_is_tells_it(train: Train) -> None:
 def test_no_checkpoint_is_saved_of_weights_that_a_gradient_has_spoilt(train: Train) -> None:
     run = train(*RUN, "model.where=gradient", "callbacks.last_checkpoint.every_n_steps=2", check=False)
     assert run.returncode == 2
-    told = "net.0.weight is not finite, and no checkpoint is saved of it, in train, epoch 1, step 8"
+    told = "net.0.weight is not finite, so no checkpoint is saved, in train, epoch 1, step 8"
     assert run.err.startswith(f"error: {told}")
     assert max(path.name for path in (run.run_dir / "checkpoints").glob("step_*")) == "step_6.ckpt"
 
@@ -70,7 +70,7 @@ def test_a_run_that_ignores_it_trains_on(train: Train) -> None:
 
 def test_deepspeed_can_skip_no_step_and_an_unknown_answer_is_refused(train: Train) -> None:
     refused = train(*RUN, "on_nan=skip", "strategy=deepspeed_stage_2", check=False)
-    told = "on_nan=skip: DeepSpeed steps also where there is no gradient; use strategy=fsdp, or on_nan=stop"
+    told = "on_nan=skip: DeepSpeed also steps when there is no gradient; use strategy=fsdp, or on_nan=stop"
     assert (refused.returncode, refused.err) == (2, f"error: {told}\n")
     unknown = train(*RUN, "on_nan=raise", check=False)
     assert unknown.err == "error: on_nan=raise: use one of stop, skip, ignore\n"

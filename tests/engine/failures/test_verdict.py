@@ -50,7 +50,7 @@ def test_an_error_that_follows_from_nothing_is_the_first() -> None:
             0,
             "rank 1 of 4 on node1 failed: process 101 ended without an error message: it was killed, or crashed ",
         ),
-        ([1], 3, "rank 1 of 4 on node1 failed: process 101 was killed, as node1 ran out of memory"),
+        ([1], 3, "rank 1 of 4 on node1 failed: process 101 was killed because node1 ran out of memory"),
         ([2, 3], 0, "node2 was lost: all its processes, ranks 2, 3, ended without an error message"),
     ],
 )

@@ -79,9 +79,7 @@ def test_make_fork_prints_what_its_page_shows(clone: Path, tmp_path: Path) -> No
 
 def test_make_bare_removes_what_the_template_brought_and_nothing_of_theirs(clone: Path, tmp_path: Path) -> None:
     folder = made(clone, tmp_path / "birdsong")
-    with pytest.raises(
-        Refused, match="has the defaults model: gpt, data: python_source, which are examples; put yours"
-    ):
+    with pytest.raises(Refused, match="has the defaults model: gpt, data: python_source, which are examples; replace"):
         bare.remove(folder)
     defaults = (folder / "conf/config.yaml").read_text()
     defaults = defaults.replace("- model: gpt", "- model: mine").replace("- data: python_source", "- data: digits")
@@ -125,15 +123,15 @@ def test_the_engine_is_the_folder_as_it_was_with_a_manifest(clone: Path, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        *((name, "is no name of a Python package") for name in ("Bird", "bird-song", "1bird", "class", "match")),
-        *((name, "is the name of something else") for name in ("lightswitch", "tests", "train", "conf")),
+        *((name, "is not a valid Python package name") for name in ("Bird", "bird-song", "1bird", "class", "match")),
+        *((name, "is already used in the project") for name in ("lightswitch", "tests", "train", "conf")),
         ("json", "is a module of Python's standard library"),
         *((name, "is the name of an installed package") for name in ("torch", "hydra", "sklearn", "yaml")),
-        ("birdsong inside", "inside lies in the checkout"),
+        ("birdsong inside", "inside is inside the checkout"),
         ("birdsong {tmp}/full", "full is not empty"),
         ("birdsong {tmp}/full/file", "file is a file"),
         ("birdsong {tmp}/new --engine=package", "needs --engine-from="),
-        ("birdsong {tmp}/new --engine=package --engine-from=newest", "newest is no version, no wheel and no git"),
+        ("birdsong {tmp}/new --engine=package --engine-from=newest", "newest is not a version, a wheel or a git"),
         ("birdsong {tmp}/new --engine=package --engine-from=none.whl", "found no wheel none.whl"),
         ("birdsong {tmp}/new --engine-from=0.1.0", "also type --engine=package"),
         ("birdsong {tmp}/new --engine=package --engine-from=git+file:///nowhere@main", "git ls-remote: "),
@@ -219,7 +217,7 @@ def test_commits_that_no_branch_has_are_not_left_behind(own_clone: Path) -> None
     git(own_clone, "checkout", "--quiet", "--detach")
     git(own_clone, "commit", "--quiet", "--allow-empty", "--message=Mine")
     refused = fork(own_clone, "birdsong", ".", "--bare")
-    told = "error: found commits that are on no branch; name one for them first: git branch NAME\n"
+    told = "error: found commits that are on no branch; create a branch for them first: git branch NAME\n"
     assert (refused.returncode, refused.stderr) == (2, told)
     assert git(own_clone, "log", "-1", "--format=%s") == "Mine\n"
 

@@ -72,13 +72,13 @@ def test_what_a_fork_has_of_its_own_stays_and_its_news_are_listed(own_clone: Pat
     git(own_clone, "commit", "--quiet", "--message=Later")
     told = update(folder, str(own_clone)).splitlines()
     assert [line for line in told if line.startswith("beside ")] == [
-        "beside     conf/strategy/owls.yaml: new in lightswitch; this fork's stays as it is",
-        "beside     conf/trainer/default.yaml: changed in lightswitch; this fork's stays as it is",
+        "beside     conf/strategy/owls.yaml: new in lightswitch; this fork's copy is unchanged",
+        "beside     conf/trainer/default.yaml: changed in lightswitch; this fork's copy is unchanged",
     ]
     assert (folder / "docs/lightswitch/owls.md").read_text() == "# Owls\n\n[Data](data.md), tests\n"
     put, replaced = (line for line in told if line.startswith("needs "))
-    assert "owls>=1: put it into the dependencies" in put
-    assert re.search(r"torchmetrics>=1.5: put it in the place of torchmetrics<.*,>=.* in the dependencies", replaced)
+    assert "owls>=1: add it to the dependencies" in put
+    assert re.search(r"torchmetrics>=1.5: replace torchmetrics<.*,>=.* with it in the dependencies", replaced)
     changed = [line[3:] for line in git(folder, "status", "--porcelain").splitlines()]
     assert all(path.startswith(("src/lightswitch/", "docs/lightswitch/")) for path in changed)
 
@@ -92,7 +92,7 @@ def test_a_folder_that_was_changed_is_shown_and_stays(birdsong: Path, newer: Pat
     before = git(birdsong, "rev-parse", "HEAD")
     told = update(birdsong, str(newer), code=2)
     assert "+# mine" in told
-    assert "error: found changes in src/lightswitch/errors.py and 1 more, which would be lost; take them back" in told
+    assert "error: found changes in src/lightswitch/errors.py and 1 more, which would be lost; revert them" in told
     assert git(birdsong, "status", "--porcelain") == ""
     assert git(birdsong, "rev-parse", "HEAD") == before
     back = re.search(r"\((git checkout .*; rm .*)\)", told)
@@ -105,7 +105,7 @@ def test_a_folder_that_was_changed_is_shown_and_stays(birdsong: Path, newer: Pat
     ("source", "told"),
     [
         ("{birdsong}", "is a fork; name a checkout of lightswitch itself"),
-        ("nowhere", "nowhere is no folder, no wheel and no git address"),
+        ("nowhere", "nowhere is not a folder, a wheel or a git address"),
         (".", "found no"),
         ("", "name the new engine"),
         ("git+file:///nowhere@main", "git clone: "),
@@ -134,7 +134,7 @@ def _wheel(folder: Path, **files: str) -> Path:
 def test_a_wheel_that_would_write_elsewhere_is_refused(name: str, unchanged: Path, tmp_path: Path) -> None:
     name = name.format(tmp=tmp_path)
     told = update(unchanged, str(_wheel(tmp_path, **{name: "mine"})), code=2)
-    assert f"would write {name}, outside of the engine; take one that pip has built" in told
+    assert f"would write {name}, outside of the engine; use a wheel that pip built" in told
     assert git(unchanged, "status", "--porcelain") == ""
     assert not (tmp_path / "mine.py").exists()
 

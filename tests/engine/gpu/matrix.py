@@ -17,7 +17,7 @@ TINY = {"single": ("32-true", "16-mixed"), "fsdp": ("bf16-mixed",)}
 def expected(strategy: str, precision: str, devices: int) -> str:
     """Return what a strategy does at a precision on so many GPUs: "trains", or the line by which it is refused."""
     if strategy == "single" and devices > 1:
-        return f"strategy=single is one device, and 1 × {devices} are asked for; use strategy=ddp"
+        return f"strategy=single uses one device, but 1 × {devices} are requested; use strategy=ddp"
     if strategy == "fsdp_tp" and precision == "16-true":
         return "strategy=fsdp_tp steps float16 weights in float16, which loses Adam's moments; use precision=bf16-true"
     if strategy == "fsdp_tp" and devices % 2:
@@ -28,7 +28,7 @@ def expected(strategy: str, precision: str, devices: int) -> str:
     if strategy == "fsdp_hybrid" and devices % 2:
         return f"trainer.strategy.shard_size=2 does not divide {devices} devices; use one of 1"
     if strategy in FSDP2 and precision == "16-mixed":
-        return "strategy=fsdp does not scale the loss as 16-mixed needs it; use precision=bf16-mixed, or strategy=ddp"
+        return "strategy=fsdp does not scale the loss, which 16-mixed needs; use precision=bf16-mixed, or strategy=ddp"
     if strategy.startswith("deepspeed") and precision == "64-true":
         return "precision=64-true is not for DeepSpeed; use strategy=ddp, or another precision"
     return TRAINS

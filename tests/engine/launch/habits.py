@@ -173,7 +173,7 @@ HABITS = (
     Habit("trainer.max_time: no default ends it", "time", look=lambda run: _steps(run) > 0, found=True),
     Habit("fewer steps than the default between validations", "normed on two", look=_validated(), found=[1]),
     # Names of Lightning's
-    Habit("data.batch_size=20", "epochs", "accumulation 1; data.batch_size=20 is the most that evaluation takes\n"),
+    Habit("data.batch_size=20", "epochs", "accumulation 1; data.batch_size=20 limits the evaluation batch size\n"),
     Habit("trainer.strategy=ddp_fork", "epochs and steps", "strategy   DDP, precision 32-true, 1 node × 2 CPU"),
     Habit("ckpt_path=last", "last", ".ckpt, at step 4", _times_told("resumes    runs/plainmodel/mine/"), 1),
     Habit("a line to go on, pasted later", "last", look=_times_told(" ckpt_path=last"), found=0),
@@ -181,7 +181,7 @@ HABITS = (
         "validation in more steps than an epoch has",
         "validations too rare",
         "error: trainer.val_check_interval=100 is more steps than an epoch has; type fewer, or "
-        "trainer.check_val_every_n_epoch=null, which counts them over the epochs",
+        "trainer.check_val_every_n_epoch=null, which counts steps across epochs",
     ),
     Habit("ckpt_path=PATH", "path", "resumes    runs/plainmodel/mine/checkpoints/step_4.ckpt, at step 4"),
     Habit("ckpt_path=best", "best", "reads      runs/plainmodel/mine/checkpoints/best.ckpt"),
@@ -206,7 +206,7 @@ HABITS = (
     Habit("a monitor that is typed", "steps", look=_is_best("val_acc", max), found=True),
     Habit("a monitor that is typed is no news", "steps", look=_times_told("best       "), found=0),
     Habit(
-        *("no metric", "no metric", "best       is not kept: validation has logged no metric; type "),
+        *("no metric", "no metric", "best       is not saved: validation has logged no metric; type "),
         *(_times_told("best       "), 1),
     ),
     Habit("no metric: the last are kept", "no metric", look=_checkpoints, found=["last.ckpt", "step_10.ckpt"]),
@@ -214,7 +214,7 @@ HABITS = (
         *(
             "metrics, and a loss of training alone",
             "no loss",
-            "not kept: validation has logged val_acc, val_nll; type callbacks.best_",
+            "not saved: validation has logged val_acc, val_nll; type callbacks.best_",
         ),
         *(_times_told("best       "), 1),
     ),
@@ -222,7 +222,7 @@ HABITS = (
         *("a monitor that is misspelt", "misspelt"),
         "error: monitor=val_los: the run has logged train/loss, val_loss. Did you mean val_loss?\n",
     ),
-    Habit("a metric that turns NaN", "nan", "best       not step 10, where val_loss is nan\n", _best_step, 5),
+    Habit("a metric that turns NaN", "nan", "best       is not step 10, because val_loss is nan\n", _best_step, 5),
     Habit("a metric that is NaN", "nan at once", look=lambda run: "best.ckpt" in _checkpoints(run), found=False),
     Habit(
         *("early stopping, also when resumed", "stops early, resumed"),
@@ -231,8 +231,8 @@ HABITS = (
     ),
     # Modules that optimize by hand
     Habit(
-        *("two optimizers by hand", "by hand", "by hand    ManualModel has 2 optimizers: trainer.max_steps and step_N"),
-        *(_times_told("by hand    "), 1),
+        *("two optimizers by hand", "by hand", "manual     ManualModel uses manual optimization, with 2 optimizers: "),
+        *(_times_told("manual     "), 1),
     ),
     Habit("a bar by hand", "by hand", "\nbatch 10/10 · step 20 · loss ", _times_told("batch 11"), 0),
     Habit(
@@ -251,17 +251,17 @@ HABITS = (
     Habit("a resume by hand", "by hand, resumed", "/step_12.ckpt, at step 12, batch 6, with trainer.max_steps=20 (was"),
     Habit(
         *("trainer.gradient_clip_val by hand", "by hand, clipped"),
-        "error: trainer.gradient_clip_val: ManualModel optimizes by hand, which Lightning does not clip; call "
-        "self.clip_gradients in its training_step, and leave trainer.gradient_clip_val out\n",
+        "error: trainer.gradient_clip_val: ManualModel uses manual optimization, for which Lightning does not clip "
+        "gradients; call self.clip_gradients in its training_step, and leave trainer.gradient_clip_val out\n",
     ),
     Habit(
         *("micro batches by hand", "by hand, micro batches"),
-        "error: micro_batch_size=20: ManualModel optimizes by hand, in each micro batch; leave it out, or "
-        "type global_batch_size=20 for steps of that size\n",
+        "error: micro_batch_size=20: ManualModel uses manual optimization, which steps in each micro-batch; "
+        "leave it out, or type global_batch_size=20 for steps of that size\n",
     ),
     Habit(
         *("two optimizers, and automatic_optimization", "several optimizers"),
-        "error: model: AutomaticGanModel has several optimizers, of which Lightning steps one by itself; set "
+        "error: model: AutomaticGanModel has several optimizers, but Lightning steps only one automatically; set "
         "self.automatic_optimization = False in its constructor, and step them in training_step\n",
     ),
     Habit("a GAN under ddp", "gan", "\nstep 4/4 · batch 2 · loss ", _steps, 2),
@@ -270,28 +270,28 @@ HABITS = (
         *(lambda run: all(map(math.isfinite, run.column("val/loss").values())), True),
     ),
     # Schedules
-    Habit("ReduceLROnPlateau", "plateau", "validates  once an epoch, as ReduceLROnPlateau goes by it", _rates, _HALVED),
+    Habit("ReduceLROnPlateau", "plateau", "validates  once an epoch, because ReduceLROnPlateau", _rates, _HALVED),
     Habit("ReduceLROnPlateau validates", "plateau", look=_validated(), found=[4, 9, 14, 19]),
     Habit("ReduceLROnPlateau on two devices", "plateau, cut", look=_rates, found=_HALVED),
     # Batch norm
     Habit(
-        *("a batch norm on two devices", "normed on two", "so the curve follows the number of devices\n"),
+        *("a batch norm on two devices", "normed on two", "so the training curve depends on the number of devices\n"),
         *(_times_told("batch norm net.1: its statistics"), 1),
     ),
     Habit(
         *("a batch norm in micro batches", "epochs, validated by steps"),
-        *("so the curve follows micro_batch_size; leave that out where the memory", _times_told("batch norm net.1"), 1),
+        *("so the training curve depends on micro_batch_size; leave that out", _times_told("batch norm net.1"), 1),
     ),
     Habit("a batch norm in whole batches", "time", look=_times_told("batch norm"), found=0),
     Habit(
         *("trainer.sync_batchnorm on CPUs", "synced"),
-        "error: trainer.sync_batchnorm=true is for GPUs, as torch's synchronised batch norm is; leave it out on CPUs\n",
+        "error: trainer.sync_batchnorm=true needs GPUs, because torch's SyncBatchNorm does; leave it out on CPUs\n",
     ),
     Habit(
         *("trainer.sync_batchnorm under DeepSpeed", "synced under DeepSpeed"),
-        "error: trainer.sync_batchnorm=true is not done under DeepSpeed; use strategy=ddp or fsdp\n",
+        "error: trainer.sync_batchnorm=true is not supported under DeepSpeed; use strategy=ddp or fsdp\n",
     ),
-    Habit("dropout on two devices", "epochs and steps", "\ndropout    net.2: each micro batch draws its own, so "),
+    Habit("dropout on two devices", "epochs and steps", "\ndropout    net.2: each micro batch draws its own random "),
     Habit("dropout of 0 on two devices", "plateau, cut", look=_times_told("dropout"), found=0),
     # Modules of Lightning's own tests; BoringModel under each strategy: strategies/shapes/modules.py
     Habit(
@@ -307,7 +307,9 @@ HABITS = (
         *("data._target_ of no LightningDataModule", "no module"),
         f"error: data._target_={_PLAIN}.Points: found a Points, expected lightning.pytorch's LightningDataModule\n",
     ),
-    Habit("an empty dataset", "empty", "error: data: a DataLoader that shuffles has no samples, as its dataset is"),
+    Habit(
+        "an empty dataset", "empty", "error: data: a DataLoader that shuffles has no samples, because its dataset is"
+    ),
     Habit("an empty dataset in order", "empty, in order", "error: the training set has no samples\n"),
 )
 

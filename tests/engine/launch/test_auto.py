@@ -43,7 +43,7 @@ def test_what_is_small_is_not_simulated_and_what_fits_nowhere_is_refused(train: 
     assert refused.returncode == 2
     (line,) = refused.err.strip().splitlines()
     assert line.startswith(
-        "error: strategy=auto: nothing fits; the least is fsdp_offload, recomputing, micro batch 8: "
+        "error: strategy=auto: no strategy fits; the smallest is fsdp_offload, recomputing, micro batch 8: "
     )
     assert "; use devices of " in line
 
@@ -71,9 +71,9 @@ def test_states_that_do_not_fit_on_the_fewest_nodes_of_an_elastic_run_are_refuse
     refused = train(*RUN, *words, environment=node, check=False)
     assert refused.returncode == 2
     assert refused.err.strip() == (
-        "error: torchrun --nnodes=1:4 may go on with 1 node: parameters, gradients and optimizer state are 0.518 of "
-        "0.41 MiB on this machine's CPU; type --nnodes=2:4, or a strategy that keeps less on each device, as mode=plan "
-        "lists them"
+        "error: torchrun --nnodes=1:4 may continue with 1 node: parameters, gradients and optimizer state are 0.518 of "
+        "0.41 MiB on this machine's CPU; type --nnodes=2:4, or use a strategy that needs less memory on each device "
+        "(mode=plan lists them)"
     )
 
 

@@ -162,7 +162,7 @@ def test_a_run_goes_on_by_the_trained_weights_without_the_callback(strategy: str
     plain = train(*run, "trainer.max_steps=4", ranks=ranks)
     begun = train(*run, *AVERAGED, "trainer.max_steps=2", ranks=ranks)
     resumed = train(*run, "trainer.max_steps=4", ranks=ranks, folder=begun.folder)
-    assert resumed.out.count("the checkpoint has averages of weights") == 1
+    assert resumed.out.count("the checkpoint holds averaged weights") == 1
     assert {**begun.column("train/loss"), **resumed.column("train/loss")} == plain.column("train/loss")
 
 

@@ -45,7 +45,7 @@ UNSERVED = [  # a callback, what does not serve it, what is told of it, and what
     *((name, FSDP1, told, ()) for name, told in known_callbacks.NOWHERE.items()),
     ("EMAWeightAveraging", DDPStrategy, OF_PORTABLE["WeightAveraging"], (Single, FSDP, FSDP1)),
     ("BackboneFinetuning", DDPStrategy, OF_PORTABLE["BaseFinetuning"], (Single, FSDP, FSDP1)),
-    ("BackboneFinetuning", ON_NVME, "what DeepSpeed keeps on NVMe ", (partial(_deepspeed, stage=3),)),
+    ("BackboneFinetuning", ON_NVME, "state that DeepSpeed offloads to NVMe ", (partial(_deepspeed, stage=3),)),
 ]
 
 
@@ -54,8 +54,8 @@ def test_a_callback_that_no_resume_could_follow_is_refused_with_what_to_use(trai
     refused = train(*PLAIN, *given, check=False)
     assert (refused.returncode, refused.err) == (
         2,
-        "error: StochasticWeightAveraging: a resumed run could not follow it, as it replaces the schedule in mid-run; "
-        "use lightning.pytorch.callbacks.EMAWeightAveraging\n",
+        "error: StochasticWeightAveraging: a resumed run could not continue it, because it replaces the schedule "
+        "during the run; use lightning.pytorch.callbacks.EMAWeightAveraging\n",
     )
 
 

@@ -63,12 +63,14 @@ def test_a_schedule_with_a_length_goes_on_in_another_run(train: Train) -> None:
     """One that goes on in the same run would take a step more than OneCycleLR has."""
     own = ("model._target_=tests.engine.plain.CycleModel", PLAIN[1], "logger=csv", "trainer.val_check_interval=2")
     first = train(*own, "run_id=mine", "trainer.max_steps=2")
-    assert "schedule   ends at step 2; what goes on is a run with one of its own, from these weights\n" in first.out
+    assert (
+        "schedule   ends at step 2; to continue, start a new run with a new schedule from these weights\n" in first.out
+    )
     go_on = _command(first, "go on")
     assert go_on == [*own, "trainer.max_steps=2", "init_from=runs/cyclemodel/mine/checkpoints/last.ckpt"]
     assert "\ngo on      python " in train(*go_on, folder=first.folder).out
     longer = train(*own, "run_id=mine", "trainer.max_steps=4", folder=first.folder, check=False)
-    assert longer.err.startswith("error: OneCycleLR ends at step 2, as the run began with it; type init_from=PATH of ")
+    assert longer.err.startswith("error: OneCycleLR was created for 2 steps; to continue, start a new run with ")
     assert (longer.returncode, longer.err.count("\n")) == (2, 1)
 
 

@@ -15,9 +15,8 @@ from tests.engine.plain import PlainData, PlainModel
 from tests.pool import Pool, RankFailed
 
 NONE = (
-    "StepsByHand.training_step returns None in automatic optimization, and several devices have to train on each batch"
-    "; return a loss (of a batch to be skipped, 0 times its loss), or set self.automatic_optimization = False where it "
-    "steps by hand"
+    "StepsByHand.training_step returns None in automatic optimization, but all devices have to train on each batch; "
+    "return a loss (to skip a batch, 0 times its loss), or set self.automatic_optimization = False if it steps manually"
 )
 
 
@@ -35,10 +34,10 @@ class Raises(PlainModel):
         (
             "GradientPenalty",
             "fsdp",
-            "GradientPenalty differentiates a gradient (create_graph=True), which goes through ",
+            "GradientPenalty differentiates a gradient (create_graph=True), which needs each ",
         ),
         ("GradientPenalty", "fsdp1", "GradientPenalty differentiates a gradient (create_graph=True)"),
-        ("Snapshot", "fsdp", "Snapshot fails in its first steps under FSDP, which spreads parameters over devices"),
+        ("Snapshot", "fsdp", "Snapshot fails in its first steps under FSDP, which shards parameters over devices"),
         ("PhysicsInformed", "ZeRO 3", "PhysicsInformed fails in its first steps under DeepSpeed, which "),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_table_of_lightnings_profiler_is_shown(start: Start) -> None:
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("data.batch_size=8", "8 samples a step = 8 × 1 device × accumulation 1, as data.batch_size has it"),
+        ("data.batch_size=8", "8 samples a step = 8 × 1 device × accumulation 1, from data.batch_size"),
         ("seed=1", "64 samples a step = 64 × 1 device × accumulation 1"),
     ],
 )

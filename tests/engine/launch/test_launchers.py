@@ -30,8 +30,8 @@ TIMEOUT_SECONDS = 800
 def test_torchrun_decides_the_number_of_devices(train: Train) -> None:
     refused = train(*RUN, "trainer.devices=3", "global_batch_size=66", ranks=2, check=False)
     line = (
-        "error: torchrun started 1 node × 2 processes, and the trainer has num_nodes=1, devices=3; "
-        "leave both out, they follow the launcher\n"
+        "error: torchrun started 1 node × 2 processes, but the trainer has num_nodes=1, devices=3; "
+        "leave both out: the launcher sets them\n"
     )
     assert (refused.returncode, refused.err) == (2, line)  # told by one of the two
     assert not (refused.folder / "runs").exists()
@@ -46,8 +46,8 @@ TORCHRUN = (
     "MASTER_ADDR=localhost MASTER_PORT=1"
 )
 REFUSED = {  # what launchers have exported, and the line
-    SLURM: "slurm started 3,2 processes on 2 nodes, and each must have as many as the others; use --ntasks-per-node=2",
-    TORCHRUN: "torchrun started 3 (here 1) processes on 2 nodes, and each must have as many as the others; give every "
+    SLURM: "slurm started 3,2 processes on 2 nodes, but each node must have the same number; use --ntasks-per-node=2",
+    TORCHRUN: "torchrun started 3 (here 1) processes on 2 nodes, but each node must have the same number; give every "
     "torchrun the same --nproc-per-node",
     "MASTER_ADDR=localhost MASTER_PORT=1 WORLD_SIZE=2 RANK=1": "processes started one by one: the processes can't "
     "agree on a run directory by themselves; give each the same run_id=NAME",
@@ -83,7 +83,7 @@ def test_a_port_in_use_is_told_with_what_to_type(train: Train) -> None:
         refused = train(*BY_HAND, "cluster.node_rank=0", f"cluster.main_port={used}", check=False)
     assert refused.returncode == 2
     assert refused.err == (
-        f"error: port {used} of {socket.gethostname()} is in use; give every process another: "
+        f"error: port {used} of {socket.gethostname()} is in use; set another for every process: "
         f"cluster.main_port={used + 1} with cluster=manual, else MASTER_PORT={used + 1}\n"
     )
 

@@ -63,6 +63,6 @@ def test_a_list_that_is_too_short_is_a_line(train: Train, mode: str) -> None:
     run = train(f"mode={mode}", "optimizer.betas=[0.9]", "strategy=ddp", "trainer.devices=2", check=False)
     assert run.returncode == 2
     assert run.err.splitlines() == [
-        "error: optimizer.betas=[0.9]: AdamW fails with it, IndexError: list index out of range; its default is "
+        "error: optimizer.betas=[0.9]: AdamW fails with it: IndexError: list index out of range; its default is "
         "[0.9,0.999]"
     ]

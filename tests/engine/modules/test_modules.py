@@ -48,7 +48,7 @@ def assert_as_told(name: str, way: str, walked: Walk, goes_back: bool = False) -
         expected = Cell("holds", "")
     assert found.outcome == expected.outcome, found
     if expected.outcome == "refused":  # the sizes of tensors that follow are those of whichever rank is first
-        assert found.told.partition(", which spreads")[0] == expected.told.partition(", which spreads")[0]
+        assert found.told.partition(", which shards")[0] == expected.told.partition(", which shards")[0]
 
 
 def test_the_page_is_that_of_its_cells() -> None:

@@ -32,7 +32,7 @@ class PastLightning(ManualModel):
 
 
 FIT = replace(PLAIN, callbacks=(StepsAreCounted,), micro_batch=None)
-NO_STEP = "no step    an epoch of 9 batches, and no optimizer step was counted"
+NO_STEP = "no step    in an epoch of 9 batches, no optimizer step was counted"
 
 
 def test_steps_that_are_not_counted_are_told_after_the_first_epoch(pool: Pool) -> None:

@@ -93,8 +93,8 @@ def test_a_loop_over_all_loggers_that_asks_what_they_take_passes_metrics_over() 
 def test_a_module_that_draws_is_refused_in_a_line_where_no_logger_takes_pictures(train: Train) -> None:
     refused = train(*DRAWS, "logger=csv", check=False)
     assert refused.err.splitlines()[-1] == (
-        "error: self.logger.experiment is asked for, and metrics.csv, the one logger, takes numbers alone; type "
-        "logger=default, whose first is TensorBoard"
+        "error: self.logger.experiment needs a logger that accepts images, but the only logger is metrics.csv, which "
+        "stores only numbers; type logger=default, whose first logger is TensorBoard"
     )
     assert (refused.returncode, "Traceback" in refused.err) == (2, False)
 
@@ -154,7 +154,7 @@ def test_wandb_without_a_key_is_told_in_a_line(train: Train, tmp_path: Path) -> 
     none = {"HOME": str(tmp_path), "WANDB_API_KEY": "", "WANDB_MODE": "online", "NETRC": str(tmp_path / "none")}
     refused = train(*PLAIN, "trainer.accelerator=cpu", "logger=[default,wandb]", environment=none, check=False)
     assert refused.err.splitlines()[-1] == (
-        "error: logger: wandb: No API key configured. Use `wandb login` to log in. Or export WANDB_MODE=offline, for a "
-        "run that stays here"
+        "error: logger: wandb: No API key configured. Use `wandb login` to log in. Or export WANDB_MODE=offline, for "
+        "an offline run"
     )
     assert (refused.returncode, "Traceback" in refused.err) == (2, False)

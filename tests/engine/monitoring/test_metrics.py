@@ -177,5 +177,5 @@ def test_a_file_with_lines_that_are_no_rows_is_kept_beside(
     assert column(tmp_path, "step") == steps
     assert [other.read_bytes() for other in tmp_path.glob("metrics_damaged_*")] == [damaged]
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path} has lines that can't be read; it is kept as metrics_damaged_1.csv, and goes on without them"
+        f"{path} has lines that can't be read; saved a copy as metrics_damaged_1.csv and removed those lines"
     ]

@@ -77,7 +77,7 @@ def test_what_a_start_refuses_of_callbacks_is_refused(train: Train) -> None:
     swa = "callbacks.mine._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
     refused = train("mode=dry_run", *MODEL, swa, "callbacks.mine.swa_lrs=0.1", check=False)
     assert refused.returncode == 2
-    assert refused.err.startswith("error: StochasticWeightAveraging: a resumed run could not follow it")
+    assert refused.err.startswith("error: StochasticWeightAveraging: a resumed run could not continue it")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_what_a_start_refuses_of_callbacks_is_refused(train: Train) -> None:
                 "dry_run.steps=0: use a number from 1",
             ),
         ),
-        (("global_batch_size=0",), ("global_batch_size 0 and micro_batch_size None: both count samples",)),
+        (("global_batch_size=0",), ("global_batch_size 0 and micro_batch_size None: both are numbers of samples",)),
     ],
 )
 def test_bad_input_gets_a_line(train: Train, words: tuple[str, ...], told: tuple[str, ...]) -> None:

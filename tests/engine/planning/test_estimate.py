@@ -175,7 +175,7 @@ def test_a_reason_is_told_once_with_all_that_it_keeps_out() -> None:
         "strategy=fsdp precision=b: not at b",
     ]
     assert list(report.left_out({("strategy=x",): "why"}, [("strategy=y",)])) == ["strategy=x: why"]
-    one_device = "strategy=single is one device; use strategy=ddp"
+    one_device = "strategy=single uses one device; use strategy=ddp"
     assert list(report.left_out({("strategy=single",): one_device}, [("strategy=y",)])) == [one_device]
 
 
@@ -190,7 +190,7 @@ def test_bytes_are_told_without_an_exponent(bytes: float, told: str) -> None:
 def test_what_is_known_of_the_best_is_told(found: Estimate) -> None:
     assert dict(report.details(found)) == {
         "peak": "forward, at block",
-        "step": "30 TFLOP, 4.2 kB sent within the node and 2.4 kB between nodes, by a device",
+        "step": "30 TFLOP, 4.2 kB sent within the node and 2.4 kB between nodes, per device",
         "save": "11.2 GiB, in 6 s at 2 GB/s",
     }
     offloaded = dict(report.details(estimate(("strategy=fsdp",), STEP, RUN, DEVICE, on_host=STATES)))
@@ -203,7 +203,9 @@ def test_the_answer_is_a_line(found: Estimate) -> None:
         "1.33 device-hours"
     )
     large = estimate(("strategy=fsdp",), STEP, RUN, DEVICE.with_memory(8))
-    assert report.answer(large, DEVICE) == "nothing fits; the least is fsdp, micro batch 2: 9.02 of 7.92 GiB on X"
+    assert (
+        report.answer(large, DEVICE) == "no strategy fits; the smallest is fsdp, micro batch 2: 9.02 of 7.92 GiB on X"
+    )
 
 
 def test_gpus_are_looked_at_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def test_a_plan_compares_strategies_on_devices_that_are_not_here(train: Train) -
     names = {one["words"][0] for one in plan["strategies"]}
     assert names >= {"strategy=ddp", "strategy=fsdp", "strategy=fsdp_grad_op", "strategy=fsdp_offload"}
     assert names >= {f"strategy=deepspeed_stage_{stage}{where}" for stage in (1, 2, 3) for where in ("", "_offload")}
-    assert "single is one device" in plan["refused"]["strategy=single"]
+    assert "single uses one device" in plan["refused"]["strategy=single"]
     assert all(one["fits"] and one["bound_by"] for one in plan["strategies"])
     (taken,) = (line for line in run.out.splitlines() if line.startswith("take"))
     assert f"{best}, micro batch 2: " in taken
@@ -90,7 +90,7 @@ def test_a_plan_says_which_values_it_has_guessed(train: Train) -> None:
     """The metric's counts, the loss in a list and the one that is asked for."""
     run = train("mode=plan", *ASKING, "strategy=ddp")
     (line,) = (line for line in run.out.splitlines() if line.startswith("guessed"))
-    assert "4 values that a micro batch asks tensors for, the first at " in line
+    assert "4 values that a micro batch reads from tensors, the first at " in line
     assert "tests/engine/planning/modules.py:" in line
     assert ", with guessed values" in next(line for line in run.out.splitlines() if line.startswith("take"))
     assert sum(_only(run)["guessed_values"].values()) == 4
@@ -99,9 +99,12 @@ def test_a_plan_says_which_values_it_has_guessed(train: Train) -> None:
 def test_of_a_model_that_waits_for_a_value_states_are_told(train: Train) -> None:
     model = ("model._target_=tests.engine.planning.modules.WaitsForAValue", ASKING[1])
     run = train("mode=plan", *model, "strategy=ddp", "plan.precisions=[32-true,bf16-true]")
-    assert "more than 1000 times, as a loop that ends by one: activations, time and traffic are not known" in run.out
+    assert (
+        "more than 1000 times, probably in a loop that depends on them: activations, time, traffic and what fits are "
+        "unknown" in run.out
+    )
     # 640 weights and 10 biases: 2600 bytes, as many of gradients, twice as many of Adam's state and two counters
-    told = "parameters 0.00248 MiB, gradients 0.00248 MiB, optimizer 0.00497 MiB: whole"
+    told = "parameters 0.00248 MiB, gradients 0.00248 MiB, optimizer 0.00497 MiB: in full"
     assert f"states     32-true: {told}" in run.out
     assert "states     bf16-true: parameters 0.00124 MiB, gradients 0.00124 MiB, optimizer 0.00249 MiB: " in run.out
 
@@ -127,7 +130,7 @@ def test_bad_input_gets_a_line_before_torch_is_imported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("~data", "model._target_=tests.engine.foreign.Late"), "a batch of the training data, and there are none"),
+        (("~data", "model._target_=tests.engine.foreign.Late"), "a batch of training data, and there is no"),
         ((*MODEL, "precision=bf16-mixed", "plan.device=v100"), "precision=bf16-mixed: V100 32 GB has no bfloat16, "),
         ((*MODEL, "plan.precisions=[16-mixed]", "strategy=ddp"), "precision=16-mixed is for GPUs"),
         ((*MODEL, "strategy=fsdp", "model.heads=3"), "a step of the model fails: "),
@@ -144,4 +147,4 @@ def test_what_is_found_once_torch_is_there_is_a_line(train: Train, words: tuple[
 def test_a_plan_is_made_by_one_process(train: Train) -> None:
     run = train("mode=plan", *MODEL, ranks=2, check=False)
     assert run.returncode == 2
-    assert "mode=plan is made by one process, and torchrun started this one beside others" in run.err
+    assert "mode=plan runs in a single process, but torchrun started several" in run.err

@@ -152,8 +152,8 @@ def test_traffic_is_that_of_the_step_without_its_questions(name: str) -> None:
 @pytest.mark.parametrize(
     ("asks", "told"),
     [
-        (lambda m, logits, loss, labels: {}[float(loss)], "with guesses of them fails: KeyError: 0.5"),
-        (lambda m, logits, loss, labels: torch.tensor([loss, loss]), r"has C\+\+ code read values"),
+        (lambda m, logits, loss, labels: {}[float(loss)], "fails with guessed ones: KeyError: 0.5"),
+        (lambda m, logits, loss, labels: torch.tensor([loss, loss]), r"reads tensor values in C\+\+ code"),
     ],
 )
 def test_what_guesses_do_not_lead_through_is_a_line(asks: Asks, told: str) -> None:

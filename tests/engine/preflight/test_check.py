@@ -15,45 +15,46 @@ from tests.engine.tiny import LANGUAGE_MODEL, TEXT
 
 Refusals = Callable[..., set[str]]
 NO_CHECKPOINT = (
-    "every checkpoint callback was removed, and Lightning would add one of its own; "
+    "every checkpoint callback was removed, and Lightning would add its default one; "
     "also set trainer.enable_checkpointing=false to train without checkpoints"
 )
 REFUSED = {
-    "global_batch_size=0": "global_batch_size 0 and micro_batch_size None: both count samples, so they are at least 1",
+    "global_batch_size=0": "global_batch_size 0 and micro_batch_size None: both are numbers of samples, and must be at "
+    "least 1",
     "strategy=ddp_spawn trainer.num_nodes=2": "strategy ddp_spawn starts processes on one node, "
     "and trainer.num_nodes=2; use strategy=ddp",
-    "trainer.num_nodes=2": "trainer.num_nodes=2: no launcher has started the processes of 2 nodes; start it by srun or "
-    "torchrun, and leave trainer.num_nodes out, or on each node by the same command with run_id=NAME cluster=manual "
-    "cluster.node_rank=N cluster.main_address=FIRST_NODE",
+    "trainer.num_nodes=2": "trainer.num_nodes=2: no launcher has started the processes of 2 nodes; start it with srun "
+    "or torchrun, and leave trainer.num_nodes out, or start it on each node by the same command with run_id=NAME "
+    "cluster=manual cluster.node_rank=N cluster.main_address=FIRST_NODE",
     "strategy=ddp_fork trainer.num_nodes=2": "strategy ddp_fork starts processes on one node, "
     "and trainer.num_nodes=2; use strategy=ddp",
-    "strategy=single trainer.devices=2": "strategy=single is one device, and 1 × 2 are asked for; use strategy=ddp",
-    "strategy=fsdp trainer.sync_batchnorm=true": "trainer.sync_batchnorm=true is for GPUs, as torch's synchronised "
-    "batch norm is; leave it out on CPUs",
+    "strategy=single trainer.devices=2": "strategy=single uses one device, but 1 × 2 are requested; use strategy=ddp",
+    "strategy=fsdp trainer.sync_batchnorm=true": "trainer.sync_batchnorm=true needs GPUs, because torch's "
+    "SyncBatchNorm does; leave it out on CPUs",
     "trainer.accelerator=gqu": "trainer.accelerator=gqu is unknown. Did you mean gpu? "
     "Choices: auto, gpu, cuda, mps, cpu, tpu",
     "trainer.accelerator=cpu trainer.devices=-1": "trainer.devices=-1 names GPUs, and the run is on the CPU; "
     "use a number of processes or auto",
     "trainer.accelerator=cpu precision=16-mixed": "precision=16-mixed is for GPUs, and Lightning would put bf16-mixed "
     "in its place; use that on the CPU",
-    "lr_scaling.rule=linear": "lr_scaling.rule=linear scales optimizer.lr, which nothing in model refers to; give the "
-    "model its rate by 'model.lr=${optimizer.lr}', or the name it has there, or leave lr_scaling out",
-    "trainer.accumulate_grad_batches=2": "trainer.accumulate_grad_batches follows from the batch: "
-    "set micro_batch_size, and leave it out",
-    "trainer.logger=false": "trainer.logger follows from the group logger: type logger=[default,mlflow] or "
-    "~logger.tensorboard, and leave it out",
+    "lr_scaling.rule=linear": "lr_scaling.rule=linear scales optimizer.lr, which nothing in model refers to; set the "
+    "model's rate with 'model.lr=${optimizer.lr}' (or the model's name for it), or leave lr_scaling out",
+    "trainer.accumulate_grad_batches=2": "trainer.accumulate_grad_batches is set by the batch: "
+    "set micro_batch_size instead",
+    "trainer.logger=false": "trainer.logger is set by the group logger: type logger=[default,mlflow] or "
+    "~logger.tensorboard instead",
     "mode=test": "mode=test needs ckpt_path=PATH of a checkpoint",
     "mode=test ckpt_path=nowhere.ckpt": "ckpt_path=nowhere.ckpt: there is no such file",
-    "run_id=mine mode=test ckpt_path=best": "ckpt_path=best is that of run_id=mine, which has none; type "
+    "run_id=mine mode=test ckpt_path=best": "ckpt_path=best refers to run_id=mine, which has no such file; type "
     "run_id=RUN_ID of the run that has it, or its path",
     "resume=nowhere.ckpt": "resume=nowhere.ckpt: there is no such file",
     "~callbacks.best_checkpoint ~callbacks.last_checkpoint": NO_CHECKPOINT,
     "logger=null": "callbacks.lr_monitor writes to a logger, and every logger was removed; "
     "also type ~callbacks.lr_monitor",
-    "cluster=torchrun trainer.devices=2": "cluster=torchrun, and torchrun did not start this process; "
-    "start it by torchrun --nproc-per-node=N train.py, or leave cluster out",
-    "cluster=slurm trainer.devices=2": "cluster=slurm, and slurm did not start this process; "
-    "start it by srun python train.py, or leave cluster out",
+    "cluster=torchrun trainer.devices=2": "cluster=torchrun, but torchrun did not start this process; "
+    "start it with torchrun --nproc-per-node=N train.py or leave cluster out",
+    "cluster=slurm trainer.devices=2": "cluster=slurm, but slurm did not start this process; "
+    "start it with srun python train.py or leave cluster out",
 }
 
 
@@ -146,7 +147,7 @@ UNREADABLE = "can't be read as a checkpoint"
 NO_CHECKPOINTS = {
     "mode=test ckpt_path=README.md": f"README.md {UNREADABLE}: README.md is damaged, or was not written by torch.save",
     "ckpt_path=notes": f"notes {UNREADABLE}: it has no SHA256SUMS, or a damaged one",
-    "ckpt_path=runs/mlp/done": "ckpt_path=runs/mlp/done: it is no checkpoint, and has some in it; type "
+    "ckpt_path=runs/mlp/done": "ckpt_path=runs/mlp/done: found a folder with checkpoints, expected a checkpoint; type "
     "ckpt_path=runs/mlp/done/checkpoints/last.ckpt",
     "resume=README.md": f"README.md {UNREADABLE}: README.md is damaged, or was not written by torch.save",
     "init_from=odd.safetensors": f"odd.safetensors {UNREADABLE}: Error while deserializing header: header too small",
@@ -222,8 +223,8 @@ def test_what_constructors_say_of_their_arguments_is_told_at_once(train: Train, 
 
 
 IN_A_LINE = {
-    "model._target_=constructors.Loose model.width=abc": "model.width=abc: found str, expected one like 64; Loose "
-    "gives it no type, and fails: TypeError: ",
+    "model._target_=constructors.Loose model.width=abc": "model.width=abc: found str, expected a value like 64; Loose "
+    "declares no type for it, and fails: TypeError: ",
     "model._target_=constructors.Lacking": "model._target_=constructors.Lacking: importing it fails: No module named "
     "'torchvison'\n",
     "model._target_=lacking.Model": "model._target_=lacking.Model: importing it fails: No module named 'torchvison'\n",

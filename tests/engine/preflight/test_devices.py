@@ -63,7 +63,7 @@ ABSENT = (
     (
         _trainer("auto", [0, 8]),
         EIGHT_GPUS,
-        "trainer.devices=[0, 8]: this machine has 8 GPUs, with numbers from 0; use one below 8",
+        "trainer.devices=[0, 8]: this machine has 8 GPUs, numbered from 0; use numbers below 8",
     ),
     (
         _trainer("cpu", [0]),
@@ -84,15 +84,17 @@ def test_a_device_that_is_not_there_is_refused_with_what_to_type(
     ("launcher", "advice"),
     [
         ("slurm", "use --ntasks-per-node=1, or --gpus-per-node=8 in place of --gpus-per-task"),
-        ("torchrun", "use --nproc-per-node=1, or let CUDA_VISIBLE_DEVICES name 8"),
-        ("env", "export LOCAL_WORLD_SIZE=1 and so many ranks, or let CUDA_VISIBLE_DEVICES name 8"),
+        ("torchrun", "use --nproc-per-node=1, or list 8 GPUs in CUDA_VISIBLE_DEVICES"),
+        ("env", "export LOCAL_WORLD_SIZE=1 and start that many ranks, or list 8 GPUs in CUDA_VISIBLE_DEVICES"),
     ],
 )
 def test_one_visible_gpu_a_task_is_told_to_its_launcher(launcher: str, advice: str) -> None:
     """The number of devices follows from the launcher's, so that another trainer.devices would be refused, too."""
     place = Placement(launcher, nodes=2, devices_per_node=8)
     started = f"{launcher} started 8 processes on each node, and this one sees 1 GPU"
-    assert list(devices.absent(_trainer("auto", 8), place, ONE_GPU)) == [f"{started}: each needs its own; {advice}"]
+    assert list(devices.absent(_trainer("auto", 8), place, ONE_GPU)) == [
+        f"{started}: each process needs its own GPU; {advice}"
+    ]
 
 
 @pytest.mark.parametrize("trainer", [_trainer("gpu", 8), _trainer("auto", [7]), _trainer("auto", "auto")])
@@ -108,7 +110,7 @@ def test_what_is_no_number_of_devices_is_refused(wanted: Any) -> None:
 
 def test_a_gpu_named_twice_is_refused() -> None:
     (told,) = devices.wrong_counts(_trainer("auto", [1, 1]))
-    assert told.startswith("trainer.devices=[1, 1]: a GPU is named twice")
+    assert told.startswith("trainer.devices=[1, 1]: a GPU is listed twice")
 
 
 def _told(target: str, accelerator: str, wanted: Any = 1) -> list[str]:
@@ -128,7 +130,7 @@ def test_processes_that_need_a_group_are_refused_on_apples_gpus(target: str) -> 
 @pytest.mark.parametrize("named", [[2, 3], "2,3"])
 def test_gpus_that_deepspeed_would_not_take_are_refused(named: Any) -> None:
     assert _told("DeepSpeed", "cuda", named) == [
-        f"trainer.devices={named}: DeepSpeed takes the first GPUs that it sees; export CUDA_VISIBLE_DEVICES=2,3, "
+        f"trainer.devices={named}: DeepSpeed uses the first visible GPUs; export CUDA_VISIBLE_DEVICES=2,3, "
         "and use trainer.devices=2"
     ]
     assert _told("DeepSpeed", "cuda", [0, 1]) == _told("DDP", "cuda", named) == []

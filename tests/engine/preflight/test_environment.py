@@ -18,7 +18,7 @@ from tests.engine.cluster.test_placement import BATCH_SHELL, EXPORTED, SRUN, TOR
 from tests.engine.config.mistaken import Answer, answers
 from tests.engine.conftest import PLAIN
 
-PORT = "expected a port from 1 to 65535; export one, or type unset MASTER_PORT"
+PORT = "expected a port from 1 to 65535; set a valid value, or type unset MASTER_PORT"
 FROM_0, FROM_1 = "expected a whole number from 0", "expected a whole number from 1"
 ALL = "export RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT for each process"
 RENDEZVOUS = "MASTER_ADDR=localhost MASTER_PORT=29500"
@@ -34,8 +34,8 @@ REFUSED = {
     "MASTER_PORT=": f"MASTER_PORT: found '', {PORT}",
     "MASTER_PORT=29500.5": f"MASTER_PORT: found '29500.5', {PORT}",
     "STANDALONE_PORT=x": "STANDALONE_PORT: found 'x', expected a port from 1 to 65535",
-    "MASTER_ADDR=": "MASTER_ADDR: found '', expected a host's name or address; export one, or type unset MASTER_ADDR",
-    "LOCAL_RANK=abc": f"LOCAL_RANK: found 'abc', {FROM_0}; export one, or type unset LOCAL_RANK",
+    "MASTER_ADDR=": "MASTER_ADDR: found '', expected a host's name or address; set a valid value, or type",
+    "LOCAL_RANK=abc": f"LOCAL_RANK: found 'abc', {FROM_0}; set a valid value, or type unset LOCAL_RANK",
     "LOCAL_RANK=-1": f"LOCAL_RANK: found '-1', {FROM_0}",
     "LOCAL_RANK=1": "LOCAL_RANK=1: there is no RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; type unset LOCAL_RANK, or",
     "LOCAL_RANK=0": "LOCAL_RANK=0: there is no RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
@@ -49,11 +49,11 @@ REFUSED = {
     f"{PAIR} RANK=2": "RANK=2 and WORLD_SIZE=2: export a RANK from 0 to 1",
     f"{PAIR} RANK=one": f"RANK: found 'one', {FROM_0}",
     "MASTER_ADDR=localhost WORLD_SIZE=2 RANK=0": "RANK=0 and WORLD_SIZE=2: there is no MASTER_PORT; export RANK, ",
-    f"{PAIR} RANK=1 LOCAL_RANK=0": "RANK=1 and LOCAL_RANK=0: 2 processes on each of 1 nodes are to be counted node by",
-    f"{AGENT} RANK=1": "RANK=1 and LOCAL_RANK=0: 2 processes on each of 1 nodes are to be counted node by node; start",
-    f"{TASK} SLURM_NODEID=1": "SLURM_PROCID=1 and SLURM_NODEID=1 and SLURM_LOCALID=1: 2 processes on each of 2 nodes a",
+    f"{PAIR} RANK=1 LOCAL_RANK=0": "RANK=1 and LOCAL_RANK=0: 2 processes on each of 1 nodes must be numbered node by",
+    f"{AGENT} RANK=1": "RANK=1 and LOCAL_RANK=0: 2 processes on each of 1 nodes must be numbered node by node; start",
+    f"{TASK} SLURM_NODEID=1": "SLURM_PROCID=1 and SLURM_NODEID=1 and SLURM_LOCALID=1: 2 processes on each of 2 nodes m",
     f"{PAIR} RANK=0 LOCAL_WORLD_SIZE=3": "LOCAL_WORLD_SIZE=3 and WORLD_SIZE=2: a node can't have more processes than",
-    f"{RENDEZVOUS} WORLD_SIZE=3 RANK=0 LOCAL_WORLD_SIZE=2": "env started 3 (here 2) processes on 1 nodes, and each mus",
+    f"{RENDEZVOUS} WORLD_SIZE=3 RANK=0 LOCAL_WORLD_SIZE=2": "env started 3 (here 2) processes on 1 nodes, but each nod",
     "NODE_RANK=x": f"NODE_RANK: found 'x', {FROM_0}",
     "NODE_RANK=1": "NODE_RANK=1: there is no MASTER_ADDR, MASTER_PORT; export them on each node, or type unset NODE_RA",
     f"{RENDEZVOUS} NODE_RANK=1": "NODE_RANK=1 and trainer.num_nodes=1: found a rank that is not in this run",
@@ -65,22 +65,22 @@ REFUSED = {
     "SLURM_PROCID=x": f"SLURM_PROCID: found 'x', {FROM_0}",
     "JSM_NAMESPACE_RANK=1": "JSM_NAMESPACE_RANK=1: jsrun started no other process of this run; type unset JSM_",
     "SLURM_STEP_NUM_TASKS=4": "SLURM_STEP_NUM_TASKS=4: there is no SLURM_STEP_NUM_NODES, SLURM_PROCID, SLURM_LOCALID, "
-    "SLURM_NODEID, SLURM_NTASKS; start it by srun python train.py, or type unset SLURM_STEP_NUM_TASKS",
+    "SLURM_NODEID, SLURM_NTASKS; start it with srun python train.py, or type unset SLURM_STEP_NUM_TASKS",
     "SLURM_STEP_NUM_TASKS=many": f"SLURM_STEP_NUM_TASKS: found 'many', {FROM_1}",
     "SLURM_STEP_NUM_NODES=0": f"SLURM_STEP_NUM_NODES: found '0', {FROM_1}",
-    f"{TASK} SLURM_NTASKS=8": "SLURM_NTASKS=8 and SLURM_STEP_NUM_TASKS=4: srun makes both the same; start it by srun ",
+    f"{TASK} SLURM_NTASKS=8": "SLURM_NTASKS=8 and SLURM_STEP_NUM_TASKS=4: srun sets both to the same value; start",
     f"{TASK} SLURM_PROCID=4": "SLURM_PROCID=4 and SLURM_STEP_NUM_TASKS=4: export a SLURM_PROCID from 0 to 3",
-    f"{TASK} SLURM_STEP_NUM_NODES=5": "SLURM_STEP_NUM_NODES=5 and SLURM_STEP_NUM_TASKS=4: a node has one task or more",
-    f"{TASK} SLURM_STEP_NUM_NODES=3": "slurm started 4 processes on 3 nodes, and each must have as many as the others",
-    f"{TASK} SLURM_JOB_ID=abc": "SLURM_JOB_ID=abc: expected a number, from which the port follows",
-    STEP: "SLURM_STEP_NUM_NODES=2: there is no SLURM_NODELIST, which names the first",
-    "SLURM_ARRAY_JOB_ID=7": "SLURM_ARRAY_JOB_ID=7: there is no SLURM_ARRAY_TASK_ID, which an array's tasks have; type",
+    f"{TASK} SLURM_STEP_NUM_NODES=5": "SLURM_STEP_NUM_NODES=5 and SLURM_STEP_NUM_TASKS=4: a node has at least one task",
+    f"{TASK} SLURM_STEP_NUM_NODES=3": "slurm started 4 processes on 3 nodes, but each node must have the same number",
+    f"{TASK} SLURM_JOB_ID=abc": "SLURM_JOB_ID=abc: expected a number, which determines the port",
+    STEP: "SLURM_STEP_NUM_NODES=2: there is no SLURM_NODELIST, for the first node",
+    "SLURM_ARRAY_JOB_ID=7": "SLURM_ARRAY_JOB_ID=7: there is no SLURM_ARRAY_TASK_ID, which each task of an array has",
     "TORCHELASTIC_RUN_ID=none": "TORCHELASTIC_RUN_ID=none: there is no RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, "
-    "MASTER_PORT; start it by torchrun --nproc-per-node=N train.py, or type unset TORCHELASTIC_RUN_ID",
+    "MASTER_PORT; start it with torchrun --nproc-per-node=N train.py, or type unset TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE=True": "TORCHELASTIC_USE_AGENT_STORE=True: torchrun did not start this process; type",
     f"{AGENT} LOCAL_RANK=2": "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2: export a LOCAL_RANK from 0 to 1",
     f"{AGENT} GROUP_RANK=2 GROUP_WORLD_SIZE=2": "GROUP_RANK=2 and GROUP_WORLD_SIZE=2: export a GROUP_RANK from 0 to 1",
-    "OMP_NUM_THREADS=abc": "OMP_NUM_THREADS: found 'abc', expected a number of threads from 1; export one, or type uns",
+    "OMP_NUM_THREADS=abc": "OMP_NUM_THREADS: found 'abc', expected a number of threads from 1; set a valid value, or",
     "OMP_NUM_THREADS=0": "OMP_NUM_THREADS: found '0', expected a number of threads from 1",
     "CUDA_VISIBLE_DEVICES=all": "CUDA_VISIBLE_DEVICES: found 'all', expected numbers of GPUs such as 0,1, or their UUI",
     "CUDA_VISIBLE_DEVICES=0;1": "CUDA_VISIBLE_DEVICES: found '0;1', expected numbers of GPUs such as 0,1, or their UUI",
@@ -203,12 +203,12 @@ PAIRS = {  # torch, torchvision and the torch that it requires
     ("2.13.0", "0.28.0", "2.13.0"): None,
     ("2.13.0+cpu", "0.28.0+cpu", "2.13.0"): None,
     ("2.8.0a0+34c6371d24.nv25.8", "0.23.0a0+428a54c9", "2.8.0"): None,
-    ("2.13.0+cpu", "0.28.0", "2.13.0"): "torchvision 0.28.0 is built for a torch of PyPI, and torch 2.13.0+cpu is "
-    "installed; type pip install --force-reinstall --no-deps 'torchvision==0.28.*' "
+    ("2.13.0+cpu", "0.28.0", "2.13.0"): "torchvision 0.28.0 is built for the PyPI build of torch, but torch "
+    "2.13.0+cpu is installed; type pip install --force-reinstall --no-deps 'torchvision==0.28.*' "
     "--index-url https://download.pytorch.org/whl/cpu",
-    ("2.13.0", "0.28.0+cu130", "2.13.0"): "torchvision 0.28.0+cu130 is built for a torch of cu130, and torch 2.13.0 is "
-    "installed; type pip install --force-reinstall --no-deps 'torchvision==0.28.*'",
-    ("2.13.0", "0.27.1", "2.12.1"): "torchvision 0.27.1 is built for torch 2.12.1, and torch 2.13.0 is installed; type "
+    ("2.13.0", "0.28.0+cu130", "2.13.0"): "torchvision 0.28.0+cu130 is built for the cu130 build of torch, but torch "
+    "2.13.0 is installed; type pip install --force-reinstall --no-deps 'torchvision==0.28.*'",
+    ("2.13.0", "0.27.1", "2.12.1"): "torchvision 0.27.1 is built for torch 2.12.1, but torch 2.13.0 is installed; type "
     "pip install --force-reinstall --no-deps 'torchvision==0.28.*'",
 }
 
@@ -222,4 +222,4 @@ def test_a_torchvision_of_another_torch_is_told_in_a_line(torch: str, torchvisio
 
 def test_packages_beyond_what_the_engine_is_for_are_told() -> None:
     told = versions.unmet(["torch<2.1,>=2", "torch>=2", "a-package-of-no-one>=9", "torch<1; extra == 'x'"])
-    assert told == [f"torch {version('torch')}, and this engine is for torch<2.1,>=2"]
+    assert told == [f"torch {version('torch')}, expected torch<2.1,>=2"]

@@ -24,16 +24,16 @@ COMBINATIONS = {  # the words, and the groups that nobody reads there; those of 
     "a rate that refers to one": ((*PLAIN, "model.lr=${optimizer.lr}"), {"optimizer but lr", "scheduler"}),
 }
 TOLD = {
-    "optimizer.lr=0.01": "optimizer.lr: PlainModel takes no optimizer; its own: model.lr, model.width, model.dropout, "
-    "model.eps, model.halved",
-    "optimizer=sgd scheduler.decay=linear": "optimizer: PlainModel takes no optimizer; its own: model.lr, model.width, "
-    "model.dropout, model.eps, model.halved\n"
-    "scheduler.decay: PlainModel takes no scheduler; its own: model.lr, model.width, model.dropout, model.eps, "
+    "optimizer.lr=0.01": "optimizer.lr: PlainModel takes no optimizer; its arguments: model.lr, model.width, "
+    "model.dropout, model.eps, model.halved",
+    "optimizer=sgd scheduler.decay=linear": "optimizer: PlainModel takes no optimizer; its arguments: model.lr, "
+    "model.width, model.dropout, model.eps, model.halved\n"
+    "scheduler.decay: PlainModel takes no scheduler; its arguments: model.lr, model.width, model.dropout, model.eps, "
     "model.halved",
-    "+depth=3": "depth: nothing refers to it, as by ${depth}; leave it out",
+    "+depth=3": "depth: nothing refers to it, for example by ${depth}; leave it out",
     "+depth=3 model.width=${depth}": "",
-    "dry_run.steps=3": "dry_run.steps: nothing reads it without mode=dry_run",
-    "lr_scaling.reference_batch_size=3": "lr_scaling.reference_batch_size: nothing reads it without "
+    "dry_run.steps=3": "dry_run.steps: it has no effect without mode=dry_run",
+    "lr_scaling.reference_batch_size=3": "lr_scaling.reference_batch_size: it has no effect without "
     "lr_scaling.rule=linear or sqrt",
     "~optimizer": "",
 }

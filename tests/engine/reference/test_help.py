@@ -40,7 +40,7 @@ def test_all_of_it_fits_on_a_screen_and_leaves_out_no_group_and_no_key(monkeypat
     assert max(map(len, lines)) <= 120
     first = {line.strip().partition("=")[0].partition(".")[0] for line in lines if line.startswith("  ")}
     assert set(groups(CONF)) <= first
-    assert "Besides:" not in lines
+    assert "Other:" not in lines
     assert {key.path for key in config(CONF).keys if "." not in key.path} <= first
 
 

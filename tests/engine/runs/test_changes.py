@@ -46,11 +46,11 @@ SAME = {**BEFORE, "model": {**BEFORE["model"], "optimizer": "${optimizer}"}}
         ),
         (
             {**SAME, "optimizer": {"lr": 3e-4, "betas": [0.9, 0.95]}, "seed": 2},
-            "~optimizer.fused (was false), seed=2 (was not there)",
+            "~optimizer.fused (was false), seed=2 (was not set)",
         ),
         (
             {**SAME, "a": 1, "b": 2, "c": 3, "d": 4},
-            "a=1 (was not there), b=2 (was not there), c=3 (was not there) and 1 more",
+            "a=1 (was not set), b=2 (was not set), c=3 (was not set) and 1 more",
         ),
     ],
 )
@@ -71,7 +71,7 @@ def test_a_run_that_goes_on_says_what_it_has_otherwise(train: Train) -> None:
     first = train(*run, "trainer.max_steps=2")
     finished = train(*run, "trainer.max_steps=2", "model.lr=0.01", folder=first.folder)
     assert finished.out.startswith(
-        "finished   fit and test have ended at step 2, and model.lr=0.01 (was 0.05) changes nothing; "
+        "finished   fit and test have ended at step 2, and model.lr=0.01 (was 0.05) has no effect; "
     )
     gone_on = train(*run, "trainer.max_steps=4", "model.lr=0.01", folder=first.folder)
     resumes = "resumes    runs/plainmodel/mine/checkpoints/step_2.ckpt, at step 2"

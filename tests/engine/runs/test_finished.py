@@ -42,7 +42,7 @@ def test_a_harmed_note_of_the_end_is_passed_over(
     assert finished.before(CFG, run)
     (tmp_path / "ended.json").write_bytes(content)
     assert not finished.before(CFG, run)
-    assert caplog.text.count("ended.json can't be read; the run looks at its checkpoints instead\n") == 1
+    assert caplog.text.count("ended.json can't be read; the run uses its checkpoints instead\n") == 1
 
 
 def test_a_directory_in_its_place_is_passed_over_and_kept(train: Train) -> None:
@@ -53,6 +53,6 @@ def test_a_directory_in_its_place_is_passed_over_and_kept(train: Train) -> None:
     again = train(*RUN, folder=first.folder)
     assert "resumes    runs/plainmodel/mine/checkpoints/step_2.ckpt, at step 2\n" in again.out
     assert again.column("test/loss") == first_test
-    assert again.out.count("can't be read; the run looks at its checkpoints instead\n") == 1
+    assert again.out.count("can't be read; the run uses its checkpoints instead\n") == 1
     assert (again.err, (first.run_dir / "ended_1.json").is_dir()) == ("", True)
     assert "finished   fit and test have ended at step 2;" in train(*RUN, folder=first.folder).out

@@ -146,7 +146,7 @@ def test_what_a_dead_process_has_forked_is_waited_for(tmp_path: Path, caplog: py
         lock.take(tmp_path / "run", on_lost=_never).release()
     lock.log.removeHandler(handler)
     told = (tmp_path / "waited_for").read_text()
-    assert told.startswith(f"waiting    for what is left of process {parent.process.pid} on ")
+    assert told.startswith(f"waiting    for remaining child processes of process {parent.process.pid} on ")
 
 
 def test_a_holder_in_a_container_of_this_machine_is_seen(takers: list[Taker], tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_holder_learns_that_a_node_of_its_torchrun_is_in_another_group(
         with pytest.raises(Refused, match="give this run another run_id"):
             lock.take(tmp_path, _never, environ=environ)
     assert not asked.wait(0.5)
-    with pytest.raises(Refused, match=f"process {os.getpid()} on .* of the same torchrun; they meet again"):
+    with pytest.raises(Refused, match=f"process {os.getpid()} on .* from the same torchrun job; the nodes"):
         lock.take(tmp_path, _never, environ=mine)
     assert asked.wait(300)
     held.release()
@@ -244,7 +244,7 @@ def test_a_holder_that_stood_still_learns_that_it_was_taken_over(
     while not told:
         time.sleep(0.05)
     assert told == [
-        "process 17 on far, since 2026-11-21 10:00:00 has taken the run directory over, and this process ends"
+        "process 17 on far, since 2026-11-21 10:00:00 has taken over the run directory, so this process ends"
     ]
     held.release()
     assert path.exists(), "it is the other's"

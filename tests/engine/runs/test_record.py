@@ -102,7 +102,8 @@ def test_a_directory_where_a_file_goes_is_refused_and_none_is_replaced(
 
 def _told(name: str, what: str) -> str:
     return (
-        f"error: runs/plain/mine/{name} is {what}, expected a file of the run's own; put a copy there, or remove it\n"
+        f"error: runs/plain/mine/{name} is {what}, expected a regular file with one hard link; put a copy there, or "
+        "remove it\n"
     )
 
 
@@ -111,7 +112,7 @@ def test_what_leads_out_of_the_run_directory_is_refused_and_left_as_it_is(
     name: str, copied: Finished, train: Train
 ) -> None:
     others = copied.folder / "others"
-    kinds = {"a link": Path.symlink_to, "a file with another name elsewhere": Path.hardlink_to, "a pipe": _mkfifo}
+    kinds = {"a link": Path.symlink_to, "a file with several hard links": Path.hardlink_to, "a pipe": _mkfifo}
     for what, make in kinds.items():
         others.write_text("of somebody else")
         (copied.run_dir / name).unlink(missing_ok=True)

@@ -51,7 +51,7 @@ def test_a_job_that_lost_a_node_goes_on_with_the_rest(
     (checkout / "lost").touch()
     assert job.wait() == "COMPLETED", job.output()
     assert job.details()["Restarts"] == "0"
-    assert "lost       node3: goes on with 2 of 3 nodes" in job.output()
+    assert "lost       node3: continues with 2 of 3 nodes" in job.output()
     assert re.search(r"^world      3 nodes × 1 → 2 nodes × 1 at step \d+: lost node3$", job.output(), re.MULTILINE)
     run = Finished(0, job.output(), "", checkout, job.id)
     for metric in ("train/loss", "val/loss", "test/loss"):
@@ -66,7 +66,7 @@ JOBS = {
     "headless": ("multinode.sh", {"nodes": "1-2", "exclude": "node1,node4"}),  # whose script node2 runs
 }
 SITE = "[[ $SLURM_JOB_NAME != waits ]] || min_nodes=2\n"
-WENT_ON = "lost       node2: goes on with 1 of 2 nodes"
+WENT_ON = "lost       node2: continues with 1 of 2 nodes"
 # a train.py for so many nodes or a multiple of them, whose tasks end when one is lost, as ranks do
 TRAIN = """
 import os, pathlib, sys, time

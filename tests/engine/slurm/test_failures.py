@@ -36,7 +36,7 @@ def test_the_job_of_a_lost_node_ends_and_names_it(
         slurm_cluster.boot(4)  # so soon that Slurm takes the node for one that was never away
     try:
         if fault == "cut":
-            job.until(lambda: "lost       node4: goes on with 1 of 2 nodes" in job.output())
+            job.until(lambda: "lost       node4: continues with 1 of 2 nodes" in job.output())
             slurm_cluster.run("scancel", job.id)
         assert job.wait() in ("FAILED", "NODE_FAIL", "CANCELLED")
     finally:

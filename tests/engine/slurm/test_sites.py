@@ -69,9 +69,9 @@ def test_a_job_says_which_python_it_takes(slurm_cluster: Cluster, tmp_path: Path
         (site, f"VIRTUAL_ENV={tmp_path}/mine"): ("own/bin/python -u", "python of slurm/site.sh"),
         (checkout, f"VIRTUAL_ENV={tmp_path}/mine"): (
             "mine/bin/python",
-            "the virtual environment that sbatch was typed in",
+            "the virtual environment active when sbatch ran",
         ),
-        (checkout, f"{conda}=mine"): ("conda/bin/python", "the conda environment that sbatch was typed in"),
+        (checkout, f"{conda}=mine"): ("conda/bin/python", "the conda environment active when sbatch ran"),
         (checkout, f"{conda}=base"): ("checkout/.venv/bin/python", ".venv of the checkout"),
     }
     submitted = {
@@ -132,11 +132,11 @@ def test_a_python_that_is_not_there_is_a_line_as_is_what_site_sh_prints(slurm_cl
 
 
 REFUSED = {
-    "--gpus=3": "found --gpus=3 over 2 nodes, and each node must have as many; use --gpus-per-node=N",
-    "--ntasks=3": "found 3 tasks on 2 nodes, and each node must have as many; use --ntasks-per-node=N",
-    "--partition=large --nodelist=node4,node5": "found GPUs 2 on node4, 4 on node5, and each node must have as many; "
-    "use --gpus-per-node=N, or --constraint",
-    "--nodes=1 : --nodes=1": 'found a job of 2 components, and a run has one; submit it without ":"',
+    "--gpus=3": "found --gpus=3 over 2 nodes, but each node must have the same number; use --gpus-per-node=N",
+    "--ntasks=3": "found 3 tasks on 2 nodes, but each node must have the same number; use --ntasks-per-node=N",
+    "--partition=large --nodelist=node4,node5": "found GPUs 2 on node4, 4 on node5, but each node must have the "
+    "same number; use --gpus-per-node=N, or --constraint",
+    "--nodes=1 : --nodes=1": 'found a job of 2 components, but a run needs one; submit it without ":"',
 }
 PASSED_ON = {
     "--partition=large --constraint=large --nodes=1": "--nodes=1 --ntasks=4",
@@ -168,7 +168,7 @@ def test_a_job_that_is_not_to_be_started_again_says_so(slurm_cluster: Cluster, t
     with_site(tmp_path, "srun() { return 3; }\n")
     job = submit(slurm_cluster, SLURM / "single.sh", cwd=tmp_path, gpus_per_node=0, no_requeue=True)
     assert (job.wait(), job.details()["ExitCode"]) == ("FAILED", "3:0")
-    assert job.printed() == "failed with exit code 3: not started again, by --no-requeue\n"
+    assert job.printed() == "failed with exit code 3: not requeued, because of --no-requeue\n"
 
 
 def test_a_copy_of_a_script_is_refused(slurm_cluster: Cluster, tmp_path: Path) -> None:
@@ -178,5 +178,6 @@ def test_a_copy_of_a_script_is_refused(slurm_cluster: Cluster, tmp_path: Path) -
     assert (job.wait(), job.details()["ExitCode"]) == ("FAILED", "2:0")
     told = (tmp_path / f"slurm-{job.id}.out").read_text()
     assert told == (
-        f"error: found no job.sh in {tmp_path}; submit the script where it is, by sbatch CHECKOUT/slurm/NAME.sh\n"
+        f"error: found no job.sh in {tmp_path}; submit the script inside its checkout, with sbatch "
+        "CHECKOUT/slurm/NAME.sh\n"
     )

@@ -62,7 +62,7 @@ def test_powersgd_starts_at_the_step_it_is_told(fits: Fits) -> None:
     assert max(differences[:11]) <= 1e-5 < differences[11]  # the 11th gradient is seen in the 12th loss
     assert math.isfinite(found[19])
     assert found[19] < found[0] - 1
-    assert run.told.count("PowerSGD changes the gradients, and the errors it carries on are not saved in check") == 1
+    assert run.told.count("PowerSGD approximates gradients, and its accumulated errors are not saved in check") == 1
 
 
 def test_unused_parameters_are_named_with_what_to_type(fits: Fits) -> None:
@@ -70,8 +70,8 @@ def test_unused_parameters_are_named_with_what_to_type(fits: Fits) -> None:
         fits(replace(UNUSED, strategy="ddp"), 2)
     assert isinstance(failed.value.error, Refused)
     assert str(failed.value.error) == (
-        "spare.weight, spare.bias took no part in the loss, and ddp waits for every gradient; freeze what is "
-        "not used (requires_grad=False), or type trainer.strategy.find_unused_parameters=true"
+        "spare.weight, spare.bias did not contribute to the loss, but ddp waits for every gradient; freeze "
+        "unused parameters (requires_grad=False), or type trainer.strategy.find_unused_parameters=true"
     )
 
 

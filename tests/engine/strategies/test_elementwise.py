@@ -105,21 +105,21 @@ def test_so_are_those_with_options_that_ask_for_a_device() -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_are_refused_in_pieces(name: str) -> None:
-    with pytest.raises(Refused, match=f"{name} does not change each element by itself"):
+    with pytest.raises(Refused, match=f"{name} does not update each element independently"):
         refuse_in_pieces(made(name), "fsdp1")
 
 
 @pytest.mark.parametrize("lr", [1.0, 0.1, 0.001])
 @pytest.mark.parametrize("options", [{}, {"line_search_fn": "strong_wolfe"}, {"max_iter": 4}], ids=str)
 def test_no_problem_is_solved_by_lbfgs_and_taken_for_elementwise(lr: float, options: dict[str, Any]) -> None:
-    with pytest.raises(Refused, match="LBFGS does not change each element by itself"):
+    with pytest.raises(Refused, match="LBFGS does not update each element independently"):
         refuse_in_pieces(optim.LBFGS([torch.nn.Parameter(torch.zeros(4, 6))], lr=lr, **options), "DeepSpeed")
 
 
 def test_what_a_group_alone_asks_for_is_refused_in_pieces() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(4, 6)) for _ in range(2)]
     refuse_in_pieces(Lars(parameters), "fsdp1")
-    with pytest.raises(Refused, match="Lars does not change each element by itself"):
+    with pytest.raises(Refused, match="Lars does not update each element independently"):
         refuse_in_pieces(Lars([{"params": parameters[:1]}, {"params": parameters[1:], "weight_decay": 0.1}]), "fsdp1")
 
 
@@ -127,7 +127,7 @@ def test_groups_are_tried_at_the_rate_before_a_schedule_begins_at_0() -> None:
     optimizer = Lars([torch.nn.Parameter(torch.zeros(4, 6))], weight_decay=0.1)
     optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     assert optimizer.param_groups[0]["lr"] == 0
-    with pytest.raises(Refused, match="Lars does not change each element by itself"):
+    with pytest.raises(Refused, match="Lars does not update each element independently"):
         refuse_in_pieces(optimizer, "fsdp1")
 
 
@@ -143,7 +143,7 @@ def test_groups_that_differ_by_element_are_taken_and_stay_as_they_were() -> None
 
 
 def test_an_estimate_that_acts_from_the_third_step_on_is_refused_in_pieces() -> None:
-    with pytest.raises(Refused, match="Estimating does not change each element by itself"):
+    with pytest.raises(Refused, match="Estimating does not update each element independently"):
         refuse_in_pieces(Estimating([torch.nn.Parameter(torch.zeros(4, 6))]), "fsdp1")
 
 
@@ -173,8 +173,8 @@ def test_a_run_that_would_train_otherwise_is_refused(strategy: str, fits: Fits) 
         pytest.importorskip("deepspeed")
     name = "fsdp1" if strategy == "fsdp1" else "DeepSpeed"
     assert _refusal(LAMB, strategy, fits) == (
-        f"Lamb does not change each element by itself, and {name} gives each device flat pieces of parameters, "
-        "with which it would train otherwise; use strategy=ddp or fsdp"
+        "Lamb does not update each element independently, so it would train differently with the flat shards of "
+        f"{name}; use strategy=ddp or fsdp"
     )
 
 

@@ -47,6 +47,6 @@ def test_what_is_frozen_in_training_step_is_told(strategy: str, fits: Fits) -> N
         fits(replace(IN_STEP, strategy=strategy))
     assert isinstance(failed.value.error, Refused)
     assert str(failed.value.error) == (
-        "requires_grad of net.0.weight, net.0.bias is set within step 2, for which gradients are already laid "
-        "out; set it in on_train_batch_start, at the step's first batch"
+        "requires_grad of net.0.weight, net.0.bias is changed within step 2, after its gradients were set "
+        "up; set it in on_train_batch_start, at the step's first batch"
     )

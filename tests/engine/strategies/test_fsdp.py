@@ -197,7 +197,7 @@ OPTIONS = ("auto_wrap_policy=[Attention,MLP] cpu_offload=true", "mixed_precision
 def test_every_option_of_fsdp1_keeps_the_losses(option: str, fits: Fits) -> None:
     (alone,), run = fits(LANGUAGE), fits(replace(LANGUAGE, strategy=f"fsdp1 {option}"), 2)[0]
     assert largest_difference(run, alone) <= 1e-5
-    assert run.told.count("fsdp1 is torch's older FSDP, which it is giving up; strategy=fsdp is its successor") == 1
+    assert run.told.count("fsdp1 is torch's older FSDP, which is deprecated; strategy=fsdp is its successor") == 1
 
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD"}
@@ -211,13 +211,13 @@ def _request(ranks: int = 4, precision: str = "32-true", **strategy: object) -> 
 @pytest.mark.parametrize(
     ("request_", "line"),
     [
-        (_request(shard_size=2), "trainer.strategy.shard_size is HYBRID_SHARD's; use strategy=fsdp_hybrid"),
+        (_request(shard_size=2), "trainer.strategy.shard_size is an option of HYBRID_SHARD; use strategy=fsdp_hybrid"),
         (_request(**HYBRID, shard_size=3), "shard_size=3 does not divide 4 devices; use one of 1, 2, 4"),
         (_request(2, **HYBRID), "HYBRID_SHARD over one device of each node shards nothing"),
-        (_request(param_dtype="bfloat16", precision="bf16-mixed"), "both say what to compute in"),
-        (_request(param_dtype="float32", precision="bf16-true"), "both say what to compute in"),
-        (_request(precision="16-mixed"), "does not scale the loss as 16-mixed needs it; use precision=bf16-mixed"),
-        (_request(accumulate_gradients="within_replica"), ".accumulate_gradients=within_replica is HYBRID_SHARD's"),
+        (_request(param_dtype="bfloat16", precision="bf16-mixed"), "both set the dtype to compute in"),
+        (_request(param_dtype="float32", precision="bf16-true"), "both set the dtype to compute in"),
+        (_request(precision="16-mixed"), "does not scale the loss, which 16-mixed needs; use precision=bf16-mixed"),
+        (_request(accumulate_gradients="within_replica"), ".accumulate_gradients=within_replica needs HYBRID_SHARD"),
         (_request(prefetch=0), "trainer.strategy.prefetch=0: it counts units, so use 1 or more, or leave it out"),
     ],
     ids=["shard_size", "uneven", "nothing", "two precisions", "also two", "16-mixed", "within_replica", "prefetch"],
@@ -247,7 +247,7 @@ def test_an_average_within_a_step_is_told_where_to_make_it(fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
         fits(replace(AVERAGED, module=AveragedInStep, strategy="fsdp units=[Linear]"), 2)
     told = failure_of(Rank(0, 2, "here", 1), failed.value.error).line
-    assert told.endswith("; compute with it in a hook, as on_train_batch_end, or use strategy=ddp")
+    assert told.endswith("; compute with it in a hook such as on_train_batch_end, or use strategy=ddp")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])

@@ -14,8 +14,8 @@ from tests.night import at_night
 
 RUN = (PLAIN_DATA, *NO_CHECKPOINTS, "trainer.accelerator=cpu", "trainer.num_sanity_val_steps=0", "global_batch_size=24")
 TOLD = (
-    "self.all_gather gets from 18 to 19 rows of a rank; where there are fewer, the last is repeated, as Lightning's "
-    "own sampler repeats samples\n"
+    "self.all_gather: ranks have from 18 to 19 rows; shorter tensors are padded by repeating their last row, as "
+    "Lightning's sampler repeats samples\n"
 )
 
 
@@ -67,8 +67,8 @@ def test_other_shapes_are_refused_in_a_line(train: Train) -> None:
     run = train(model, *RUN, "trainer.max_steps=1", "strategy=ddp", ranks=2, check=False)
     assert (run.returncode, run.err) == (
         2,
-        "error: self.all_gather: rank 0 has a tensor of shape (3, 2), rank 1 one of (3, 3); ranks may differ in the "
-        "first dimension alone, that of samples\n",
+        "error: self.all_gather: rank 0 has a tensor of shape (3, 2), rank 1 one of (3, 3); shapes may differ only in "
+        "the first dimension, the samples\n",
     )
 
 

@@ -126,7 +126,7 @@ def test_a_models_losses_are_compiled_with_its_blocks(units: list[str] | None, i
 
 
 def test_float8_is_refused_where_it_has_no_package_or_no_card(tmp_path: Path) -> None:
-    found = "torchao, which is not installed" if find_spec("torchao") is None else "is for NVIDIA's GPUs"
+    found = "torchao, which is not installed" if find_spec("torchao") is None else "needs an NVIDIA GPU"
     with pytest.raises(Refused, match=rf"callbacks.float8 .*{found}.*leave out callbacks.float8"):
         fitted([Float8()], tmp_path, max_steps=1)
 

@@ -31,6 +31,6 @@ def test_another_word_is_refused(train: Train) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_says_once_what_it_would_gain(train: Train) -> None:
-    told = "matmul_precision=high takes TF32"
+    told = "matmul_precision=high uses TF32"
     assert train(*SHORT, "trainer.accelerator=gpu").out.count(told) == (torch.cuda.get_device_capability() >= (8, 0))
     assert told not in train(*SHORT, "trainer.accelerator=gpu", "matmul_precision=high").out

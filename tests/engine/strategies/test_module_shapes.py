@@ -31,14 +31,14 @@ FINDS_UNUSED = "ddp find_unused_parameters=true"
 STRATEGIES = ("ddp", "fsdp", "fsdp_grad_op", "fsdp1", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3)))
 
 _DDP = (
-    "{} took no part in the loss, and ddp waits for every gradient; freeze what is not used (requires_grad=False), or "
-    "type trainer.strategy.find_unused_parameters=true"
+    "{} did not contribute to the loss, but ddp waits for every gradient; freeze unused parameters "
+    "(requires_grad=False), or type trainer.strategy.find_unused_parameters=true"
 )
 _STEPPED = (
-    "{} took no part in the loss of step {}, and DeepSpeed also updates what has no gradient; freeze what is not used "
-    "(requires_grad=False), or use strategy=fsdp"
+    "{} did not contribute to the loss of step {}, but DeepSpeed also updates parameters without a gradient; freeze "
+    "unused ones (requires_grad=False), or use strategy=fsdp"
 )
-_ONE_DTYPE = "{} is of {}, and DeepSpeed keeps all parameters in one real dtype; use strategy=fsdp or ddp"
+_ONE_DTYPE = "{} has dtype {}, but DeepSpeed needs one real dtype for all parameters; use strategy=fsdp or ddp"
 _OF_DEEPSPEED = {
     "Branch": _STEPPED.format("side.bias, side.weight", 1),
     "BranchOfUnits": _STEPPED.format(
@@ -49,11 +49,14 @@ _OF_DEEPSPEED = {
     "TwoDtypes": _ONE_DTYPE.format("out.weight", "torch.float64"),
     "HalfBlocks": _ONE_DTYPE.format("net.blocks.0.norm.weight", "torch.bfloat16"),
     "FreezingInGroup": (
-        "net.blocks.1.norm.weight was trained in 0 steps and net.wte.weight, in the same group of the optimizer, in 1, "
-        "and DeepSpeed counts the steps of a group; give each a group of its own, or use strategy=fsdp"
+        "net.blocks.1.norm.weight was trained in 0 steps and net.wte.weight, in the same parameter group, in 1, but "
+        "DeepSpeed counts steps per group; put them in separate groups, or use strategy=fsdp"
     ),
 }
-_UNSENT = "{} is of {}, which gloo of torch %s can't send as ddp does; give it another dtype, or use strategy=fsdp"
+_UNSENT = (
+    "{} has dtype {}, which gloo of torch %s can't broadcast, as ddp has to; give it another dtype, or use "
+    "strategy=fsdp"
+)
 _UNSENT %= torch.__version__
 _OF_TORCH_2_8 = {
     "Buffers": _UNSENT.format("turn", "torch.complex64"),

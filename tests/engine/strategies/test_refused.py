@@ -24,16 +24,16 @@ OPTIONS = {
     "expected gloo, mpi, nccl, null. Did you mean nccl?",
     "ddp comm_hook=fp8": "trainer.strategy.comm_hook=fp8: found str, expected bf16, fp16, powersgd, null. "
     "Did you mean fp16?",
-    "ddp start_powerSGD_iter=9": "trainer.strategy.start_powerSGD_iter is PowerSGD's; "
+    "ddp start_powerSGD_iter=9": "trainer.strategy.start_powerSGD_iter is an option of PowerSGD; "
     "also type trainer.strategy.comm_hook=powersgd",
     "ddp comm_hook=powersgd start_powerSGD_iter=1": "trainer.strategy.start_powerSGD_iter=1: ddp rebuilds its buckets "
-    "after the first step, and PowerSGD can start after that; use 2 or more",
+    "after the first step, and PowerSGD can only start after that; use 2 or more",
     "ddp comm_hook=powersgd matrix_approximation_rank=0": "trainer.strategy.matrix_approximation_rank=0: use 1 or more",
     "ddp timeout=60": "trainer.strategy.timeout: DDP takes no timeout. Did you mean timeout_seconds?",
     "fsdp1 device_mesh=[1,2]": "trainer.strategy.device_mesh is for HYBRID_SHARD, and "
     "sharding_strategy=FULL_SHARD; leave it out",
     "fsdp1 sharding_strategy=HYBRID_SHARD device_mesh=[2,2]": "trainer.strategy.device_mesh=[2, 2]: [replicas, devices "
-    "of each] has to make the 2 devices of the run",
+    "of each] must multiply to the 2 devices of the run",
     "fsdp1 sharding_strategy=HYBRID_SHARD device_mesh=[2,1]": "sharding_strategy=HYBRID_SHARD with 2 replicas of 1 "
     "device each shards nothing; use strategy=ddp, or give trainer.strategy.device_mesh=[replicas,devices of each]",
     "fsdp1 sharding_strategy=FULL": "trainer.strategy.sharding_strategy=FULL: found str, expected "
@@ -57,21 +57,21 @@ def test_of_options(tmp_path: Path) -> None:
 
 OVER_PICTURES = (PICTURES, "trainer.gradient_clip_val=null")  # Lightning clips nothing for who optimizes by hand
 MODULES = {
-    "Manual fsdp1": "Manual uses manual optimization, and fsdp1 has its parameters gathered where it steps; use "
-    "strategy=fsdp or ddp",
+    "Manual fsdp1": "Manual uses manual optimization, but fsdp1 still has its parameters gathered when the optimizer "
+    "steps; use strategy=fsdp or ddp",
     "OwnSharding fsdp": "OwnSharding shards itself in configure_model; leave fully_shard and parallelize_module to the "
     "strategy",
     "NothingToShard fsdp": "there is nothing to shard in NothingToShard; use strategy=ddp",
     "NothingToShard fsdp1": "there is nothing to shard in NothingToShard; use strategy=ddp",
     "Late fsdp model.stray=true": "offset: a tensor made in configure_model that is neither parameter nor buffer has "
     "no values on ranks other than 0; use register_buffer",
-    "StateAtOnce fsdp1": "Adagrad makes its state before the first step, where it would not be sharded; "
+    "StateAtOnce fsdp1": "Adagrad creates its state before the first step, when it would not be sharded; "
     "use strategy=fsdp, or another optimizer",
-    "OwnClipping fsdp1": "OwnClipping clips gradients itself, in configure_gradient_clipping, where fsdp1 gives each "
-    "device a part of them, by whose norm it would; use strategy=ddp or fsdp",
-    "OwnClipping deepspeed_stage_1": "OwnClipping clips gradients itself, in configure_gradient_clipping, and "
-    "DeepSpeed keeps them to itself; use strategy=ddp or fsdp",
-    "Adversaries deepspeed_stage_2": "DeepSpeed steps one optimizer with at most one scheduler, and "
+    "OwnClipping fsdp1": "OwnClipping clips gradients itself, in configure_gradient_clipping, but fsdp1 shards "
+    "gradients, so it would clip by a shard's norm; use strategy=ddp or fsdp",
+    "OwnClipping deepspeed_stage_1": "OwnClipping clips gradients itself, in configure_gradient_clipping, but "
+    "DeepSpeed does not expose gradients; use strategy=ddp or fsdp",
+    "Adversaries deepspeed_stage_2": "DeepSpeed supports one optimizer and at most one scheduler, but "
     "configure_optimizers of Adversaries returns 2 and 0; use strategy=ddp or fsdp",
 }
 

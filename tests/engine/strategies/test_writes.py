@@ -103,9 +103,9 @@ def test_weights_set_from_the_first_batch_are_those_of_one_process_in_the_same_m
         assert ranks[0].column(name) == pytest.approx(alone.column(name), rel=1e-5)
     moved = (ranks[0].end["net.1.scale"] - ranks[0].start["net.1.scale"]).abs()
     assert moved.min() > 0.05, "the optimizer alone moves it by a hundredth"
-    told = "weights    net.1.scale, net.1.shift set within training_step, by each rank from its share of the batch"
+    told = "weights    net.1.scale, net.1.shift set in training_step by each rank from its share of the batch"
     assert ranks[0].told.count(told) == 1
-    assert ranks[0].told.count("the step is made again") == 1
+    assert ranks[0].told.count("the step is repeated") == 1
 
 
 def test_so_are_weights_that_a_module_sets_of_its_own_in_parts(fits: Fits) -> None:
@@ -127,7 +127,7 @@ def test_what_is_written_to_weights_that_are_gathered_in_16_bits_is_not_rounded(
     with pytest.raises(RankFailed) as failed:
         fits(fit("Bounded", "fsdp", arguments="precision=bf16-mixed"), 2)
     assert isinstance(failed.value.error, Refused)
-    told = "set within training_step, and gathered in bfloat16, which would round what is set; type trainer.strategy."
+    told = "is set in training_step, but gathered in bfloat16, which would round the new values; type trainer.strategy."
     assert f"{told}param_dtype=float32" in str(failed.value.error)
     whole, expected = (
         fits(fit("Bounded", way, arguments="precision=bf16-mixed"), 2)[0] for way in ("fsdp param_dtype=float32", "ddp")
@@ -191,16 +191,18 @@ def test_a_write_to_rows_that_are_a_copy_is_refused(fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
         fits(fit("Clamped", "fsdp", module=WritesToRows), 2)
     assert isinstance(failed.value.error, Refused)
-    assert str(failed.value.error).startswith("on_train_batch_end of WritesToRows writes to a part of a parameter by ")
+    assert str(failed.value.error).startswith(
+        "on_train_batch_end of WritesToRows writes to a slice of a parameter with "
+    )
 
 
 FAILING = {
     (
         "ReadsInEvaluation",
         "fsdp",
-    ): "ReadsInEvaluation fails in its first steps under FSDP, which spreads parameters over",
-    ("SharpnessAware", "deepspeed_stage_2"): "object has no attribute 'first_step'; use strategy=ddp, which keeps",
-    ("InBuffers", "fsdp1"): "; fsdp1 puts modules of its own into the names of parameters; use strategy=fsdp",
+    ): "ReadsInEvaluation fails in its first steps under FSDP, which shards parameters over",
+    ("SharpnessAware", "deepspeed_stage_2"): "object has no attribute 'first_step'; use strategy=ddp, which does not",
+    ("InBuffers", "fsdp1"): "; fsdp1 adds the names of its wrapper modules to parameter names; use strategy=fsdp",
 }
 
 
@@ -223,7 +225,7 @@ class WritesLate(writing.PlainModel):
 
 
 COPIES = ("fsdp units=[net.3]", "deepspeed_stage_2")  # of net.0.bias, of which a training step has one of its own
-LATE = "net.0.bias was written within training_step, which it was not in the first steps, and the strategy has not kept"
+LATE = "net.0.bias was written in training_step, but not in the first steps, so the strategy has lost the change"
 
 
 @pytest.mark.parametrize("strategy", COPIES)

@@ -55,7 +55,8 @@ def test_what_all_jobs_have_is_told(told: Told, swept: tuple[str, ...]) -> None:
 
 def test_what_no_job_reads_is_told_once(told: Told) -> None:
     own = ("model._target_=tests.engine.plain.PlainModel",)
-    line = "optimizer.lr: PlainModel takes no optimizer; its own: model.lr, model.width, model.dropout, model.eps, "
+    settings = "model.lr, model.width, model.dropout, model.eps, "
+    line = f"optimizer.lr: PlainModel takes no optimizer; its arguments: {settings}"
     assert told("optimizer.lr=1e-3,1e-4", model=own) == [f"{line}model.halved"]
     assert told("optimizer=sgd,adamw", model=own) == [f"{line}model.halved".replace(".lr:", ":")]
 

@@ -86,7 +86,7 @@ def is_a_grid(done: subprocess.CompletedProcess[str], folder: Path, *start_metho
         assert found == [(start_method, 2, 0), (start_method, 2, 1)]
     count = len(start_methods)
     assert [row[-2] for row in rows(done.stdout)] == ["finished", "failed"] * count
-    told = "job 1      error: global_batch_size 0 and micro_batch_size None: both count samples"
+    told = "job 1      error: global_batch_size 0 and micro_batch_size None: both are numbers of samples"
     assert f"{count} of {2 * count} jobs failed\n{told}" in done.stdout
     assert len(list(folder.glob("runs/*/*"))) == 1
 
@@ -100,7 +100,7 @@ def test_what_has_finished_is_not_run_again(sweep: Sweep, tmp_path: Path) -> Non
             ["1", "name=broken", "-", "failed", "runs/plainmodel/x/1"],
         ]
         assert done.stdout.endswith("1 of 2 jobs failed\njob 1      RuntimeError: it is broken\n")
-    assert "job 0      has finished before" in done.stdout
+    assert "job 0      has already finished" in done.stdout
     runs = tmp_path / "runs/plainmodel/x"
     assert [(runs / number / "starts").read_text() for number in "01"] == ["RUN\n", "RUN\nRUN\n"]
 
@@ -109,7 +109,10 @@ def test_a_directory_of_another_job_is_left_as_it_is(sweep: Sweep, tmp_path: Pat
     assert sweep(*SWEPT, "seed=1,2").returncode == 0
     other = sweep(*SWEPT, "seed=1,3")
     assert other.returncode == 2
-    assert "error: runs/plainmodel/x/1 holds the job with seed=2; start this sweep under another run_id" in other.stderr
+    assert (
+        "error: runs/plainmodel/x/1 belongs to the job with seed=2; start this sweep under another run_id"
+        in other.stderr
+    )
     assert json.loads((tmp_path / "runs/plainmodel/x/1/results.json").read_text()) == {"val/loss": 0.5}
 
 
@@ -156,7 +159,7 @@ def test_a_launcher_of_ranks_can_not_start_a_sweep(sweep: Sweep, tmp_path: Path)
     refused = sweep(*SWEPT, "seed=1,2", **rank, MASTER_ADDR="localhost", MASTER_PORT="29500")
     assert refused.returncode == 2
     assert refused.stderr == (
-        "error: a sweep starts the processes of its jobs itself, and torchrun has started this one; "
+        "error: a sweep starts the processes of its jobs itself, but torchrun has started this process; "
         "type python train.py -m … with trainer.devices=N, or with hydra/launcher=submitit_slurm on a cluster\n"
     )
     assert not (tmp_path / "runs").exists()
@@ -164,7 +167,7 @@ def test_a_launcher_of_ranks_can_not_start_a_sweep(sweep: Sweep, tmp_path: Path)
 
 def test_a_machine_without_slurm_submits_no_sweep(sweep: Sweep, tmp_path: Path) -> None:
     refused = sweep(*SWEPT, "hydra/launcher=submitit_slurm", PATH=str(Path(sys.executable).parent))
-    told = "this machine has no sbatch; start the sweep on one of the cluster's, or leave the launcher out"
+    told = "this machine has no sbatch; start the sweep on a machine of the cluster, or leave the launcher out"
     assert (refused.returncode, refused.stderr) == (2, f"error: hydra/launcher=submitit_slurm: {told}\n")
     assert not (tmp_path / "runs").exists()
 

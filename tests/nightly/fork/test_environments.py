@@ -85,5 +85,5 @@ def test_a_wheel_tells_what_it_needs(birdsong: Path, newer: Path, tmp_path: Path
     told = update(birdsong, str(wheel)).splitlines()
     assert told[0].endswith("→ 0.9.0")
     assert [line for line in told if line.startswith("needs ")] == [
-        "needs      owls>=1: put it into the dependencies of pyproject.toml; type make constraints"
+        "needs      owls>=1: add it to the dependencies of pyproject.toml, then type make constraints"
     ]

@@ -25,7 +25,7 @@ def test_micro_batch_size_auto_is_refused_where_not_a_sample_fits(train: Train) 
     refused = train(*RUN, "strategy=ddp", "micro_batch_size=auto", "plan.memory_gib=0.0005", check=False)
     assert refused.returncode == 2
     (line,) = refused.err.strip().splitlines()
-    assert line.startswith("error: micro_batch_size=auto: nothing fits; the least is ddp, micro batch 8: ")
+    assert line.startswith("error: micro_batch_size=auto: no strategy fits; the smallest is ddp, micro batch 8: ")
 
 
 def test_an_evaluation_shards_only_where_parameters_are_many(train: Train) -> None:

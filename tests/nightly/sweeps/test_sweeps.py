@@ -56,7 +56,10 @@ def test_a_directory_whose_record_is_harmed_is_no_other_jobs(sweep: Sweep, tmp_p
     (folder / "job.json").write_text("")
     other = sweep(*SWEPT, "seed=3,4")
     assert other.returncode == 2
-    assert "error: runs/plainmodel/x/0 holds the job with seed=2; start this sweep under another run_id" in other.stderr
+    assert (
+        "error: runs/plainmodel/x/0 belongs to the job with seed=2; start this sweep under another run_id"
+        in other.stderr
+    )
 
 
 def test_a_sweep_that_optuna_goes_on_with_is_sampled_as_before(sweep: Sweep) -> None:
@@ -65,7 +68,7 @@ def test_a_sweep_that_optuna_goes_on_with_is_sampled_as_before(sweep: Sweep) -> 
     more = sweep(*chosen, "hydra.sweeper.n_trials=3")
     assert (first.returncode, more.returncode) == (0, 0), more.stderr
     assert rows(more.stdout)[:2] == rows(first.stdout)
-    assert more.stdout.count("has finished before") == 2
+    assert more.stdout.count("has already finished") == 2
 
 
 @pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed")
@@ -73,7 +76,7 @@ def test_what_sbatch_does_not_take_is_told_in_a_line(sweep: Sweep, tmp_path: Pat
     (conf := tmp_path / "slurm.conf").write_text("ClusterName=none\n")  # of a cluster without a controller
     refused = sweep(*SWEPT, "hydra/launcher=submitit_slurm", SLURM_CONF=str(conf))
     assert refused.returncode == 2
-    assert refused.stderr.splitlines()[-1].startswith("error: sbatch takes no job: sbatch: error: ")
+    assert refused.stderr.splitlines()[-1].startswith("error: sbatch rejected the job: sbatch: error: ")
     assert "Traceback" not in refused.stderr
 
 

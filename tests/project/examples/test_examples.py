@@ -105,7 +105,7 @@ def test_images_given_to_a_language_model_are_told_by_what_it_takes() -> None:
     model = instantiate(composed("model=gpt").model, _convert_="all")
     model.configure_model()
     with pytest.raises(
-        ValueError, match=r"expected token ids \(batch, time\), as data=python_source, text and text_shards"
+        ValueError, match=r"expected token ids \(batch, time\), as from data=python_source, text or text_shards"
     ):
         model(torch.zeros(2, 1, 8, 8))
 

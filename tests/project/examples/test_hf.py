@@ -105,13 +105,13 @@ def test_ranks_that_are_sent_the_weights_read_none_and_draw_none(pretrained):
     [
         (
             {"pretrained": "nobody/nothing"},
-            "model.pretrained=nobody/nothing: there is no such .*, and nothing is",
+            "model.pretrained=nobody/nothing: there is no such .*, and downloads are",
         ),
         ({}, "model.pretrained=FOLDER"),
-        ({"config": {**LLAMA, "max_position_embeddings": 16}}, "context is 32, but the model's is 16"),
-        ({"config": {"model_type": "gpt9"}}, "model_type=gpt9 is no causal .* of transformers; did you mean gpt"),
-        ({"config": {"model_type": "vit"}}, "model_type=vit is no causal language model of transformers"),
-        ({"config": {**GPT2, "n_embed": 16}}, "model.config.n_embed: GPT2Config has none; did you mean n_embd"),
+        ({"config": {**LLAMA, "max_position_embeddings": 16}}, "context is 32, but the model's maximum is 16"),
+        ({"config": {"model_type": "gpt9"}}, "model_type=gpt9 is not a causal .* of transformers; did you mean gpt"),
+        ({"config": {"model_type": "vit"}}, "model_type=vit is not a causal language model of transformers"),
+        ({"config": {**GPT2, "n_embed": 16}}, "model.config.n_embed: GPT2Config has no such key; did you mean n_embd"),
         ({"config": {**GPT2, "n_embd": "wide"}}, "model.config: .*'n_embd' expected int, got str"),
         ({"config": {**GPT2, "n_head": 5}}, "must be divisible by num_heads"),
         ({"config": LLAMA, "lora": {"rank": 2}}, "model.lora: .*rank.*; expected r, alpha"),
@@ -136,7 +136,7 @@ def test_a_folder_without_weights_that_can_be_read_is_refused(pretrained, tmp_pa
     with pytest.raises(ValueError, match=r"copied has weights that can't be read: "):
         HFCausalLM(32, ADAMW, pretrained=str(folder))
     weights.rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"copied has no model\.safetensors; expected what save_pretrained writes"):
+    with pytest.raises(ValueError, match=r"copied has no model\.safetensors; expected safetensors of save_pretrained"):
         HFCausalLM(32, ADAMW, pretrained=str(folder))
     (folder / "model.safetensors.index.json").write_text(
         '{"weight_map": {"lm_head.weight": "model-2-of-2.safetensors"}}'
@@ -209,7 +209,7 @@ def test_many_files_come_in_the_tokens_of_the_model_and_within_its_vocabulary(pr
 
 
 def test_a_gpt_of_another_shape_is_none(gpt):
-    with pytest.raises(ValueError, match=r"position=rotary, mlp=swiglu, bias=False is none of transformers' models"):
+    with pytest.raises(ValueError, match=r"no model for a GPT with position=rotary, mlp=swiglu, bias=False"):
         gpt().to_hf()
 
 
@@ -288,7 +288,7 @@ def test_code_in_a_folder_of_the_hub_is_never_run(tmp_path: Path, monkeypatch: p
     (tmp_path / "code.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
     config = {"model_type": "mystery", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="model_type=mystery is no causal language model of transformers"):
+    with pytest.raises(ValueError, match="model_type=mystery is not a causal language model of transformers"):
         HFCausalLM(32, ADAMW, pretrained=str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}')
     with pytest.raises(ValueError, match="tokenizer: "):

@@ -49,7 +49,7 @@ def texts(tmp_path: Path) -> Path:
 
 def test_a_file_that_is_no_text_is_named(texts: Path) -> None:
     (texts / "d.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" * 99)
-    with pytest.raises(ValueError, match=r"d\.png is no text: found a zero byte; leave it out of data\.files"):
+    with pytest.raises(ValueError, match=r"d\.png is not a text file: found a zero byte; leave it out of data\.files"):
         TextFiles([f"{texts}/*"], context=8).setup("fit")
 
 

@@ -131,7 +131,7 @@ def test_a_stream_goes_on_at_the_sample_where_its_state_was_taken(
 
 def test_the_state_of_another_stream_is_refused(corpus: Path) -> None:
     state = stream_of(corpus).state_dict()
-    with pytest.raises(ValueError, match=r"of a stream of other sources, .* start a new run .* init_from=PATH"):
+    with pytest.raises(ValueError, match=r"of a stream with other sources, .* start a new run .* init_from=PATH"):
         stream_of(corpus, context=8).load_state_dict(state)
 
 
@@ -207,7 +207,7 @@ def test_a_compressed_file_that_is_cut_or_damaged_is_named(end: str, harm: str, 
     half = len(content) // 2
     path = tmp_path / f"a.txt.{end}"
     path.write_bytes(content[:half] if harm == "cut" else content[:half] + bytes(100) + content[half + 100 :])
-    with pytest.raises(ValueError, match=f"{path}: found a compressed file that is damaged or was cut short"):
+    with pytest.raises(ValueError, match=f"{path}: found a compressed file that is damaged or truncated"):
         list(documents(Piece(str(path)), Reading()))
 
 
@@ -358,11 +358,11 @@ def test_damage_is_found_and_only_what_is_missing_is_packed_again(corpus: Path, 
     shard.write_bytes(good[:100] + b"?" + good[101:])
     problems = [packed.damage(manifest, each) for each in manifest.shards]
     assert [problem for problem in problems if problem] == [
-        f"{shard} is damaged: its checksum is not the manifest's; remove that file, and pack again as before: what is "
-        "missing is made"
+        f"{shard} is damaged: its checksum differs from the manifest's; remove that file, and type the same pack "
+        "command again, which writes what is missing"
     ]
     shard.unlink()
-    with pytest.raises(ValueError, match=r"train_00000\.bin is missing; remove that file, and pack again"):
+    with pytest.raises(ValueError, match=r"train_00000\.bin is missing; remove that file, and type the same pack"):
         data(corpus, sources=str(folder))
     pack_into(folder, f"{corpus}/*.jsonl")
     assert shard.read_bytes() == good
@@ -429,10 +429,10 @@ def test_a_tokenizer_file_goes_with_what_it_has_packed(corpus: Path, tmp_path: P
         ({"key": "body"}, r"\.jsonl, line 1: found an object with text, id; expected the text at the key body"),
         ({"key": "id"}, r"\.jsonl, line 1: found a value of type int at id; expected text"),
         ({"vocab_size": 100}, r"the tokenizer has 256 ids, .* ends at 99; set model\.vocab_size=256"),
-        ({"context": 10_000}, r"less than a window of 10000 tokens, .* for val; give more text"),
+        ({"context": 10_000}, r"too little text: expected a window of 10000 tokens, .* for val; give more text"),
         (
             {"tokenizer": "gone.json"},
-            r"found no file gone\.json; give bytes, the path of a tokenizer\.json, or a hub's name",
+            r"found no file gone\.json; give bytes, the path of a tokenizer\.json, or the name of a",
         ),
         ({"buffer_windows": 0}, r"data\.buffer_windows is 0; expected at least 1"),
         ({"separator": ""}, r"the separator of documents is empty"),
@@ -447,9 +447,9 @@ def test_what_does_not_fit_is_told_in_a_line(corpus: Path, options: dict[str, An
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"text": "a"}\n\n{"text": "b"\n', r"a\.jsonl, line 3: found what is no JSON"),
+        (b'{"text": "a"}\n\n{"text": "b"\n', r"a\.jsonl, line 3: found invalid JSON"),
         (b'{"text": "a"}\n["b"]\n', r"a\.jsonl, line 2: found a value of type list; expected the text at the key text"),
-        (b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl, line 2: found the byte 0xff, which is no UTF-8"),
+        (b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl, line 2: found the byte 0xff, which is not UTF-8"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, message: str) -> None:
@@ -475,7 +475,7 @@ def test_one_document_cannot_be_three_splits(tmp_path: Path) -> None:
         ("packed *.jsonl --tokenizer gone.json", "error: tokenizer: found no file gone.json"),
         ("packed *.jsonl --tokenizer none/there", "error: --tokenizer=none/there: there is no such folder"),
         ("packed --verify", "error: packed has no manifest.json"),
-        ("packed", "give files to pack, or --verify alone"),
+        ("packed", "give either files to pack or --verify"),
     ],
 )
 def test_the_packer_refuses_in_a_line(
@@ -493,13 +493,13 @@ def test_a_folder_of_something_else_is_left_alone(corpus: Path, tmp_path: Path) 
     with pytest.raises(ValueError, match=r"is not empty: it has 0\.jsonl, 1\.jsonl, 2\.jsonl; name a new folder"):
         pack_into(corpus, f"{corpus}/*.jsonl")
     pack_into(tmp_path / "packed", f"{corpus}/*.jsonl")
-    with pytest.raises(ValueError, match=r"holds what was packed from other files, .*; name a new folder"):
+    with pytest.raises(ValueError, match=r"has shards of other files, .*; name a new folder"):
         pack_into(tmp_path / "packed", f"{corpus}/1.jsonl")
     (tmp_path / "packed" / "manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"a folder that was not packed, or not to the end; start its packing again"):
+    with pytest.raises(ValueError, match=r"a folder that was not packed, or not completely; type its pack command"):
         data(corpus, sources=f"{tmp_path}/packed")
     pack_into(tmp_path / "packed", f"{corpus}/*.jsonl")
-    with pytest.raises(ValueError, match=r"has a packed folder, .*, beside files, .*; pack those, too"):
+    with pytest.raises(ValueError, match=r"has both a packed folder, .*, and files, .*; pack the files, too"):
         data(corpus, sources=[f"{tmp_path}/packed", f"{corpus}/*.jsonl"])
 
 
