@@ -81,7 +81,7 @@ def test_a_model_of_ones_own_is_known_once_its_file_is_there(tmp_path: Path) -> 
 
 def test_a_key_is_explained_by_its_codes_docstring() -> None:
     shown = json.dumps(SCHEMAS["strategy"])
-    assert "keep parameters, gradients and optimizer state in the host's memory (bool, False by default)" in shown
+    assert "store parameters, gradients and optimizer state in the host's memory (bool, False by default)" in shown
     assert "Stop training once this number of epochs is reached" in json.dumps(SCHEMAS["trainer"])
 
 
