@@ -264,10 +264,11 @@ def test_one_product_gives_what_three_layers_do():
 
 
 def test_a_layer_that_is_hooked_is_called(gpt):
-    model, called = gpt(), []
-    model.transformer.blocks[0].attention.keys.register_forward_hook(lambda *_: called.append(1))
-    expected = gpt()(windows()[0])
-    torch.testing.assert_close(model(windows()[0]), expected)
+    attention, called, x = gpt().transformer.blocks[0].attention, [], torch.randn(3, 5, 16)
+    layers = (attention.queries, attention.keys, attention.values)
+    expected = side_by_side(x, *layers)
+    attention.keys.register_forward_hook(lambda *_: called.append(1))
+    torch.testing.assert_close(side_by_side(x, *layers), expected)
     assert called
 
 
