@@ -76,7 +76,7 @@ def test_a_stream_beside_a_longer_loader_reads_the_same_at_any_accumulation(mode
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_of_several_loaders_in_a_cycle_a_stream_must_have_a_length(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"has no len\(\), so it is unknown which one ends last"):
+    with pytest.raises(Refused, match=r"has no len\(\), so it is unknown which loader ends last"):
         _read(WHOLE, "max_size_cycle", tmp_path, **SETS)
 
 

@@ -196,7 +196,7 @@ def test_a_state_that_no_checkpoint_can_keep_is_told_and_skipped(caplog: pytest.
     loader = _training(Odd(range(20)), BatchPlan(4, 4, 1, 1))
     assert len(_ids(loader)) == 5
     assert loader.sampler.state_at(3)["state"] is None
-    assert "the stream's state holds a Generator" in caplog.text
+    assert "the stream's state contains a Generator" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_stream_that_ends_before_its_len_says_so_is_told(caplog: pytest.LogCap
             return 50
 
     assert len(_ids(_training(Boastful(range(20)), BatchPlan(8, 8, 1, 1)))) == 3
-    assert "ended after 20 samples, and its len() is 50" in caplog.text
+    assert "ended after 20 samples, but its len() is 50" in caplog.text
 
 
 @pytest.mark.parametrize("splits", [False, True])

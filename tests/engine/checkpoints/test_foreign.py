@@ -45,7 +45,7 @@ def test_a_sharded_directory_is_refused_with_what_converts_it(way: str, train: T
     refused = train(*RUN, "mode=test", f"ckpt_path={path}", "strategy=single", check=False)
     assert refused.returncode == 2
     (line,) = refused.err.splitlines()
-    typed = re.search(r"; type (python .*), and give (.*)$", line)
+    typed = re.search(r"; type (python .*), and use (.*)$", line)
     assert typed is not None, line
     words = shlex.split(typed[1])
     subprocess.run([sys.executable, *words[1:]], check=True, capture_output=True, timeout=1000)

@@ -119,8 +119,8 @@ def test_it_is_refused_for_steps_of_several_micro_batches(ranks: int, fits: Fits
         fits(replace(SHORT, module=GoesByItsLoss, strategy="ddp" if ranks > 1 else "single"), ranks)
     assert isinstance(failed.value.error, Refused)
     assert str(failed.value.error).endswith(
-        "would be that of the last one alone; leave micro_batch_size out, or type "
-        f"global_batch_size={6 * ranks} for steps of one"
+        "the last one's loss would be evaluated; leave micro_batch_size out, or type "
+        f"global_batch_size={6 * ranks} for steps of one micro batch"
     )
 
 
