@@ -173,9 +173,9 @@ class Items:
 def _number(given: Any, trainer: Trainer) -> Tensor:
     is_scalar = given.numel() == 1 if isinstance(given, Tensor) else isinstance(given, int | float) and given > 0
     if not is_scalar:
-        told = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
+        message = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
         raise Refused(
-            f'training_step has returned {told} as "{KEY}"; return the number of items that its loss is a mean '
+            f'training_step has returned {message} as "{KEY}"; return the number of items that its loss is a mean '
             "over, above 0"
         )
     if not trainer.lightning_module.automatic_optimization:

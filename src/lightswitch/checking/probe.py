@@ -211,5 +211,5 @@ def _nudge(module: nn.Module, relative: float) -> None:
 
 def _described(module: LightningModule) -> dict[str, Any]:
     hooks = [name for name in _HOOKS if is_overridden(name, module)]
-    told = {"class": type(module).__name__, "hooks": hooks, "batch_norms": batch_norms(module)}
-    return {**told, "parameters": list(names.parameters(module))}
+    facts = {"class": type(module).__name__, "hooks": hooks, "batch_norms": batch_norms(module)}
+    return {**facts, "parameters": list(names.parameters(module))}

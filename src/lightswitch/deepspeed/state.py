@@ -234,10 +234,10 @@ class PortableDeepSpeed(PortableCheckpoints):
     def remember_groups(self, optimizer: Optimizer) -> None:
         """Store the parameter names of an optimizer's groups, before DeepSpeed flattens the groups."""
         assert self.lightning_module is not None
-        if (told := optimizers.described(optimizer)) != _class(optimizer) and self.is_global_zero:
+        if (message := optimizers.described(optimizer)) != _class(optimizer) and self.is_global_zero:
             log.warning(
                 "checkpoints under DeepSpeed omit the state of the inner optimizer of %s: a resumed run starts it from "
-                "scratch; use strategy=ddp or fsdp", told,
+                "scratch; use strategy=ddp or fsdp", message,
             )  # fmt: skip
         self._group_names = [group["params"] for group in optimizers.groups_of(optimizer, self.lightning_module)]
 

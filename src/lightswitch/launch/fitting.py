@@ -247,14 +247,14 @@ def out_of_memory(cfg: DictConfig, run: RunContext, batch: BatchPlan, trainer: T
     """Return a line on what to try next, with its command, derived from the size of the model's states."""
     world, device = World(trainer.num_nodes, trainer.num_devices), _device_of(trainer)
     states, usable = _states_of(trainer), device.usable_bytes(world.devices_per_node)
-    told = f"parameters, gradients and optimizer state are {report.amount(states)} in total, and a device has "
-    told += report.amount(usable)
+    message = f"parameters, gradients and optimizer state are {report.amount(states)} in total, and a device has "
+    message += report.amount(usable)
     among = candidates.simplest(run.hydra, world.nodes, world.devices_per_node)
     others = [one for one in among if not (one.offloads and device.kind == "cpu")]
     words = candidates.next_words(states, usable, batch, _strategy_of(cfg, run, world), others, world)
     if not words:
-        return f"next: {told}; use more devices, or larger ones: mode=plan says how many"
-    return f"next: {told}; try {commands.instead(cfg, run.placement, list(words))}"
+        return f"next: {message}; use more devices, or larger ones: mode=plan says how many"
+    return f"next: {message}; try {commands.instead(cfg, run.placement, list(words))}"
 
 
 def _device_of(trainer: Trainer) -> Device:

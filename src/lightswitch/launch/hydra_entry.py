@@ -275,8 +275,8 @@ def _run_name(*, _root_: DictConfig) -> str:
     hydra = _root_.hydra if "hydra" in _root_ else HydraConfig.get()  # the former while a sweep names its directory
     choice = hydra.runtime.choices.get("model")
     if choice is None and "model" not in _root_:
-        told = "model: the config has no such key, and the engine reads it; add it to config.yaml"
-        raise RefusedRequest([told])
+        message = "model: the config has no such key, and the engine reads it; add it to config.yaml"
+        raise RefusedRequest([message])
     named = choice or str(_root_.model._target_).rpartition(".")[2].lower()
     return named.replace("/", "_")  # a choice may be in a subfolder
 

@@ -97,8 +97,8 @@ def problems(callbacks: Iterable[Callback], strategy: Strategy, devices: int) ->
     for callback in callbacks:
         of_lightning = {base.__name__ for base in type(callback).__mro__ if base.__module__.startswith("lightning.")}
         for name in sorted(of_lightning):
-            if told := _problem(name, strategy, devices):
-                yield f"{type(callback).__name__}: {told}"
+            if message := _problem(name, strategy, devices):
+                yield f"{type(callback).__name__}: {message}"
 
 
 def _problem(name: str, strategy: Strategy, devices: int) -> str | None:
