@@ -250,11 +250,11 @@ class PortableDeepSpeed(PortableCheckpoints):
         self._states = {name: state for name, _, state in kept if state}
         return {**names.state_of(module), **{name: weight for name, weight, _ in kept}}
 
-    def kept_parameters(self) -> dict[str, Stored]:
+    def local_parameters(self) -> dict[str, Stored]:
         module, engine = self.lightning_module, self.model
         assert module is not None
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
-            return super().kept_parameters()
+            return super().local_parameters()
         return {name: weight for name, weight, _ in pieces(engine, module)}
 
     def parameters_changed(self) -> None:

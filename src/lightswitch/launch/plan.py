@@ -46,7 +46,7 @@ def plan(cfg: DictConfig, run: RunContext) -> None:
     among += [other for one in among if (other := one.recomputing()) is not None]
     best, *others = report.ordered([*estimates, *_recomputing(request, estimates, among)])
     estimates = report.ordered([confirmed(request, best, among), *others])
-    _tell(run, request, estimates, refused)
+    _report(run, request, estimates, refused)
 
 
 def _recomputing(request: Request, estimates: list[Estimate], among: list[Candidate]) -> Iterator[Estimate]:
@@ -57,7 +57,7 @@ def _recomputing(request: Request, estimates: list[Estimate], among: list[Candid
         yield fitted(request, best)
 
 
-def _tell(run: RunContext, request: Request, estimates: list[Estimate], refused: dict[tuple[str, ...], str]) -> None:
+def _report(run: RunContext, request: Request, estimates: list[Estimate], refused: dict[tuple[str, ...], str]) -> None:
     log.info("\n%s\n", report.table(estimates))
     for left_out in report.left_out(refused, [one.words for one in estimates]):
         log.info("left out   %s", left_out)
