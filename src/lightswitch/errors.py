@@ -7,7 +7,7 @@
     │   │   └── ChangedDependency  a library differs from the versions that were tested
     │   ├── NotFinite              the loss or a parameter is not finite
     │   ├── UnequalReplicas        ranks hold different values of the same parameter
-    │   ├── ToldElsewhere          another process of the run prints the problem
+    │   ├── ReportedElsewhere          another process of the run prints the problem
     │   ├── UnfitCheckpoint        a checkpoint does not fit the model, or can't be read
     │   ├── UntrustedConfig        a config beside weights names code that is not known to be the caller's own
     │   ├── UnwrittenCheckpoint    a checkpoint could not be written (also an OSError)
@@ -111,7 +111,7 @@ class UnequalReplicas(Refused):
     """Ranks that hold different values of a replicated parameter; a checkpoint would hold the values of one rank."""
 
 
-class ToldElsewhere(Refused):
+class ReportedElsewhere(Refused):
     """A problem that another process of the run prints; this process prints nothing."""
 
     @property
@@ -175,12 +175,12 @@ class RanksFailed(Exception):
     """Ranks failed that this process has spawned; it is not a rank itself.
 
     Args:
-        is_told: whether the ranks have printed the failure.
+        is_reported: whether the ranks have printed the failure.
         exit_code: of the first rank that ended; None if it was killed.
     """
 
-    def __init__(self, failure: Failure, is_told: bool, exit_code: int | None) -> None:
-        self.failure, self.is_told, self.exit_code = failure, is_told, exit_code
+    def __init__(self, failure: Failure, is_reported: bool, exit_code: int | None) -> None:
+        self.failure, self.is_reported, self.exit_code = failure, is_reported, exit_code
         super().__init__(failure.line)
 
 
@@ -245,7 +245,7 @@ class Command(argparse.ArgumentParser):
     """
 
     def __init__(self, name: str, description: str | None) -> None:
-        sys.excepthook = _tell
+        sys.excepthook = _report
         super().__init__(
             f"python -m {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -256,7 +256,7 @@ class Command(argparse.ArgumentParser):
         raise SystemExit(ExitCode.REFUSED)
 
 
-def _tell(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def _report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """Print a traceback as Python does, but one line for Ctrl+C. Python then ends by the signal, as shells expect."""
     if issubclass(kind, KeyboardInterrupt):
         print("stopped    by SIGINT", file=sys.stderr)

@@ -161,7 +161,7 @@ class HookedStrategy(Mixin, Strategy):
                 local.mul_(factor.to(local.device))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "world_size", 1) > 1 and goes_by_loss(optimizer):
+        if getattr(self, "world_size", 1) > 1 and needs_closure(optimizer):
             closure = partial(self._of_all_ranks, closure)
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         if self.on_step is not None:
@@ -181,7 +181,7 @@ class HookedStrategy(Mixin, Strategy):
         return weighted / weights
 
 
-def goes_by_loss(optimizer: Optimizer) -> bool:
+def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether an optimizer requires a closure that evaluates the loss, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
-from lightswitch.hooked_strategy import HookedStrategy, goes_by_loss
+from lightswitch.hooked_strategy import HookedStrategy, needs_closure
 from lightswitch.mixins import callbacks_of
 from lightswitch.monitoring.progress import Progress
 from lightswitch.monitoring.throughput import Throughput
@@ -40,7 +40,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], plan: BatchPlan) -> None:
         Refused: an optimizer evaluates the loss itself.
     """
     for optimizer in optimizers:
-        if plan.accumulation > 1 and goes_by_loss(optimizer):
+        if plan.accumulation > 1 and needs_closure(optimizer):
             raise Refused(
                 f"{type(optimizer).__name__} evaluates the loss several times a step; with several micro batches, only "
                 "the last one's loss would be evaluated; leave micro_batch_size out, or type "
@@ -173,9 +173,9 @@ class Items:
 def _number(given: Any, trainer: Trainer) -> Tensor:
     is_scalar = given.numel() == 1 if isinstance(given, Tensor) else isinstance(given, int | float) and given > 0
     if not is_scalar:
-        told = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
+        message = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
         raise Refused(
-            f'training_step has returned {told} as "{KEY}"; return the number of items that its loss is a mean '
+            f'training_step has returned {message} as "{KEY}"; return the number of items that its loss is a mean '
             "over, above 0"
         )
     if not trainer.lightning_module.automatic_optimization:

@@ -397,14 +397,14 @@ class PositionCounter:
             most_samples: maximum number of listed samples; None for all.
         """
         stage = trainer.state.stage or trainer.state.fn
-        told = f"in {stage.value if stage else None}, epoch {trainer.current_epoch}, step {trainer.global_step}"
+        message = f"in {stage.value if stage else None}, epoch {trainer.current_epoch}, step {trainer.global_step}"
         if trainer.state.stage != RunningStage.TRAINING:
-            return told
+            return message
         step, micro = divmod(self.micro_batches, self._plan.accumulation)
         parts = [slices.samples_of(step, micro) for slices in self._loaders.training.slices if step < slices.steps]
         samples = [str(sample) for part in parts for sample in part]
         shown = len(samples) if most_samples is None else most_samples
-        return f"{told}, micro batch {micro}: samples {listed(samples, shown=shown)}" if samples else told
+        return f"{message}, micro batch {micro}: samples {listed(samples, shown=shown)}" if samples else message
 
 
 def _epochs(trainer: Trainer) -> int:

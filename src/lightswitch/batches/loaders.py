@@ -23,7 +23,7 @@ from lightswitch.batches.order import (
     unwrapped,
 )
 from lightswitch.batches.plan import BatchPlan, Position
-from lightswitch.batches.rank_loader import RankLoader, evaluation_stream, made_anew, training_stream
+from lightswitch.batches.rank_loader import RankLoader, copy_of_loader, evaluation_stream, training_stream
 from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ def training_loader(
         )
     slices = TrainingSlices(base, samples, drop_last, plan, rank, seed, at.epoch, at.step, combined)
     samples_of_epoch = SeededSamples(loader.dataset, seed)
-    return made_anew(RankLoader, loader, samples_of_epoch, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
+    return copy_of_loader(RankLoader, loader, samples_of_epoch, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
 
 
 def evaluation_loader(
@@ -252,7 +252,7 @@ def evaluation_loader(
         wrapper: Any = type(loader.batch_sampler)
         slices = wrapper(slices)
     evaluated = EvaluatedSamples(loader.dataset, seed)
-    return made_anew(RankLoader, loader, evaluated, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
+    return copy_of_loader(RankLoader, loader, evaluated, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
 
 
 def _is_plain(kind: type) -> bool:

@@ -138,7 +138,7 @@ class EpochMetrics(Callback):
         values = {key: Logged.of(item) for key, item in logged(results).items()}
         if isinstance(results, Results):
             values |= results.before
-        told = {key: asdict(value) for key, value in values.items()} if position.step else {}
+        so_far = {key: asdict(value) for key, value in values.items()} if position.step else {}
         anew = self._of_validation if trainer.validating and position.validation_due else frozenset()
         over = _over(trainer, position)
         states = {
@@ -146,8 +146,8 @@ class EpochMetrics(Callback):
             for name, metric in _metrics(pl_module)
             if metric.update_called and _is_kept(metric) and name not in anew and id(metric) not in over
         }
-        if told or states:
-            checkpoint[OF_RANKS] = [{"logged": told, "metrics": states}]
+        if so_far or states:
+            checkpoint[OF_RANKS] = [{"logged": so_far, "metrics": states}]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restore metrics before a validation that was due; in an evaluation, only those with persistent states."""

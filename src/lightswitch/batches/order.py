@@ -122,8 +122,8 @@ class TrainingSlices(Sampler[Any]):
         return self._chosen(self._order(self.epoch, step // self.own_steps), step, micro)
 
     def _order(self, epoch: int, cycle: int) -> Sequence[Any]:
-        key, told = self._pass_key(epoch, cycle), self._told_epoch(epoch, cycle)
-        return epoch_order(self.base, self.samples, self.seed, key, told)
+        key, epoch_told = self._pass_key(epoch, cycle), self._told_epoch(epoch, cycle)
+        return epoch_order(self.base, self.samples, self.seed, key, epoch_told)
 
     @staticmethod
     def _told_epoch(epoch: int, cycle: int) -> int:

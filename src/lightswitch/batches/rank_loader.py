@@ -19,7 +19,17 @@ from torch.utils.data import DataLoader, Sampler
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.order import TrainingSlices
 from lightswitch.batches.plan import BatchPlan, Position
-from lightswitch.batches.stream import Cursor, Cut, Place, Reader, Resume, Unkept, global_batches, last_rounds, rounds
+from lightswitch.batches.stream import (
+    Cursor,
+    Cut,
+    Place,
+    Reader,
+    Resume,
+    UnsavableState,
+    global_batches,
+    last_rounds,
+    rounds,
+)
 from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -92,7 +102,7 @@ class RankLoader(DataLoader[Any]):
         return kept[name]
 
 
-def made_anew(kind: type[_Kind], given: DataLoader[Any], *arguments: Any, **named: Any) -> _Kind:
+def copy_of_loader(kind: type[_Kind], given: DataLoader[Any], *arguments: Any, **named: Any) -> _Kind:
     """Return a loader of the class `kind`, in which methods of the given loader's class take precedence.
 
     The constructor of that class, which may take other arguments, is not called. The result has no state dict, even if
@@ -188,7 +198,7 @@ def _shared(
     loader: DataLoader[Any], slices: StreamSlices | StreamRounds, cursor: Cursor, gather: Gather, pins_for_gpu: bool
 ) -> StreamLoader:
     reader, received = Reader(loader.dataset, cursor), Received(slices, gather)
-    return made_anew(StreamLoader, loader, reader, slices, received, pins_for_gpu)
+    return copy_of_loader(StreamLoader, loader, reader, slices, received, pins_for_gpu)
 
 
 class BatchesAlone:
@@ -258,8 +268,8 @@ class Received:
             self._compare(cut.digest, (cut.place.turn, cut.place.key))
         if cut.skipped is not None:
             self._tell_skipped(*cut.skipped)
-        if isinstance(cut.state, Unkept):
-            self._tell(
+        if isinstance(cut.state, UnsavableState):
+            self._report(
                 f"the stream's state contains a {cut.state.kind}, which a checkpoint can't store: a resumed run reads "
                 "the stream again up to its position"
             )
@@ -295,13 +305,13 @@ class Received:
             )
 
     def _tell_skipped(self, samples: int, seconds: float) -> None:
-        self._tell(
+        self._report(
             f"skipped    {samples:,} samples of a stream in {seconds:.1f} s, to resume at the same sample; a "
             "dataset with state_dict and load_state_dict resumes at once"
         )
 
     @rank_zero_only
-    def _tell(self, line: str) -> None:
+    def _report(self, line: str) -> None:
         key = line.split()[0]
         if key not in self._told:
             self._told.add(key)

@@ -53,12 +53,12 @@ class Cut(NamedTuple):
     place: Place
     batch: Any  # a list of samples; after collation, its result
     samples: int  # of the whole step, over all ranks; 0 if the stream has ended
-    state: Any = None  # packed state of the dataset after this step, or Unkept
+    state: Any = None  # packed state of the dataset after this step, or UnsavableState
     digest: int | None = None  # of this reader's first samples in a pass; only with its first micro-batch
     skipped: tuple[int, float] | None = None  # samples that a resumed run skipped, and the seconds that took
 
 
-class Unkept(NamedTuple):
+class UnsavableState(NamedTuple):
     """Marker for a state that a checkpoint can't store."""
 
     kind: str
@@ -204,7 +204,7 @@ class Cursor:
             return packed(self._holder.state_dict())
         except TypeError as error:
             self._holder = None
-            return Unkept(str(error))
+            return UnsavableState(str(error))
         finally:
             seconds = perf_counter() - now
             self._next_state_seconds = now + seconds / _STATE_SHARE

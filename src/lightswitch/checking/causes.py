@@ -125,10 +125,10 @@ def of_one(one: Measured, comparison: Comparison) -> Iterator[Cause]:
     begun = min(resumed)
     _, at_start = comparison.again({begun: resumed[begun]}, whole)
     if at_start.first is None:
-        told = f"all tensors are restored at step {begun}, but {again.name} differs after step {again.step}"
+        message = f"all tensors are restored at step {begun}, but {again.name} differs after step {again.step}"
     else:
-        told = f"{listed(at_start.differing)} is not restored at step {begun}: no checkpoint contains it"
-    yield _cause("state in Python objects", told)
+        message = f"{listed(at_start.differing)} is not restored at step {begun}: no checkpoint contains it"
+    yield _cause("state in Python objects", message)
 
 
 def of_failure(way: Measured) -> Cause:
@@ -149,8 +149,10 @@ def of_difference(evidence: Evidence, comparison: Comparison, whole: States) -> 
     found = _of_difference(evidence, comparison, whole, module)
     if found is None:
         unexplained = listed([one.name for one in (loss, first) if one is not None])
-        told = f"none of the ten known causes explains why {unexplained or 'a replica'} differs"
-        return Cause(UNKNOWN, told, "set check.steps=2 and remove parts of training_step until the check passes", when)
+        message = f"none of the ten known causes explains why {unexplained or 'a replica'} differs"
+        return Cause(
+            UNKNOWN, message, "set check.steps=2 and remove parts of training_step until the check passes", when
+        )
     return Cause(found.name, found.told, found.remedy, when)
 
 
@@ -261,9 +263,9 @@ def _when(name: str, step: int, evidence: Evidence, hooks: Sequence[str]) -> str
     here = list(dict.fromkeys(moment for moment, _ in _changes(evidence.one, name, step)))
     there = [moment for moment, _ in _changes(evidence.way, name, step)]
     in_one = listed([_told(one, hooks) for one in here], separator=" and ")
-    told = f"{name} differs first, after step {step}: in one process it "
-    told += f"changes in {in_one}" if in_one else "does not change"
-    return told if there else f"{told}; under the strategy it does not change"
+    message = f"{name} differs first, after step {step}: in one process it "
+    message += f"changes in {in_one}" if in_one else "does not change"
+    return message if there else f"{message}; under the strategy it does not change"
 
 
 def _unequal_buffers(moments: Sequence[Mapping[str, Any]], comparison: Comparison, norms: Sequence[str]) -> list[str]:

@@ -67,7 +67,7 @@ class Probe(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for callback in callbacks_of(trainer):
             if isinstance(callback, EqualReplicas):
-                callback.only_tell()  # differences are to be measured, not to end the run
+                callback.only_report()  # differences are to be measured, not to end the run
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.num_training_batches >= self._steps * trainer.accumulate_grad_batches:
@@ -186,7 +186,7 @@ def _state_within_step(trainer: Trainer, module: LightningModule) -> dict[str, S
     if trainer.world_size == 1:
         return _state(trainer, module)
     found: dict[str, Stored] = {names.own_name(name): buffer for name, buffer in module.named_buffers()}
-    held = strategy.kept_parameters() if isinstance(strategy, PortableCheckpoints) else {}
+    held = strategy.local_parameters() if isinstance(strategy, PortableCheckpoints) else {}
     if all(type(value) is nn.Parameter for value in held.values()):
         found |= held
     return found
@@ -211,5 +211,5 @@ def _nudge(module: nn.Module, relative: float) -> None:
 
 def _described(module: LightningModule) -> dict[str, Any]:
     hooks = [name for name in _HOOKS if is_overridden(name, module)]
-    told = {"class": type(module).__name__, "hooks": hooks, "batch_norms": batch_norms(module)}
-    return {**told, "parameters": list(names.parameters(module))}
+    facts = {"class": type(module).__name__, "hooks": hooks, "batch_norms": batch_norms(module)}
+    return {**facts, "parameters": list(names.parameters(module))}

@@ -295,10 +295,10 @@ def _together(ranks: Ranks | None, what: str, action: Callable[[], Any], heard: 
             return [action()]
         ranks.writing.take(what, action)
     except OSError as error:
-        told = (
+        message = (
             f"rank 0: {first_line(error)}" if ranks is None and not isinstance(error, CollectiveError) else str(error)
         )
-        raise UnwrittenCheckpoint(f"the checkpoint could not be written: {told}") from error
+        raise UnwrittenCheckpoint(f"the checkpoint could not be written: {message}") from error
     except LostRank as error:
         raise LostRank(f"the checkpoint could not be written: {error}") from error.__cause__
     return ranks.writing.results(heard)

@@ -135,8 +135,8 @@ class LastCheckpoints(Checkpoint):
             except OSError:  # retried once, as a checkpoint's files are, in case the disk error was transient
                 self._link_to(path)
         except OSError as error:
-            told = describe_failure(error, rank=0)
-            raise UnwrittenCheckpoint(f"last.ckpt could not be made to point to {path.name}: {told}") from error
+            message = describe_failure(error, rank=0)
+            raise UnwrittenCheckpoint(f"last.ckpt could not be made to point to {path.name}: {message}") from error
         for old in self._outdated(path):
             self._removed.add(old)  # otherwise a checkpoint that can't be removed would be reported at each save
             directory.remove(old)
@@ -298,5 +298,5 @@ def _warn_of(damaged: list[UnfitCheckpoint], instead: Path | None = None) -> Non
 
 
 def _all_damaged(damaged: list[UnfitCheckpoint]) -> UnfitCheckpoint:
-    told = "; ".join(map(str, damaged))
-    return UnfitCheckpoint(f"{told}; start over with resume=never, or resume another one with resume=PATH")
+    message = "; ".join(map(str, damaged))
+    return UnfitCheckpoint(f"{message}; start over with resume=never, or resume another one with resume=PATH")

@@ -161,9 +161,9 @@ def _members(optimizers: Sequence[tuple[str, Groups]]) -> list[tuple[str, list[s
 
 
 def _described(optimizers: Sequence[tuple[str, Groups]]) -> str:
-    told = []
+    texts = []
     for name, groups in optimizers:
         counts = " + ".join(str(len(group["params"])) for group in groups)
         first = ", ".join(group["params"][0] for group in groups if group["params"])
-        told.append(f"{name} over {counts} parameters ({first}, …)")
-    return "; ".join(told)
+        texts.append(f"{name} over {counts} parameters ({first}, …)")
+    return "; ".join(texts)

@@ -63,7 +63,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         assert self.lightning_module is not None
         return names.state_of(self.lightning_module)
 
-    def kept_parameters(self) -> dict[str, Stored]:
+    def local_parameters(self) -> dict[str, Stored]:
         """Return this rank's shard of each parameter, by name, in the optimizer's precision.
 
         Values written into it take effect after `parameters_changed`.
@@ -72,7 +72,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         return dict(names.parameters(self.lightning_module))
 
     def parameters_changed(self) -> None:
-        """Make forward passes use the values that were written into `kept_parameters`. Collective."""
+        """Make forward passes use the values that were written into `local_parameters`. Collective."""
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's class, its state by parameter name, and its groups with names in place of
@@ -234,12 +234,12 @@ def fitted(
             f"{listed(sorted(found))}, the model has {listed(sorted(wanted))}; "
             "map the prefixes of names: 'init_names={old.: new.}'"
         )
-    _tell(path, wanted, weights.keys(), fits.keys())
+    _report(path, wanted, weights.keys(), fits.keys())
     return fits
 
 
 @rank_zero_only
-def _tell(path: Path, wanted: Set[str], found: Set[str], fits: Set[str]) -> None:
+def _report(path: Path, wanted: Set[str], found: Set[str], fits: Set[str]) -> None:
     log.info("init_from  %d of the model's %d tensors are in %s", len(fits), len(wanted), path)
     if kept := sorted(wanted - fits):
         log.warning("init_from  %s keep their initial values", listed(kept))

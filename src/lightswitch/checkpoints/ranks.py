@@ -132,8 +132,8 @@ class Steps:
         return {"lost": True, "told": f"{who} did not {what} in {self._timeout_seconds:g} s"}
 
     def _failed(self, error: BaseException, lost: bool) -> dict[str, Any]:
-        told = first_line(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        return {"lost": lost, "told": told if isinstance(error, CollectiveError) else f"rank {self.rank}: {told}"}
+        message = first_line(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        return {"lost": lost, "told": message if isinstance(error, CollectiveError) else f"rank {self.rank}: {message}"}
 
     def _wait(self, key: str) -> bool:
         """Wait for a key by polling: a blocking wait would block the store for this process's other threads."""

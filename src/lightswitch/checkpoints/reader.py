@@ -63,8 +63,8 @@ class Reader:
             self.state = self._open()
         except (Exception, CheckpointException) as error:  # torch raises many kinds of errors for other files
             problem = error
-        if told := _first_of_all_ranks(self._replaced() or (why(problem) if problem else None), group):
-            raise unreadable(path, told) from problem
+        if message := _first_of_all_ranks(self._replaced() or (why(problem) if problem else None), group):
+            raise unreadable(path, message) from problem
 
     def _open(self) -> dict[str, Any]:
         """Read index and state. Each rank compares the checksums of some files, without waiting for another rank."""
@@ -144,8 +144,8 @@ class Reader:
             for source, keys in enumerate(parts):
                 shared = [key for key in keys if len(holders[key]) > 1]
                 planner.take(_sent(source, shared, read, index, device, group) if shared else {}, wanted)
-        if told := _first_of_all_ranks(self._replaced(), group):
-            raise unreadable(self.path, told)
+        if message := _first_of_all_ranks(self._replaced(), group):
+            raise unreadable(self.path, message)
 
     def _on_all_ranks(self, action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         """Run an action and return its result. Collective.
@@ -153,14 +153,14 @@ class Reader:
         Raises:
             UnfitCheckpoint: on every rank, if the action fails on one.
         """
-        found, problem, told = None, None, None
+        found, problem, message = None, None, None
         try:
             found = action()
         except Exception as error:  # torch raises many kinds of errors for a damaged file
             problem = error
-            told = self._replaced() or describe_failure(error, dist.get_rank(group) if group else 0)
-        if told := _first_of_all_ranks(told, group):
-            raise unreadable(self.path, told) from problem
+            message = self._replaced() or describe_failure(error, dist.get_rank(group) if group else 0)
+        if message := _first_of_all_ranks(message, group):
+            raise unreadable(self.path, message) from problem
         return cast(T, found)
 
     def check_model(self, live: Mapping[str, Any], arguments: Mapping[str, Any], strict: bool) -> None:
@@ -184,9 +184,9 @@ class Reader:
             problems += [f"the checkpoint has no {name}" for name in sorted(live.keys() - saved)]
             problems += [f"the model has no {name}" for name in sorted(saved - live.keys())]
         if problems:
-            told = listed([*self._other_arguments(arguments), *problems], shown=4, separator="; ")
+            message = listed([*self._other_arguments(arguments), *problems], shown=4, separator="; ")
             raise UnfitCheckpoint(
-                f"{self.path} was saved from a different model: {told}; "
+                f"{self.path} was saved from a different model: {message}; "
                 "use the model arguments that it was saved with, or start a new run with another run_id"
             )
 

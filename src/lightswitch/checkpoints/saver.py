@@ -95,8 +95,8 @@ class Saver:
 
     def failure(self) -> Exception | None:
         """Return the error of a failed write or action, and clear it; None if none failed since the last call."""
-        told, self._failure = self._failure, None
-        return told
+        message, self._failure = self._failure, None
+        return message
 
     def _start(self, action: Action) -> None:
         before = self._last

@@ -198,13 +198,13 @@ class WrittenTogether(Strategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        told = f"{type(exception).__name__}: {exception}".partition("\n")[0]
+        message = f"{type(exception).__name__}: {exception}".partition("\n")[0]
         ranks, self._checkpoint_ranks = self._checkpoint_ranks, None
         others = None if self.ranks_hear_of_failures else ranks
         if others is not None:
-            others.staging.fail(told)
+            others.staging.fail(message)
         if self._saver.wait(_PATIENCE_SECONDS) and others is not None:
-            others.writing.fail(told)
+            others.writing.fail(message)
 
     @property
     def _ranks(self) -> Ranks | None:
@@ -231,8 +231,8 @@ def _agree(
 ) -> tuple[Path, dict[str, Stored]]:
     """Return rank 0's path and the tensors that this rank writes: its share if all ranks replicate the same tensors,
     else all."""
-    told = fingerprint(tensors, ranks.rank, ranks.world_size)
-    ranks.take(f"reach the save of {path.name}", lambda: [told, state.get(OF_RANKS, [])])
+    replicated = fingerprint(tensors, ranks.rank, ranks.world_size)
+    ranks.take(f"reach the save of {path.name}", lambda: [replicated, state.get(OF_RANKS, [])])
     all_told = ranks.results(range(ranks.world_size if ranks.rank == 0 else 0))
     if of_ranks := [one for _, of_rank in all_told for one in of_rank]:
         state[OF_RANKS] = of_ranks

@@ -90,12 +90,12 @@ def _told(had: Sequence[tuple[Evidence, Mapping[str, str]]], form: str) -> str |
     here, there = dict(kinds[1][0]), dict(kinds[0][0])
     names = [name for name in {**there, **here} if here.get(name) != there.get(name)]
     unnamed = [name for name in names if "{value}" not in form or _is_hidden(name, here, there)]
-    told = listed([_value(name, here, "another {name}" if name in unnamed else form) for name in names], "others")
+    message = listed([_value(name, here, "another {name}" if name in unnamed else form) for name in names], "others")
     others = _who(usual) if len(usual) == 1 else f"the other {len(usual)}" if len(usual + odd) == len(had) else "most"
     if unnamed == names:
-        return f"{_who(odd)} {_have(odd)} {told} than {others}"
+        return f"{_who(odd)} {_have(odd)} {message} than {others}"
     named = listed([_value(name, there, form) for name in names if name not in unnamed], "others")
-    return f"{_who(odd)} {_have(odd)} {told}, {others} {_have(usual)} {named}"
+    return f"{_who(odd)} {_have(odd)} {message}, {others} {_have(usual)} {named}"
 
 
 def _is_hidden(name: str, *sides: Mapping[str, str]) -> bool:

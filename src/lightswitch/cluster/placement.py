@@ -95,9 +95,9 @@ def _torchrun_option(name: str, exported: str) -> str:
 def _from_counts(launcher: str, environ: Mapping[str, str]) -> Placement:
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     local = int(environ.get("LOCAL_WORLD_SIZE", world))
-    told = environ if launcher == "torchrun" else {}  # torchrun calls nodes groups
-    nodes = int(told.get("GROUP_WORLD_SIZE", max(1, world // local)))
-    before = int(told.get("GROUP_RANK", rank // local)) * local  # ranks on lower nodes, if all are like this one
+    torchrun = environ if launcher == "torchrun" else {}  # torchrun calls nodes groups
+    nodes = int(torchrun.get("GROUP_WORLD_SIZE", max(1, world // local)))
+    before = int(torchrun.get("GROUP_RANK", rank // local)) * local  # ranks on lower nodes, if all are like this one
     even = nodes * local == world and before <= rank < before + local
     return Placement(launcher, nodes, local, rank, None if even else f"{world} (here {local})")
 

@@ -200,14 +200,14 @@ def _answered(point: MeetingPoint) -> Store:
 def missing(store: Store, point: MeetingPoint) -> list[int]:
     """Return the ranks that have not set their key, which is their number, before the timeout."""
     waiting = list(range(point.world_size))
-    start = told = time.monotonic()
+    start = reported_at = time.monotonic()
     while waiting and time.monotonic() < start + point.timeout_seconds:
         if store.check([str(waiting[0])]):
             waiting.pop(0)
             continue
-        if time.monotonic() > told + _NOTICE_SECONDS:
-            told = time.monotonic()
-            log.info("waiting    for rank %d of %d, %.0f s so far", waiting[0], point.world_size, told - start)
+        if time.monotonic() > reported_at + _NOTICE_SECONDS:
+            reported_at = time.monotonic()
+            log.info("waiting    for rank %d of %d, %.0f s so far", waiting[0], point.world_size, reported_at - start)
         time.sleep(_POLL_SECONDS)
     return [rank for rank in waiting if not store.check([str(rank)])]
 

@@ -26,8 +26,8 @@ def main(words: Sequence[str] | None = None) -> None:
     from lightswitch.compare import page  # slow to import; Command already handles Ctrl+C by now
 
     try:
-        for told in page.write(arguments.runs, arguments.output, arguments.tag):
-            print(told, flush=True)
+        for message in page.write(arguments.runs, arguments.output, arguments.tag):
+            print(message, flush=True)
     except (OSError, Refused) as error:
         parser.error(str(error))
 

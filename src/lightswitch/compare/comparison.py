@@ -68,8 +68,8 @@ class Comparison:
             raise Refused(f"found one run, {given}, expected two or more; give another run directory")
         named = {run.name: run for run in self.runs if run.name is not None}
         if len(named) > 1:
-            told = ", ".join(f"{run.path} of {name}" for name, run in named.items())
-            raise Refused(f"found runs with different names: {told}; compare runs with the same name")
+            message = ", ".join(f"{run.path} of {name}" for name, run in named.items())
+            raise Refused(f"found runs with different names: {message}; compare runs with the same name")
 
     @property
     def name(self) -> str:

@@ -85,17 +85,17 @@ def write(paths: list[Path], file: Path | None = None, tags: Sequence[str] = ())
     comparison = Comparison(tuple(runs))
     file = file or _common_folder(run_dirs) / NAME
     title = f"{comparison.name}: {len(comparison.runs)} runs compared"
-    told, summary = tables.tables(comparison), tables.summary(comparison)
-    yield tables.terminal(told, summary)
+    message, summary = tables.tables(comparison), tables.summary(comparison)
+    yield tables.terminal(message, summary)
     if (lacking := figures.missing()) is not None:
         yield lacking
     drawn = {
         "Curves": lacking or draw_curves(comparison),
         "Time per step, in ms": [] if lacking else draw_steps(comparison),
     }
-    regular_files.write_text(file, page(title, told, summary, drawn))
+    regular_files.write_text(file, page(title, message, summary, drawn))
     beside = file.with_suffix(".md")
-    regular_files.write_text(beside, tables.markdown(title, told, summary))
+    regular_files.write_text(beside, tables.markdown(title, message, summary))
     yield f"page       {shown(file.resolve())}"
     yield f"markdown   {shown(beside.resolve())}"
 

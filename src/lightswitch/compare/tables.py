@@ -126,14 +126,14 @@ def _peak(run: Run) -> str:
 
 def _notes_on_runs(comparison: Comparison, of_runs: Sequence[Speed]) -> Iterator[str]:
     if len(comparison.objectives) > 1:
-        told = " and ".join(comparison.objectives)
-        yield f"The runs have different objectives, {told}; the first is shown."
+        message = " and ".join(comparison.objectives)
+        yield f"The runs have different objectives, {message}; the first is shown."
     yield "Speed: the median of the logged values, without validation and saves."
     yield "Efficiency: samples per second and device, relative to " + _base(comparison, of_runs)
     yield "Peak memory: " + _memory(comparison)
     if all(run.times is None for run in comparison.runs):
-        told = "type compare=true in a sweep, or callbacks=[default,step_times] in a run"
-        yield f"Start-up and the phases of a step were not measured: {told}."
+        message = "type compare=true in a sweep, or callbacks=[default,step_times] in a run"
+        yield f"Start-up and the phases of a step were not measured: {message}."
     else:
         yield "Start-up: from the start of the process to the first batch."
 

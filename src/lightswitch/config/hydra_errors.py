@@ -131,8 +131,8 @@ def problems_of_composition(error: BaseException, takes: Takes = lambda target: 
         return [_no_yaml(error)]
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # some of Hydra's errors are OSErrors
         typed = [word for word in sys.argv if re.match(r"(hydra\.run\.dir|name|run_id)=.*oc\.env", word)]
-        told = f"{' '.join(typed)}: {error.strerror}" if typed else error  # the error shows the variable's value
-        return [f"the run directory can't be made: {told}; type hydra.run.dir=FOLDER"]
+        line = f"{' '.join(typed)}: {error.strerror}" if typed else error  # the error shows the variable's value
+        return [f"the run directory can't be made: {line}; type hydra.run.dir=FOLDER"]
     if isinstance(error, MissingConfigException) and (folder := re.search(r"directory '(.+)' exists", str(error))):
         return [f"--config-path: there is no folder {folder[1]}; leave it out, or type --config-dir=FOLDER to add one"]
     if isinstance(error, MissingConfigException) and "/" not in (name := error.missing_cfg_file or ""):
@@ -166,8 +166,8 @@ def problems_of_composition(error: BaseException, takes: Takes = lambda target: 
 def _no_yaml(error: YAMLError | UnicodeDecodeError) -> str:
     """Return a message with the location and the reason of invalid YAML."""
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
-        at, told = error.problem_mark, ", ".join(part for part in (error.context, error.problem) if part)
-        return f"{at.name}, line {at.line + 1}, column {at.column + 1}: {told}"
+        at, line = error.problem_mark, ", ".join(part for part in (error.context, error.problem) if part)
+        return f"{at.name}, line {at.line + 1}, column {at.column + 1}: {line}"
     if isinstance(error, ReaderError):
         return f"{error.name}: found the character #x{error.character:04x}, which YAML does not allow"
     return f"{_file_that_was_read(error)}: found the byte 0x{error.object[error.start]:02x}; save the file in UTF-8"
@@ -215,8 +215,8 @@ def _in_quotes(override: str) -> str | None:
     items = value[1:-1].split(",") if re.fullmatch(r"\[.*\]", value) else [value]
     if re.search(r'[][{}"\\]', "".join(items)):
         return None
-    told = ",".join(item if re.fullmatch(r"[\w./*-]+", item, re.ASCII) else f'"{item.strip()}"' for item in items)
-    return shlex.quote(f"{key}=[{told}]" if value.startswith("[") else f"{key}={told}")
+    line = ",".join(item if re.fullmatch(r"[\w./*-]+", item, re.ASCII) else f'"{item.strip()}"' for item in items)
+    return shlex.quote(f"{key}=[{line}]" if value.startswith("[") else f"{key}={line}")
 
 
 def _meant(key: str, node: DictConfig, takes: Takes) -> str:
@@ -226,8 +226,8 @@ def _meant(key: str, node: DictConfig, takes: Takes) -> str:
     similar key.
     """
     *above, name = key.split(".")
-    if told := aliases.instead(_typed(key)):
-        return f" Type {told}"
+    if line := aliases.instead(_typed(key)):
+        return f" Type {line}"
     root = node._get_root()
     if above and above[0] in CONSTRUCTED:  # typed keys are added, so this one is in a sweep's params
         return f" In a sweep's params, a new key begins with +: +{key}"
@@ -281,8 +281,8 @@ def _missing_choice(error: MissingConfigException) -> str:
         return f"strategy={choice}: {_STRATEGIES[choice]}"
     if group == "trainer" and choice in _OF_TRAINER:
         return f"trainer={choice}: {_OF_TRAINER[choice]}"
-    if told := aliases.choice_instead(group, choice):
-        return f"{group}={choice}: there is no such {group}; type {told}"
+    if line := aliases.choice_instead(group, choice):
+        return f"{group}={choice}: there is no such {group}; type {line}"
     if extra := _OF_EXTRAS.get(f"{group}/{choice}"):
         return f"{group}={choice}: its package is not installed; type pip install -e '.[{extra}]'"
     choices = sorted(error.options or _files_of(group, str(error)))
@@ -314,5 +314,5 @@ def _nothing_to_delete(path: str, error: BaseException) -> str:
 
 def _in_one_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines()]
-    told = [line for line in lines if line and not line.startswith(("See https", "object_type", "full_key"))]
-    return "; ".join(dict.fromkeys(told))
+    report = [line for line in lines if line and not line.startswith(("See https", "object_type", "full_key"))]
+    return "; ".join(dict.fromkeys(report))

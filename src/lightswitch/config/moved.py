@@ -38,8 +38,10 @@ def follow(cfg: DictConfig, run: RunContext) -> None:
     """Update old names and missing keys of a composed config in place, and log advice on the names on rank 0."""
     found = replace(cfg)
     if found and run.placement.rank == 0:
-        told = [f"{_file(name, run) or key} names {name}, which moved to {today(name)}" for key, name in found.items()]
-        log.info("advice     %s; change it: lightswitch %s drops the old name", "; ".join(told), UNTIL)
+        changes = [
+            f"{_file(name, run) or key} names {name}, which moved to {today(name)}" for key, name in found.items()
+        ]
+        log.info("advice     %s; change it: lightswitch %s drops the old name", "; ".join(changes), UNTIL)
 
 
 def replace(cfg: DictConfig) -> dict[str, str]:

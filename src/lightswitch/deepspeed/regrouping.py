@@ -24,7 +24,7 @@ from lightswitch.deepspeed.quiet_import import deepspeed
 from lightswitch.deepspeed.state import PortableDeepSpeed, States, pieces, scatter_states, scatter_weights
 from lightswitch.deepspeed.writes import EngineWrites
 from lightswitch.errors import Refused
-from lightswitch.strategies.known_callbacks import is_on_nvme, laid_out_anew
+from lightswitch.strategies.known_callbacks import is_on_nvme, resharded
 from lightswitch.strategies.trained import Trained, Unused
 from lightswitch.strategies.units import is_compiled
 from lightswitch.strategies.writes import CarriesWrites
@@ -143,7 +143,7 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
                 "state that DeepSpeed offloads to NVMe can't be re-sharded when other parameters are trained; use "
                 "strategy=fsdp"
             )
-        with laid_out_anew(module, lambda kept: _whole(kept, self.root_device)):
+        with resharded(module, lambda kept: _whole(kept, self.root_device)):
             state = _State.of(engine, module)
             self.release_engine()
             patches.replace(engine, "optimizer", None)  # otherwise the engine releases it again when it is collected

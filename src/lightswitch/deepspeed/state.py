@@ -234,10 +234,10 @@ class PortableDeepSpeed(PortableCheckpoints):
     def remember_groups(self, optimizer: Optimizer) -> None:
         """Store the parameter names of an optimizer's groups, before DeepSpeed flattens the groups."""
         assert self.lightning_module is not None
-        if (told := optimizers.described(optimizer)) != _class(optimizer) and self.is_global_zero:
+        if (message := optimizers.described(optimizer)) != _class(optimizer) and self.is_global_zero:
             log.warning(
                 "checkpoints under DeepSpeed omit the state of the inner optimizer of %s: a resumed run starts it from "
-                "scratch; use strategy=ddp or fsdp", told,
+                "scratch; use strategy=ddp or fsdp", message,
             )  # fmt: skip
         self._group_names = [group["params"] for group in optimizers.groups_of(optimizer, self.lightning_module)]
 
@@ -250,11 +250,11 @@ class PortableDeepSpeed(PortableCheckpoints):
         self._states = {name: state for name, _, state in kept if state}
         return {**names.state_of(module), **{name: weight for name, weight, _ in kept}}
 
-    def kept_parameters(self) -> dict[str, Stored]:
+    def local_parameters(self) -> dict[str, Stored]:
         module, engine = self.lightning_module, self.model
         assert module is not None
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
-            return super().kept_parameters()
+            return super().local_parameters()
         return {name: weight for name, weight, _ in pieces(engine, module)}
 
     def parameters_changed(self) -> None:

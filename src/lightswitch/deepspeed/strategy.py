@@ -240,8 +240,8 @@ class DeepSpeed(Regrouping):
 
     # Weights that are written to outside of the optimizer
 
-    def at_hand(self, hook: str) -> AbstractContextManager[None]:
-        return self._writes.at_hand(hook) if self._writes else super().at_hand(hook)
+    def whole_weights(self, hook: str) -> AbstractContextManager[None]:
+        return self._writes.whole_weights(hook) if self._writes else super().whole_weights(hook)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.looks.step(), self._writes.in_step(self.around_hook) if self._writes else nullcontext():

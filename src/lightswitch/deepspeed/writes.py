@@ -77,7 +77,7 @@ class EngineWrites:
                 part.register_forward_hook(self._end_call)
 
     @contextmanager
-    def at_hand(self, hook: str) -> Iterator[None]:
+    def whole_weights(self, hook: str) -> Iterator[None]:
         """Context that gives a hook access to whole weights, and carries over its writes at the end. Collective.
 
         Raises:
@@ -96,22 +96,22 @@ class EngineWrites:
         self._let_go()
 
     def in_evaluation(
-        self, step: str, at_hand: Callable[[str], AbstractContextManager[None]]
+        self, step: str, whole_weights: Callable[[str], AbstractContextManager[None]]
     ) -> AbstractContextManager[None]:
         """Return the context of an evaluation step, which may swap weights for averages.
 
         Args:
             step: name of the step.
-            at_hand: as in `in_step`.
+            whole_weights: as in `in_step`.
         """
-        return at_hand(step) if self._is_in_parts and self._looks_into_steps else nullcontext()
+        return whole_weights(step) if self._is_in_parts and self._looks_into_steps else nullcontext()
 
     @contextmanager
-    def in_step(self, at_hand: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
+    def in_step(self, whole_weights: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
         """Context of a training step.
 
         Args:
-            at_hand: returns a context that opens this object's `at_hand`, given the name of a hook.
+            whole_weights: returns a context that opens this object's `whole_weights`, given the name of a hook.
         """
         if not self._is_in_parts:
             yield
@@ -124,7 +124,7 @@ class EngineWrites:
                 self._module.register_forward_pre_hook(self._begin_body),  # after DeepSpeed's
             ]
             try:
-                with at_hand(_STEP) if self._looks.is_due or self._touches_in_steps else nullcontext():
+                with whole_weights(_STEP) if self._looks.is_due or self._touches_in_steps else nullcontext():
                     yield
             finally:
                 for handle in handles:
@@ -297,14 +297,14 @@ class _Touches(TorchFunctionMode):
             names = self._names
             for value in (*args, *kwargs.values()) if kwargs else args:  # runs for each operation of a hook
                 if id(value) in names:
-                    self._tell(names[id(value)], sys._getframe(1))
+                    self._report(names[id(value)], sys._getframe(1))
                 elif type(value) in (list, tuple):
                     for one in value:
                         if id(one) in names:
-                            self._tell(names[id(one)], sys._getframe(1))
+                            self._report(names[id(one)], sys._getframe(1))
         return func(*args, **(kwargs or {}))
 
-    def _tell(self, name: str, frame: FrameType) -> None:
+    def _report(self, name: str, frame: FrameType) -> None:
         """Report a parameter, unless the caller is DeepSpeed, which gathers and frees it itself."""
         if not frame.f_globals.get("__name__", "").startswith("deepspeed."):
             self._touch(name)

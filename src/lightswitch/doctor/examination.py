@@ -104,8 +104,8 @@ def _unreached(
     ways = {name: tuple(one["address"]) for name, one in firsts.items() if name != node} if is_first else {}
     faults = [f"{node} → {name}: {fault}" for name, fault in reach(ways).items() if fault]
     store.set(f"faults/{point.rank}", json.dumps(faults))
-    told = store.multi_get([f"faults/{one['rank']}" for one in everyone])
-    pairs = [pair for one in told for pair in json.loads(one)]
+    of_ranks = store.multi_get([f"faults/{one['rank']}" for one in everyone])
+    pairs = [pair for one in of_ranks for pair in json.loads(one)]
     if len(firsts) > 1 and not pairs:
         report.line("network", f"{len(firsts)} nodes, each can connect to every other")
     if report.is_first:

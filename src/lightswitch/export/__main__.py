@@ -104,8 +104,10 @@ def _export(arguments: argparse.Namespace) -> None:
     file: Path = arguments.output
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     if file.suffix in weight_files.OF_TORCH and not weights.lists_tied:
-        told = "the checkpoint, of an earlier version, does not list tied tensors; each is written under only one name"
-        print(f"warning: {told}", file=sys.stderr)
+        message = (
+            "the checkpoint, of an earlier version, does not list tied tensors; each is written under only one name"
+        )
+        print(f"warning: {message}", file=sys.stderr)
     progress = _Progress(sum(weight_files.bytes_of(weights, name, dtype) for name in weights.like))
     try:
         written = weight_files.write(weights, config.node, file, dtype, arguments.shard_size, progress.read)

@@ -174,7 +174,7 @@ class Workers(_MultiProcessingLauncher):
             self._process.leave_now(first.exit_code)  # torch would report the error again
 
     def _leave_record(self, process_idx: int, failure: Failure) -> None:
-        record = {"failure": asdict(failure), "is_told": self._process.has_failed.is_set(), "seconds": time.time()}
+        record = {"failure": asdict(failure), "is_reported": self._process.has_failed.is_set(), "seconds": time.time()}
         regular_files.write_json(self._records / f"{process_idx}.json", record)
 
     def _failed(self, error: ProcessException) -> RanksFailed:
@@ -182,7 +182,7 @@ class Workers(_MultiProcessingLauncher):
         records = [json.loads(path.read_text()) for path in self._records.glob("*.json")]
         if records:
             first = min(records, key=lambda record: (record["failure"]["follows"], record["seconds"]))
-            return RanksFailed(Failure(**first["failure"]), first["is_told"], exit_code)
+            return RanksFailed(Failure(**first["failure"]), first["is_reported"], exit_code)
         cluster, devices = self._strategy.cluster_environment, self._strategy.parallel_devices
         assert cluster is not None
         assert devices is not None

@@ -27,8 +27,8 @@ def main() -> None:
     parser = Command("lightswitch.fork.bare", __doc__)
     parser.parse_args()
     try:
-        for told in remove(Path.cwd()):
-            print(told)
+        for message in remove(Path.cwd()):
+            print(message)
     except (OSError, Refused) as error:
         parser.error(str(error))
 
@@ -77,10 +77,10 @@ def remove(fork: Path) -> list[str]:
         listing.write_text(json.dumps(known, indent=1) + "\n")
     else:
         listing.unlink()
-    told = [f"stays      {path}: {why}" for path, why in sorted(stays.items())]
+    lines = [f"stays      {path}: {why}" for path, why in sorted(stays.items())]
     return [
         f"removed    {len(going - stays.keys())} files of the examples",
-        *told,
+        *lines,
         "next       git add --all, and commit",
     ]
 

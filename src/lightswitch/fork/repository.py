@@ -38,10 +38,10 @@ def git(root: Path, *arguments: str, given: str | None = None) -> str:
     except FileNotFoundError:
         raise Refused("found no git; install it") from None
     if done.returncode:
-        told = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
-        at = next((at for at, line in enumerate(told) if line.startswith(("fatal:", "error:"))), len(told) - 1)
+        lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
+        at = next((at for at, line in enumerate(lines) if line.startswith(("fatal:", "error:"))), len(lines) - 1)
         line = (
-            " ".join(map(str.strip, told[at : at + 2])) if told[at].endswith(":") else told[at]
+            " ".join(map(str.strip, lines[at : at + 2])) if lines[at].endswith(":") else lines[at]
         )  # with the first entry of a list
         raise Refused(f"git {arguments[0]}: {line.removeprefix('fatal: ').removeprefix('error: ')}")
     return done.stdout

@@ -171,8 +171,8 @@ def _beside(new: Source, commit: str, fork: Path) -> Iterator[str]:
         kind, *paths = line.split("\t")
         if kind != "A" and not (fork / paths[0]).exists():
             continue
-        told = kinds.get(kind, "renamed")
-        yield f"beside     {' → '.join(paths)}: {told} in lightswitch; this fork's copy is unchanged"
+        message = kinds.get(kind, "renamed")
+        yield f"beside     {' → '.join(paths)}: {message} in lightswitch; this fork's copy is unchanged"
 
 
 def _code(train: str) -> str:
@@ -192,18 +192,18 @@ def news(before: str, now: str) -> str:
         now: a later one of the same form.
     """
     known = set(_entries(before))
-    told: list[str] = []
+    sections: list[str] = []
     shown: tuple[str, ...] = ()
     for entry in _entries(now):
         if entry in known:
             continue
         *headings, text = entry
-        told += [
+        sections += [
             heading for level, heading in enumerate(headings) if tuple(headings[: level + 1]) != shown[: level + 1]
         ]
-        told.append(text)
+        sections.append(text)
         shown = tuple(headings)
-    return re.sub(r"\n\n(?=- )", "\n", "\n\n".join(told))
+    return re.sub(r"\n\n(?=- )", "\n", "\n\n".join(sections))
 
 
 def _entries(changelog: str) -> Iterator[tuple[str, ...]]:

@@ -51,6 +51,6 @@ def _is_memory_known(cfg: DictConfig) -> bool:
     plan = cfg.get("plan")
     if plan is None:
         return False
-    is_told = plan.memory_gib is not None or str(plan.device.get("_target_")).endswith(".Device")
+    is_set = plan.memory_gib is not None or str(plan.device.get("_target_")).endswith(".Device")
     plain: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
-    return is_told or devices.accelerator(plain) == "cuda"
+    return is_set or devices.accelerator(plain) == "cuda"

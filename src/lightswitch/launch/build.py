@@ -104,8 +104,8 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
         enable_autolog_hparams=False,  # RunRecord logs them, once the run proceeds
     )
     raise_all(refusals)
-    if told := list(trainer_problems(trainer, model, cfg)):
-        raise RefusedRequest(told)
+    if message := list(trainer_problems(trainer, model, cfg)):
+        raise RefusedRequest(message)
     _advise(cfg, run, model)
     record.hold_loggers(trainer)
     replace_loops(trainer)

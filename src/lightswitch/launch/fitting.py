@@ -93,7 +93,7 @@ def _choice(cfg: DictConfig, run: RunContext) -> Choice:
 
 def by_states(among: Sequence[Candidate], states: float, usable: float, world: World, device: Device) -> Choice:
     """Return the first strategy whose share of the states leaves room for a step, or else the last one."""
-    shares = [one.kept_share(world.nodes, world.devices_per_node) for one in among]
+    shares = [one.resident_share(world.nodes, world.devices_per_node) for one in among]
     roomy = (one for one, share in zip(among, shares, strict=True) if states * share < _KNOWN_SHARE * usable)
     taken = next(roomy, among[-1])
     of = f"states are {report.share(states, usable)} on {device.name}"
@@ -122,7 +122,9 @@ def _without_steps(cfg: DictConfig) -> Request:
 
 def with_room(among: Sequence[Candidate], states: float, usable: float, world: World) -> list[Candidate]:
     """Return the strategies whose share of the states fits on a device, or all if there are none."""
-    return [one for one in among if states * one.kept_share(world.nodes, world.devices_per_node) < usable] or [*among]
+    return [one for one in among if states * one.resident_share(world.nodes, world.devices_per_node) < usable] or [
+        *among
+    ]
 
 
 def first_that_fits(request: Request, among: Sequence[Candidate]) -> tuple[Candidate, Estimate]:
@@ -221,7 +223,7 @@ def check_fewest(worlds: range, cfg: DictConfig, run: RunContext) -> None:
         return
     finally:
         gc.collect()  # off until the run is built: free what was simulated
-    kept = {nodes: states * candidate.kept_share(nodes, devices) for nodes in worlds}
+    kept = {nodes: states * candidate.resident_share(nodes, devices) for nodes in worlds}
     unfit = [nodes for nodes, bytes in kept.items() if bytes > usable]
     if unfit:
         fewest = unfit[-1] + 1
@@ -247,14 +249,14 @@ def out_of_memory(cfg: DictConfig, run: RunContext, batch: BatchPlan, trainer: T
     """Return a line on what to try next, with its command, derived from the size of the model's states."""
     world, device = World(trainer.num_nodes, trainer.num_devices), _device_of(trainer)
     states, usable = _states_of(trainer), device.usable_bytes(world.devices_per_node)
-    told = f"parameters, gradients and optimizer state are {report.amount(states)} in total, and a device has "
-    told += report.amount(usable)
+    message = f"parameters, gradients and optimizer state are {report.amount(states)} in total, and a device has "
+    message += report.amount(usable)
     among = candidates.simplest(run.hydra, world.nodes, world.devices_per_node)
     others = [one for one in among if not (one.offloads and device.kind == "cpu")]
     words = candidates.next_words(states, usable, batch, _strategy_of(cfg, run, world), others, world)
     if not words:
-        return f"next: {told}; use more devices, or larger ones: mode=plan says how many"
-    return f"next: {told}; try {commands.instead(cfg, run.placement, list(words))}"
+        return f"next: {message}; use more devices, or larger ones: mode=plan says how many"
+    return f"next: {message}; try {commands.instead(cfg, run.placement, list(words))}"
 
 
 def _device_of(trainer: Trainer) -> Device:

@@ -21,7 +21,7 @@ from lightswitch.cluster.rendezvous import MeetingPoint, agree
 from lightswitch.cluster.sealed import Values
 from lightswitch.config import confidential
 from lightswitch.context import RunContext
-from lightswitch.errors import Refused, ToldElsewhere
+from lightswitch.errors import Refused, ReportedElsewhere
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy
 
@@ -100,7 +100,7 @@ class Handshake:
         if verdict and is_spawned:
             raise Refused(verdict)  # the process that spawned this one prints it
         if verdict:
-            raise ToldElsewhere(verdict)
+            raise ReportedElsewhere(verdict)
         return store
 
     def _meeting_point(self) -> MeetingPoint:

@@ -137,14 +137,14 @@ def _around(trainer: Trainer, owner: Callback | LightningModule, hook_name: str)
     if not isinstance(strategy, CarriesWrites) or not writes or hook_name in _WITHOUT_WEIGHTS:
         return nullcontext()
     name = type(owner).__name__.removeprefix("FSDP")  # a prefix that fully_shard adds
-    at_hand = strategy.around_hook(f"{hook_name} of {name}")
+    whole_weights = strategy.around_hook(f"{hook_name} of {name}")
     steps = getattr(trainer.fit_loop.epoch_loop, "begun", 0)  # an attribute of EpochLoop
-    return at_hand if steps >= first_steps.STEPS else _in_first_steps(at_hand, trainer, steps)
+    return whole_weights if steps >= first_steps.STEPS else _in_first_steps(whole_weights, trainer, steps)
 
 
 @contextmanager
-def _in_first_steps(at_hand: AbstractContextManager[None], trainer: Trainer, steps: int) -> Iterator[None]:
-    with first_steps.refusing(trainer, steps), at_hand:
+def _in_first_steps(whole_weights: AbstractContextManager[None], trainer: Trainer, steps: int) -> Iterator[None]:
+    with first_steps.refusing(trainer, steps), whole_weights:
         yield
 
 

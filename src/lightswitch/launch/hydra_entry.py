@@ -30,7 +30,7 @@ from lightswitch.config.confidential import Cleaner
 from lightswitch.config.hydra_errors import NO_YAML, check_flags, problems_of_composition
 from lightswitch.config.overrides import asks_for_help, normalised, patch_composition
 from lightswitch.context import RunContext
-from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, RefusedRequest, Stopped, ToldElsewhere
+from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, RefusedRequest, ReportedElsewhere, Stopped
 from lightswitch.failures import classify, crash_report
 from lightswitch.failures.classify import full_traceback, one_line
 from lightswitch.failures.crash_report import CrashReport, print_once
@@ -275,8 +275,8 @@ def _run_name(*, _root_: DictConfig) -> str:
     hydra = _root_.hydra if "hydra" in _root_ else HydraConfig.get()  # the former while a sweep names its directory
     choice = hydra.runtime.choices.get("model")
     if choice is None and "model" not in _root_:
-        told = "model: the config has no such key, and the engine reads it; add it to config.yaml"
-        raise RefusedRequest([told])
+        message = "model: the config has no such key, and the engine reads it; add it to config.yaml"
+        raise RefusedRequest([message])
     named = choice or str(_root_.model._target_).rpartition(".")[2].lower()
     return named.replace("/", "_")  # a choice may be in a subfolder
 
@@ -311,7 +311,7 @@ def report_failure(error: BaseException, cfg: DictConfig, run: RunContext) -> in
 
     The code is None for a bug in a run of one process, because Python prints its traceback.
     """
-    if isinstance(error, ToldElsewhere):
+    if isinstance(error, ReportedElsewhere):
         run.process.note_failure(f"error: {error}")
         return ExitCode.REFUSED
     has_begun = run.process.steps_have_begun.is_set()
@@ -323,18 +323,18 @@ def report_failure(error: BaseException, cfg: DictConfig, run: RunContext) -> in
         return first.exit_code
     report = CrashReport(run)
     if isinstance(error, RanksFailed):
-        return error.failure.exit_code if error.is_told or report.is_printed else _tell(error.failure, report)
+        return error.failure.exit_code if error.is_reported or report.is_printed else _report(error.failure, report)
     rank = classify.rank_of(cfg, run.placement)
     first = classify.failure(error, cfg, rank, has_begun)
     if first.exit_code == ExitCode.REFUSED or rank.world_size != 1:
-        return _tell(first, report)
+        return _report(first, report)
     run.process.note_failure(one_line(error))
     crash_report.add_report(error, first, rank, "outside of the Trainer", report)
     report.log(first.details)
     return None
 
 
-def _tell(first: Failure, report: CrashReport) -> int:
+def _report(first: Failure, report: CrashReport) -> int:
     if first.exit_code == ExitCode.REFUSED:
         report.run.process.note_failure(first.line)
         if print_once(first.line):

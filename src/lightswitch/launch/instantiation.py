@@ -50,14 +50,14 @@ def instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **argument
             refusals.append(cause)
             return None
         key = getattr(error, "full_key", None) or name
-        if told := _unimported(cfg, key, cause) or _unlike(cfg, key, cause):
-            refusals.append(RefusedRequest([told], full_traceback(error)))
+        if message := _unimported(cfg, key, cause) or _unlike(cfg, key, cause):
+            refusals.append(RefusedRequest([message], full_traceback(error)))
             return None
         if not (isinstance(cause, _ABOUT_FILES) or (isinstance(cause, _ABOUT_ARGUMENTS) and classify.raised_in(cause))):
             raise
-        told = str(cause)
+        message = str(cause)
         details = full_traceback(cause) if _is_of_user(cause) else ""
-        refusals.append(RefusedRequest([told if told.startswith(name) else f"{key}: {told}"], details))
+        refusals.append(RefusedRequest([message if message.startswith(name) else f"{key}: {message}"], details))
         return None
 
 
@@ -188,9 +188,9 @@ def _problems(path: str, made: partial[Any]) -> Iterator[str]:
     if _error(made.func, working) is not None:
         return
     for key, value in given.items():
-        told = one_line(cast(Exception, _error(made.func, {**working, key: value}))).rstrip(".")
+        message = one_line(cast(Exception, _error(made.func, {**working, key: value}))).rstrip(".")
         instead = "" if key in working else f"; its default is {_shown(defaults[key])}"
-        yield f"{path}.{key}={_shown(value)}: {made.func.__name__} fails with it: {told}{instead}"
+        yield f"{path}.{key}={_shown(value)}: {made.func.__name__} fails with it: {message}{instead}"
 
 
 def _that_works(make: Callable[..., Any], working: Arguments, given: Arguments) -> str | None:

@@ -46,7 +46,7 @@ def plan(cfg: DictConfig, run: RunContext) -> None:
     among += [other for one in among if (other := one.recomputing()) is not None]
     best, *others = report.ordered([*estimates, *_recomputing(request, estimates, among)])
     estimates = report.ordered([confirmed(request, best, among), *others])
-    _tell(run, request, estimates, refused)
+    _report(run, request, estimates, refused)
 
 
 def _recomputing(request: Request, estimates: list[Estimate], among: list[Candidate]) -> Iterator[Estimate]:
@@ -57,13 +57,13 @@ def _recomputing(request: Request, estimates: list[Estimate], among: list[Candid
         yield fitted(request, best)
 
 
-def _tell(run: RunContext, request: Request, estimates: list[Estimate], refused: dict[tuple[str, ...], str]) -> None:
+def _report(run: RunContext, request: Request, estimates: list[Estimate], refused: dict[tuple[str, ...], str]) -> None:
     log.info("\n%s\n", report.table(estimates))
     for left_out in report.left_out(refused, [one.words for one in estimates]):
         log.info("left out   %s", left_out)
     log.info("take       %s", report.answer(estimates[0], request.device))
-    for about, told in report.details(estimates[0]):
-        log.info("%-10s %s", about, told)
+    for about, message in report.details(estimates[0]):
+        log.info("%-10s %s", about, message)
     log.info("start      %s", commands.planned(run.placement, words_of(estimates[0])))
     path = run.run_dir / "plan.json"
     data = report.as_data(estimates, request.device, {" ".join(words): why for words, why in refused.items()})
@@ -85,8 +85,10 @@ def _tell_states(request: Request, among: list[Candidate], why: str) -> None:
     for candidate in {one.precision and one.precision.name: one for one in among}.values():
         held = states(request.under(candidate).cfg)
         parts = ", ".join(f"{kind} {report.amount(held.get(kind, 0))}" for kind in STATES)
-        told = "" if candidate.precision is None else f"{candidate.precision.name}: "
-        log.info("states     %s%s: in full on each device under ddp, sharded over all devices under fsdp", told, parts)
+        message = "" if candidate.precision is None else f"{candidate.precision.name}: "
+        log.info(
+            "states     %s%s: in full on each device under ddp, sharded over all devices under fsdp", message, parts
+        )
 
 
 def _candidates(request: Request, run: RunContext) -> list[Candidate]:

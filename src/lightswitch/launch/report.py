@@ -48,8 +48,8 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
         type(trainer.strategy).__name__, trainer.precision,
         trainer.num_nodes, "s" if trainer.num_nodes > 1 else "", trainer.num_devices, accelerator,
     )  # fmt: skip
-    for told in versions.beyond_bounds(Path(sys.argv[0])):
-        log.warning("advice     found %s; type pip install -e . in the folder of train.py", told)
+    for message in versions.beyond_bounds(Path(sys.argv[0])):
+        log.warning("advice     found %s; type pip install -e . in the folder of train.py", message)
     if shards_itself(cfg):
         log.info("batch      of each device's data loader × accumulation %d", plan.accumulation)
     else:
@@ -94,8 +94,8 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
         go_on = commands.go_on_anew(run.placement, shown(last))
     is_trial = trainer.fast_dev_run  # type: ignore[attr-defined]  # set past Lightning's declaration
     has_ended = cfg.mode == "fit" and not (trainer.interrupted or is_trial)
-    told = _told(run, go_on, _mode_of_evaluation(trainer)) | (_weights(run.run_dir) if has_ended else {})
-    for what, text in (told | _profiles(trainer)).items():
+    next_steps = _told(run, go_on, _mode_of_evaluation(trainer)) | (_weights(run.run_dir) if has_ended else {})
+    for what, text in (next_steps | _profiles(trainer)).items():
         log.info("%-10s %s", what, text)
     if has_ended:
         # spawned ranks have ended, and their counters with them: take the step from the checkpoint
@@ -112,16 +112,16 @@ def _told(run: RunContext, go_on: str | None, mode: str | None) -> dict[str, str
     if run.mode == "predict":
         return {"written": shown(run_dir / "predictions")}
     table = run_dir / "metrics.csv"
-    told = {"metrics": shown(table)} if table.exists() else {}
+    rows = {"metrics": shown(table)} if table.exists() else {}
     if run.mode != "fit":
-        return told
+        return rows
     if go_on:
-        told["go on"] = go_on
+        rows["go on"] = go_on
     if mode and (checkpoint := best_or_last(run_dir)) is not None:
-        told["evaluate"] = commands.evaluate(shown(checkpoint), run.placement, mode)
+        rows["evaluate"] = commands.evaluate(shown(checkpoint), run.placement, mode)
     if (run_dir / "tensorboard").exists():
-        told["look"] = shlex.join(["tensorboard", "--logdir", shown(run_dir.parent)])
-    return told
+        rows["look"] = shlex.join(["tensorboard", "--logdir", shown(run_dir.parent)])
+    return rows
 
 
 def _weights(run_dir: Path) -> dict[str, str]:

@@ -69,9 +69,9 @@ def evaluate(
         Refused: the module or its data lack a method that the mode needs, or the strategy would unpickle the
             checkpoint.
     """
-    if told := lacking(run.mode, model, data):
+    if message := lacking(run.mode, model, data):
         others = [f"mode={stage}" for stage in _NEEDS if not lacking(stage, model, data)]
-        raise Refused(f"mode={run.mode}: {told}; " + (f"type {' or '.join(others)}" if others else "write one"))
+        raise Refused(f"mode={run.mode}: {message}; " + (f"type {' or '.join(others)}" if others else "write one"))
     _refuse_to_unpickle(trainer, checkpoint)
     read: dict[str, Any] = {"ckpt_path": checkpoint, "weights_only": True}
     with run.signals.forwarded_by(trainer.strategy.launcher):

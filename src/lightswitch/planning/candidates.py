@@ -95,7 +95,7 @@ class Candidate:
         """Whether it is a DeepSpeed strategy."""
         return str(self.node.get("_target_")).rpartition(".")[2] == _ZERO
 
-    def kept_share(self, nodes: int, devices_per_node: int) -> float:
+    def resident_share(self, nodes: int, devices_per_node: int) -> float:
         """Return the share of parameters, gradients and optimizer state that a device holds between steps."""
         if self.is_replicated:
             return 1.0
@@ -236,7 +236,7 @@ def next_words(
         at: the strategy that ran out of memory.
         others: strategies to switch to, in order of preference.
     """
-    kept = at.kept_share(world.nodes, world.devices_per_node)
+    kept = at.resident_share(world.nodes, world.devices_per_node)
     if kept * states < _FULL * usable:
         share = batch.micro_batch * batch.accumulation
         smaller = [size for size in range(1, batch.micro_batch // 2 + 1) if share % size == 0]
@@ -245,7 +245,9 @@ def next_words(
         if (recomputing := at.recomputing()) is not None:
             return recomputing.words[1:]
     for other in others:
-        if (less := other.kept_share(world.nodes, world.devices_per_node)) < kept and less * states < _FULL * usable:
+        if (
+            less := other.resident_share(world.nodes, world.devices_per_node)
+        ) < kept and less * states < _FULL * usable:
             return other.words
     return ()
 

@@ -158,5 +158,5 @@ def _value(path: Path) -> Any:
 def precision_problems(precision: str, device: Device) -> Iterator[str]:
     """Yield a problem if the device lacks bfloat16, which torch then emulates more slowly than 32 bits."""
     if precision.startswith("bf16") and device.tflops and "bf16" not in device.tflops:
-        told = f"{device.name} has no bfloat16, and torch would emulate it"
-        yield f"precision={precision}: {told}; use 16-mixed or 32-true"
+        message = f"{device.name} has no bfloat16, and torch would emulate it"
+        yield f"precision={precision}: {message}; use 16-mixed or 32-true"

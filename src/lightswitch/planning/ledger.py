@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from lightswitch import patches
 from lightswitch.planning.collectives import Collective, collective
 from lightswitch.planning.timeline import Change, Kind, Timeline
-from lightswitch.planning.values import Repeats, Values, let_be_asked
+from lightswitch.planning.values import Repeats, Values, patch_value_reads
 
 Phase = Literal["setup", "forward", "backward", "optimizer"]
 
@@ -102,14 +102,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._depth = 0
         if self.fake is not None:
             self._depth = len(self.fake.enter_stack)
-            let_be_asked(self.values)
+            patch_value_reads(self.values)
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
         patches.replace(torch.UntypedStorage, "resize_", _RESIZE)
-        let_be_asked(None)
+        patch_value_reads(None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # the most frequent operator

@@ -232,9 +232,9 @@ def size(bytes: float) -> str:
 
 def magnitude(number: float, unit: str) -> str:
     """Format a number and its unit with a decimal prefix: 30 TFLOP."""
-    told = compact(number)
-    shown = told.rstrip("kMGT")
-    return f"{shown} {told[len(shown) :]}{unit}"
+    text = compact(number)
+    shown = text.rstrip("kMGT")
+    return f"{shown} {text[len(shown) :]}{unit}"
 
 
 def as_data(estimates: Sequence[Estimate], device: Device, refused: dict[str, str]) -> dict[str, Any]:
@@ -301,16 +301,16 @@ def picture(estimates: Sequence[Estimate], device: Device) -> figures.Picture:
         axes.tick_params(axis="y", labelcolor=theme.ink)
         figure.legend(loc="outside lower left", ncols=4)
 
-    told = (f"{name(one)}, micro batch {one.run.micro_batch}: {amount(one.memory.bytes)}" for one in estimates)
-    description = f"Memory of each device, at the peak of a step. {'; '.join(told)}. {_limit(estimates, device)}"
+    sizes = (f"{name(one)}, micro batch {one.run.micro_batch}: {amount(one.memory.bytes)}" for one in estimates)
+    description = f"Memory of each device, at the peak of a step. {'; '.join(sizes)}. {_limit(estimates, device)}"
     return figures.picture(
         draw, 8, 1.5 + 0.5 * len(estimates), f"Memory of each strategy on {device.name}", description
     )
 
 
 def _label(one: Estimate) -> str:
-    told = precision(one)
-    return f"{strategy(one)}\n{told + ', ' if told else ''}{one.run.micro_batch} a micro batch"
+    dtype = precision(one)
+    return f"{strategy(one)}\n{dtype + ', ' if dtype else ''}{one.run.micro_batch} a micro batch"
 
 
 def _limit(estimates: Sequence[Estimate], device: Device) -> str:

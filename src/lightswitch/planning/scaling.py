@@ -50,8 +50,8 @@ def read(files: Iterable[Path]) -> list[Line]:
     """Read the files of dry runs and return one line per strategy."""
     found: dict[str, list[Point]] = {}
     for file in files:
-        told = json.loads(file.read_text())
-        found.setdefault(told["strategy"], []).append(_point(told["estimate"]))
+        plan = json.loads(file.read_text())
+        found.setdefault(plan["strategy"], []).append(_point(plan["estimate"]))
     return [Line(name, tuple(sorted(found[name], key=lambda one: one.ranks))) for name in sorted(found)]
 
 

@@ -211,7 +211,7 @@ class _Notes:
         self._noted.pop(id(tensor), None)
 
 
-def let_be_asked(values: Values | None) -> None:
+def patch_value_reads(values: Values | None) -> None:
     """Patch the methods of fake tensors that read values in C++ so that ``values`` answers; None undoes it."""
     if values is None:
         methods = {"numpy": Tensor.numpy, "tolist": _TOLIST, "__format__": Tensor.__format__}

@@ -220,8 +220,8 @@ def _elsewhere(counts: dict[str, int]) -> Iterator[str]:
     arguments = {"NODE_RANK": "trainer.num_nodes", "LOCAL_RANK": "trainer.devices"}
     for name, count in counts.items():
         if int(os.environ.get(name, 0)) >= count:
-            told = f"{name}={os.environ[name]} and {arguments[name]}={count}"
-            yield f"{told}: found a rank that is not in this run; type unset {name}, or give {arguments[name]}"
+            message = f"{name}={os.environ[name]} and {arguments[name]}={count}"
+            yield f"{message}: found a rank that is not in this run; type unset {name}, or give {arguments[name]}"
 
 
 def _counted(count: int | None, noun: str) -> str:

@@ -121,8 +121,8 @@ def _beyond(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
         if name in counts and count in counts and int(counts[name]) >= int(counts[count]):
             yield f"{_set(counts, (name, count))}: export a {name} from 0 to {int(counts[count]) - 1}"
     if launcher in ("torchrun", "env") and int(counts["LOCAL_WORLD_SIZE"]) > int(counts["WORLD_SIZE"]):
-        told = _set(counts, ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-        yield f"{told}: a node can't have more processes than all nodes; export a smaller LOCAL_WORLD_SIZE"
+        message = _set(counts, ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+        yield f"{message}: a node can't have more processes than all nodes; export a smaller LOCAL_WORLD_SIZE"
 
 
 def _of_another_step(environ: Mapping[str, str]) -> Iterator[str]:
@@ -150,9 +150,9 @@ def _out_of_order(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
         return  # reported by devices.other_counts
     within = int(environ.get(local, place.rank % per_node))
     if int(environ.get(node, place.rank // per_node if launcher == "env" else 0)) * per_node + within != place.rank:
-        told = _set(environ, [name for name in (rank, node, local) if name in environ])
+        message = _set(environ, [name for name in (rank, node, local) if name in environ])
         whole = f"{per_node} processes on each of {place.nodes} nodes"
-        yield f"{told}: {whole} must be numbered node by node; {_MEND[launcher]}"
+        yield f"{message}: {whole} must be numbered node by node; {_MEND[launcher]}"
 
 
 def _of_others(environ: Mapping[str, str]) -> Iterator[str]:

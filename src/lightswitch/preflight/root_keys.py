@@ -182,14 +182,14 @@ def unread_problems(cfg: DictConfig, hydra: HydraConf) -> Iterator[str]:
         cfg: unresolved, without Hydra's node; its values can be resolved.
     """
     names, found = _keys(hydra), dict[str, list[str]]()  # keys by message
-    for key, told in unread(cfg, names).items():
-        found.setdefault(told, []).append(names[key])
-    yield from (f"{listed(origins)}: {told}" for told, origins in found.items())
+    for key, message in unread(cfg, names).items():
+        found.setdefault(message, []).append(names[key])
+    yield from (f"{listed(origins)}: {message}" for message, origins in found.items())
 
 
 def unread(cfg: DictConfig, keys: Iterable[str]) -> dict[str, str]:
     """Return the keys that nothing in a config reads, each with the reason and what to type instead."""
-    return {key: told for key in keys if (told := _told(cfg, key)) is not None}
+    return {key: message for key in keys if (message := _told(cfg, key)) is not None}
 
 
 def _keys(hydra: HydraConf) -> dict[str, str]:
@@ -271,5 +271,5 @@ def _of_model(cfg: DictConfig, group: str) -> str:
     if group in takes:
         return f"{name} takes the {group} as an argument; type 'model.{group}=${{{group}}}'"
     own = [f"model.{one}" for one in sorted(takes, key=lambda one: aliases.setting(f"{group}.{one}") is None)]
-    told = f"; its arguments: {listed(own, shown=6)}" if own else "; it creates one itself"
-    return f"{name} takes no {group}{told}"
+    message = f"; its arguments: {listed(own, shown=6)}" if own else "; it creates one itself"
+    return f"{name} takes no {group}{message}"

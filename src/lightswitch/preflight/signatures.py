@@ -201,8 +201,8 @@ def _of_function(
 
 def _docstring(scope: _Scope, node: ast.ClassDef) -> str:
     """Return a class's docstring, which its module may also assemble and assign, as for torch's optimizers."""
-    if told := ast.get_docstring(node):
-        return told
+    if docstring := ast.get_docstring(node):
+        return docstring
     assigned = scope.names.get(f"{node.name}.__doc__")
     return _text(scope, assigned.value) if isinstance(assigned, ast.Assign) else ""
 

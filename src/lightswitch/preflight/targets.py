@@ -56,8 +56,8 @@ def _unfinished_nodes(group: str, nodes: dict[str, Any], choices: Container[str]
     for name in (name for name in nodes if name not in whole):
         if name in choices:
             yield f"{group}.{name} is not switched on. To switch it on: {group}=[default,{name}]"
-        elif told := aliases.instead(f"{group}.{name}"):
-            yield f"{group}.{name}: there is no such key; type {told}"
+        elif message := aliases.instead(f"{group}.{name}"):
+            yield f"{group}.{name}: there is no such key; type {message}"
         else:
             hint = nearest(name, whole, alike=0.65)
             yield f"{group}.{name} names no class.{hint} For your own class: {group}.{name}._target_=my.Class"
@@ -111,8 +111,8 @@ def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any], cfg
     Code with **kwargs passes unknown arguments on, often to be ignored silently; for such code, only a likely
     misspelling is refused.
     """
-    if (told := aliases.instead(f"{path}.{key}")) and not accepted.open_ended:
-        yield f"{path}.{key}: {_short(node)} takes no {key}; type {told}"
+    if (message := aliases.instead(f"{path}.{key}")) and not accepted.open_ended:
+        yield f"{path}.{key}: {_short(node)} takes no {key}; type {message}"
         return
     other = aliases.argument(path, key, accepted.parameters) or _of_group(path, key, node, accepted, cfg)
     hint = f" Did you mean {other}?" if other else nearest(key, accepted.parameters, alike=0.85)

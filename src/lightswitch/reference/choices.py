@@ -114,16 +114,18 @@ class Choice:
     def _below(self, node: yaml.MappingNode, path: str) -> Iterator[Key]:
         given = {key.value: (key, value) for key, value in node.value if key.value not in _OF_HYDRA}
         code = signature_of(given["_target_"][1].value if "_target_" in given else None)
-        takes, told = (code.parameters, sentences_of_arguments(code.docstrings)) if code else ({}, {})
+        takes, message = (code.parameters, sentences_of_arguments(code.docstrings)) if code else ({}, {})
         for name, (key, value) in given.items():
             below = f"{path}.{name}".lstrip(".")
             is_node = isinstance(value, yaml.MappingNode)
-            sentence = self._comment(key, value) or told.get(name, "")
+            sentence = self._comment(key, value) or message.get(name, "")
             yield Key(below, self._source(value), is_node, sentence, takes.get(name))
             if is_node:
                 yield from self._below(value, below)
         yield from (
-            Key(f"{path}.{name}", None, False, told.get(name, ""), takes[name]) for name in takes if name not in given
+            Key(f"{path}.{name}", None, False, message.get(name, ""), takes[name])
+            for name in takes
+            if name not in given
         )
 
     def _source(self, value: yaml.Node) -> str:
@@ -169,15 +171,15 @@ def sentences_of_arguments(docstrings: Iterable[str]) -> dict[str, str]:
     """Return the first sentence about each argument, by name, from the first docstring that describes it."""
     found: dict[str, str] = {}
     for docstring in docstrings:
-        for name, told in _entries(docstring):
-            found.setdefault(name, told)
+        for name, entry in _entries(docstring):
+            found.setdefault(name, entry)
     return found
 
 
 def _entries(docstring: str) -> Iterator[tuple[str, str]]:
     for _, section in _SECTION.findall(textwrap.dedent(docstring)):
-        for listed, told in _ENTRY.findall(textwrap.dedent(section)):
-            if sentence := _sentence(told):
+        for listed, entry in _ENTRY.findall(textwrap.dedent(section)):
+            if sentence := _sentence(entry):
                 yield from ((name, sentence) for name in listed.split(", "))
 
 
@@ -285,8 +287,8 @@ def _keys(choice: Choice) -> Iterator[str]:
 
 def _told(key: Key) -> tuple[str, str]:
     default = key.value if key.value is not None else _as_typed(key.parameter)
-    told = "; ".join(part for part in (key.sentence, key.kind) if part)
-    return f"{key.path}={' '.join(default.split())}", told
+    message = "; ".join(part for part in (key.sentence, key.kind) if part)
+    return f"{key.path}={' '.join(default.split())}", message
 
 
 def _as_typed(parameter: Parameter | None) -> str:

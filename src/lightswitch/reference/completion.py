@@ -31,8 +31,8 @@ def main() -> None:
     parser.add_argument("--install", action="store_true", help="install the completion for bash, zsh and fish")
     asked = parser.parse_args()
     if asked.install:
-        for told in install(Path.home()):
-            print(told)
+        for message in install(Path.home()):
+            print(message)
     elif asked.line is not None:
         print("\n".join(after(asked.line)))
     else:

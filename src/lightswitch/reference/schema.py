@@ -128,9 +128,9 @@ def _case(target: str, keys: list[Key]) -> Iterator[dict[str, Any]]:
 def _arguments(signatures: Iterable[Signature], sentences: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the schema of the arguments that any of the signatures accepts."""
     known = list(signatures)
-    told = {name: text for one in known for name, text in choices.sentences_of_arguments(one.docstrings).items()}
-    told |= sentences or {}
-    properties = {name: _value(one, told.get(name, "")) for s in known for name, one in s.parameters.items()}
+    described = {name: text for one in known for name, text in choices.sentences_of_arguments(one.docstrings).items()}
+    described |= sentences or {}
+    properties = {name: _value(one, described.get(name, "")) for s in known for name, one in s.parameters.items()}
     return {
         "properties": {**_OF_HYDRA, **properties},
         "additionalProperties": not known or any(one.open_ended for one in known),
@@ -140,15 +140,17 @@ def _arguments(signatures: Iterable[Signature], sentences: Mapping[str, str] | N
 def _value(parameter: Parameter, sentence: str = "") -> dict[str, Any]:
     """Return the schema of an argument: values that its annotation allows, an interpolation, or a nested node."""
     default = "" if parameter.default is None else f", {parameter.default} by default"
-    told = {
+    schema = {
         "description": f"{sentence} ({parameter.annotation}{default})".strip() if parameter.annotation else sentence
     }
     if parameter.kinds is None or parameter.literals is None:
-        return told
+        return schema
     types = sorted({_TYPES[kind] for kind in parameter.kinds})
     allowed: list[dict[str, Any]] = [{"type": types}] if types else []
     literals = sorted((literal for literal in parameter.literals if isinstance(literal, str | int)), key=str)
-    return told | {"anyOf": [*allowed, *([{"enum": literals}] if literals else []), _INTERPOLATION, {"type": "object"}]}
+    return schema | {
+        "anyOf": [*allowed, *([{"enum": literals}] if literals else []), _INTERPOLATION, {"type": "object"}]
+    }
 
 
 def _nested(keys: Iterable[Key], path: str) -> Iterator[tuple[str, dict[str, Any]]]:

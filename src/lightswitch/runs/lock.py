@@ -100,7 +100,7 @@ def _take(
     run_dir: Path, on_lost: Callable[[str], None], on_asked: Callable[[], None], environ: Mapping[str, str]
 ) -> Lock:
     path, end = run_dir / FILE, time.monotonic() + _PATIENCE_SECONDS
-    silences, told = 0, False
+    silences, is_reported = 0, False
     while True:
         with contextlib.ExitStack() as closing:
             descriptor = _opened(path)
@@ -110,8 +110,8 @@ def _take(
             if other is not None and not other.holds(here):
                 other = None
             verdict = _verdict(other, here, is_free, path)
-            if verdict == "wait" and not told and other is not None:
-                told = True
+            if verdict == "wait" and not is_reported and other is not None:
+                is_reported = True
                 log.info("waiting    for remaining child processes of %s", other)
             if verdict == "lives" and other is not None and other.group and other.group == here.group:
                 path.with_name(_ASKED).touch()

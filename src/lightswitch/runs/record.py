@@ -203,8 +203,8 @@ def _open(loggers: Iterable[Logger]) -> None:
         try:
             getattr(logger, "experiment", None)
         except _usage_errors() as error:
-            told = " ".join(str(error).split())
-            raise Refused(f"logger: wandb: {told} Or export WANDB_MODE=offline, for an offline run") from error
+            message = " ".join(str(error).split())
+            raise Refused(f"logger: wandb: {message} Or export WANDB_MODE=offline, for an offline run") from error
 
 
 def _usage_errors() -> tuple[type[Exception], ...]:
@@ -315,8 +315,8 @@ def log_hyperparameters(trainer: Trainer, cleaner: Cleaner, config: Mapping[str,
             "one; add ignore=[...] to one save_hyperparameters call"
         )
     for logger in trainer.loggers:
-        if told := {**first, **last, **(config or {})}:
-            logger.log_hyperparams(cleaner.cleaned(told))
+        if params := {**first, **last, **(config or {})}:
+            logger.log_hyperparams(cleaner.cleaned(params))
         logger.log_graph(trainer.lightning_module)
         logger.save()
 

@@ -58,9 +58,9 @@ def changes_since(run_dir: Path, cfg: DictConfig) -> str:
     if not isinstance(before, dict) or not before:
         return ""
     now: Any = OmegaConf.to_container(cfg)
-    told = [change for key in (*now, *(before.keys() - now.keys())) for change in _changes(key, before, now)]
-    told.sort(key=lambda change: change.lstrip("~").startswith("trainer."))  # execution settings come last
-    return listed(told)
+    changes = [change for key in (*now, *(before.keys() - now.keys())) for change in _changes(key, before, now)]
+    changes.sort(key=lambda change: change.lstrip("~").startswith("trainer."))  # execution settings come last
+    return listed(changes)
 
 
 def _changes(key: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:

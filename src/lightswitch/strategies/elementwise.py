@@ -97,8 +97,8 @@ def _refuse_if_otherwise(make: Make, optimizer: Optimizer, mesh: DeviceMesh) -> 
         sharded = _stepped(make, problem.changed(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])))
         found = Stepped([_whole(parameter) for parameter in sharded.parameters], sharded.numbers)
     except Exception as error:
-        told = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-        raise Refused(f"{name} fails with sharded parameters: {told}; use strategy=ddp") from error
+        message = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+        raise Refused(f"{name} fails with sharded parameters: {message}; use strategy=ddp") from error
     if not _are_alike(_stepped(make, problem), found, problem.starts, _HALF_ROUNDING):
         raise Refused(f"{name} would train differently with sharded parameters; use strategy=ddp")
 

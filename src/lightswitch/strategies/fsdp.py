@@ -202,7 +202,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise Refused(f"there is nothing to shard in {_name(model)}; use strategy=ddp")
         if self.is_global_zero:
-            self._tell(module for module in dict.fromkeys([*roots, *units.values()]) if module is not model)
+            self._report(module for module in dict.fromkeys([*roots, *units.values()]) if module is not model)
         self._trained = Trained(model)
         self._forward_redirection = WatchedForward(self._trained)
         let_data_be_assigned()
@@ -293,7 +293,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         plugin = self.precision_plugin
         return isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed"
 
-    def _tell(self, units: Iterable[nn.Module]) -> None:
+    def _report(self, units: Iterable[nn.Module]) -> None:
         kinds = Counter(map(_name, units))
         found = ", ".join(f"{count} {name}" for name, count in kinds.items()) or "the whole model"
         mesh = zip(self.device_mesh.mesh_dim_names or (), self.device_mesh.shape, strict=True)
@@ -334,7 +334,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
                 module.reshard()
 
     @contextmanager
-    def at_hand(self, hook: str) -> Iterator[None]:
+    def whole_weights(self, hook: str) -> Iterator[None]:
         with WholeBesideShards(hook):
             yield
         self._writes.follow()
@@ -383,9 +383,9 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         self.free_gathered()  # after a step without a backward pass, the old values are still gathered
         return output
 
-    def kept_parameters(self) -> dict[str, Stored]:
+    def local_parameters(self) -> dict[str, Stored]:
         self.free_gathered()
-        return super().kept_parameters()
+        return super().local_parameters()
 
     def free_gathered(self) -> None:
         """Free the gathered parameters of every unit and the root."""

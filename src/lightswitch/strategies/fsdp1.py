@@ -229,7 +229,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
     # Steps
 
     @contextmanager
-    def at_hand(self, hook: str) -> Iterator[None]:
+    def whole_weights(self, hook: str) -> Iterator[None]:
         yield
         assert self._root is not None
         self._writes.follow()
@@ -287,9 +287,9 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
 
     # Checkpoints
 
-    def kept_parameters(self) -> dict[str, Stored]:
+    def local_parameters(self) -> dict[str, Stored]:
         self.free_gathered()
-        return super().kept_parameters()
+        return super().local_parameters()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.free_gathered()  # after validation, gathered tensors still stand in for the modules' parameters

@@ -359,12 +359,12 @@ class PortableFSDP1(PortableCheckpoints):
         state = names.first_names({names.own_name(name): value for name, value in _state(module)}, module)
         return {name: pieces.get(value, value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
-    def kept_parameters(self) -> dict[str, Stored]:
+    def local_parameters(self) -> dict[str, Stored]:
         assert self._root is not None
         pieces = _pieces(self._root)
         return {
             name: pieces.get(kept, kept) if isinstance(kept, Tensor) else kept
-            for name, kept in super().kept_parameters().items()
+            for name, kept in super().local_parameters().items()
         }
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -97,8 +97,8 @@ def problems(callbacks: Iterable[Callback], strategy: Strategy, devices: int) ->
     for callback in callbacks:
         of_lightning = {base.__name__ for base in type(callback).__mro__ if base.__module__.startswith("lightning.")}
         for name in sorted(of_lightning):
-            if told := _problem(name, strategy, devices):
-                yield f"{type(callback).__name__}: {told}"
+            if message := _problem(name, strategy, devices):
+                yield f"{type(callback).__name__}: {message}"
 
 
 def _problem(name: str, strategy: Strategy, devices: int) -> str | None:
@@ -141,7 +141,7 @@ def drop_averages(trainer: Trainer, pl_module: LightningModule, checkpoint: dict
 
 
 @contextmanager
-def laid_out_anew(module: LightningModule, whole: Callable[[Stored], Tensor]) -> Iterator[None]:
+def resharded(module: LightningModule, whole: Callable[[Stored], Tensor]) -> Iterator[None]:
     """Context in which the strategy re-shards a module; averages are then re-sharded alike. Collective.
 
     Args:
@@ -266,7 +266,7 @@ class _Kept(LightningModule):
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
-        for index, parameter in enumerate(_strategy(module).kept_parameters().values()):
+        for index, parameter in enumerate(_strategy(module).local_parameters().values()):
             self.register_parameter(f"parameter_{index}", nn.Parameter(local(parameter), requires_grad=False))
         for index, buffer in enumerate(module.buffers()):
             self.register_buffer(f"buffer_{index}", buffer)
@@ -291,7 +291,7 @@ def _writing(module: LightningModule) -> Iterator[_Kept]:
 def _weights(module: LightningModule) -> dict[str, Stored]:
     """Return this rank's shard of each parameter, and then each buffer, by name."""
     buffers = {names.own_name(name): buffer for name, buffer in module.named_buffers()}
-    return {**_strategy(module).kept_parameters(), **buffers}
+    return {**_strategy(module).local_parameters(), **buffers}
 
 
 def _spread(module: LightningModule, parts: Mapping[int, Tensor]) -> dict[str, Stored]:

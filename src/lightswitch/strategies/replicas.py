@@ -157,7 +157,7 @@ class EqualReplicas(Callback):
         self._batches = 0
         self._told_of_buffers = False
 
-    def only_tell(self) -> None:
+    def only_report(self) -> None:
         """Let a run continue even if parameters differ."""
         self._ends_runs = False
 
@@ -181,7 +181,7 @@ class EqualReplicas(Callback):
         strategy = trainer.strategy
         if trainer.world_size == 1 or not isinstance(strategy, PortableCheckpoints):
             return
-        parameters = {name: held for name, held in strategy.kept_parameters().items() if isinstance(held, Tensor)}
+        parameters = {name: held for name, held in strategy.local_parameters().items() if isinstance(held, Tensor)}
         buffers = {names.own_name(name): buffer for name, buffer in module.named_buffers()}
         unequal = differing({**parameters, **buffers}, strategy.root_device)
         if self._ends_runs and (found := [name for name in unequal if name in parameters]):

@@ -137,14 +137,14 @@ class Unused:
         here = {name for name, p in self._parameters.items() if p.requires_grad and p not in self._used}
         self._used.clear()
         if self.world_size > 1:
-            self._tell(here)
+            self._report(here)
         for rank in range(self.world_size) if here and self.world_size > 1 else ():
             key = f"{self._step}/{rank}"
             self._store.wait([key], self._timeout)
             here &= set(json.loads(self._store.get(key)))
         return {name: self._parameters[name] for name in sorted(here)}
 
-    def _tell(self, here: set[str]) -> None:
+    def _report(self, here: set[str]) -> None:
         self._step += 1
         self._store.set(f"{self._step}/{dist.get_rank()}", json.dumps(sorted(here)))
         self._store.delete_key(f"{self._step - 2}/{dist.get_rank()}")  # no rank is that far behind

@@ -47,7 +47,7 @@ class CarriesWrites(Strategy):
     def forget_forward(self) -> None:
         """Prepare for a forward pass that replaces the last one, which no backward pass follows."""
 
-    def at_hand(self, hook: str) -> AbstractContextManager[None]:
+    def whole_weights(self, hook: str) -> AbstractContextManager[None]:
         """Return a context that gives a hook access to whole weights, and carries over its writes at the end.
 
         Args:
@@ -62,7 +62,7 @@ class CarriesWrites(Strategy):
             yield
             return
         with ExitStack() as stack:
-            stack.enter_context(self.at_hand(hook))
+            stack.enter_context(self.whole_weights(hook))
             self._around = hook, stack
             try:
                 yield
@@ -80,7 +80,7 @@ class CarriesWrites(Strategy):
         stack.close()
         yield  # no try/finally: an error ends the run
         hook = hook if hook.endswith(_AFTER) else hook + _AFTER
-        stack.enter_context(self.at_hand(hook))
+        stack.enter_context(self.whole_weights(hook))
         self._around = hook, stack
 
 

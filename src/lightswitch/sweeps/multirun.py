@@ -218,6 +218,6 @@ def _problems_of_job(job: DictConfig) -> list[str]:
         del job["hydra"]
     moved.replace(job)
     plain: Any = OmegaConf.to_container(job, resolve=True)
-    told = check.typed_problems(plain, hydra) or list(root_keys.unread_problems(job, hydra))
-    problems: list[str] = cleaner.cleaned(told)
+    found = check.typed_problems(plain, hydra) or list(root_keys.unread_problems(job, hydra))
+    problems: list[str] = cleaner.cleaned(found)
     return problems

@@ -117,13 +117,13 @@ def table(records: list[Record], objective: str, logged: Iterable[str] = ()) -> 
         for record, overrides in zip(records, _distinct(records), strict=True)
     ]
     failed = [record for record in records if record.has_failed]
-    told = [f"job {record.number:<6} {record.error or 'it was killed'}" for record in failed]
+    lines = [f"job {record.number:<6} {record.error or 'it was killed'}" for record in failed]
     if failed:
-        told = ["", f"{len(failed)} of {len(records)} jobs failed", *told]
+        lines = ["", f"{len(failed)} of {len(records)} jobs failed", *lines]
     finished = [record for record in records if record.state == FINISHED]
     if finished and all(record.objective is None for record in finished):
-        told += ["", _absent(objective, of_module(logged))]
-    return "\n".join(["", *aligned([header, *rows], range(len(header))), *told, ""])
+        lines += ["", _absent(objective, of_module(logged))]
+    return "\n".join(["", *aligned([header, *rows], range(len(header))), *lines, ""])
 
 
 def _absent(objective: str, logged: list[str]) -> str:

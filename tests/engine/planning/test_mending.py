@@ -74,10 +74,10 @@ def test_nothing_is_named_where_only_larger_devices_help() -> None:
 
 
 def test_a_state_that_zero_keeps_whole_counts_as_such() -> None:
-    shares = [Candidate((), {"_target_": "x.DeepSpeed", "stage": n}).kept_share(1, 4) for n in (1, 2, 3)]
+    shares = [Candidate((), {"_target_": "x.DeepSpeed", "stage": n}).resident_share(1, 4) for n in (1, 2, 3)]
     assert shares == [0.5 + 0.5 / 4, 0.25 + 0.75 / 4, 1 / 4]
     hybrid = Candidate((), {"_target_": FSDP, "sharding_strategy": "HYBRID_SHARD"})
-    assert hybrid.kept_share(nodes=4, devices_per_node=8) == 1 / 8
+    assert hybrid.resident_share(nodes=4, devices_per_node=8) == 1 / 8
 
 
 @pytest.mark.parametrize(
