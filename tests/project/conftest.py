@@ -1,5 +1,6 @@
 """Runs of train.py for the tests beside this file."""
 
+from tests.pool import pool
 from tests.runs import environment, no_gpus, train
 
-__all__ = ["environment", "no_gpus", "train"]
+__all__ = ["environment", "no_gpus", "pool", "train"]

@@ -9,7 +9,7 @@ from lightswitch.preflight.planned import MODES
 from lightswitch.preflight.signatures import signature
 
 _DERIVED = {  # what sets each argument
-    "accumulate_grad_batches": "the batch: set micro_batch_size",
+    "accumulate_grad_batches": "the batch: type micro_batch_size=N",
     "callbacks": "the group callbacks: type callbacks=[default,early_stopping] or ~callbacks.throughput",
     "logger": "the group logger: type logger=[default,mlflow] or ~logger.tensorboard",
     "plugins": "the group cluster: type cluster=torchrun or another of its choices",

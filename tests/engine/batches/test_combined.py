@@ -62,7 +62,10 @@ def test_loaders_of_as_many_samples_are_shuffled_each_in_its_own_way(train: Trai
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("data.mode=sequential",), "the training loaders are a CombinedLoader with mode=sequential, which the Trainer"),
+        (
+            ("data.mode=sequential",),
+            "the training loaders are a CombinedLoader with mode=sequential, which the Trainer",
+        ),
         (("data.mode=null", "data.b=321"), "a training loader of 321 samples, one of several, ends with a batch of 1,"),
     ],
 )

@@ -150,7 +150,7 @@ def test_checksums_of_files_elsewhere_are_damage(name: str, tmp_path: Path, capl
     (tmp_path / "checkpoints" / "x").touch()
     with (harmed / "SHA256SUMS").open("a") as file:
         file.write(f"{'0' * 64}  {name}\n")
-    with pytest.raises(UnfitCheckpoint, match=f"SHA256SUMS names a file outside of the checkpoint: {name}; start anew"):
+    with pytest.raises(UnfitCheckpoint, match=f"SHA256SUMS names a file outside of the checkpoint: {name}; start over"):
         newest(tmp_path)
 
 

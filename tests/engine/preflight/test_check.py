@@ -40,7 +40,7 @@ REFUSED = {
     "lr_scaling.rule=linear": "lr_scaling.rule=linear scales optimizer.lr, which nothing in model refers to; set the "
     "model's rate with 'model.lr=${optimizer.lr}' (or the model's name for it), or leave lr_scaling out",
     "trainer.accumulate_grad_batches=2": "trainer.accumulate_grad_batches is set by the batch: "
-    "set micro_batch_size instead",
+    "type micro_batch_size=N instead",
     "trainer.logger=false": "trainer.logger is set by the group logger: type logger=[default,mlflow] or "
     "~logger.tensorboard instead",
     "mode=test": "mode=test needs ckpt_path=PATH of a checkpoint",

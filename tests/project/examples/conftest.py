@@ -10,9 +10,6 @@ from lightning.pytorch import Trainer
 
 from project.models.gpt import GPT
 from project.models.vit import VisionTransformer
-from tests.pool import pool
-
-__all__ = ["pool"]
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
