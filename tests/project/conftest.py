@@ -1,6 +1,5 @@
 """Runs of train.py for the tests beside this file."""
 
-from tests.pool import pool
 from tests.runs import environment, no_gpus, train
 
-__all__ = ["environment", "no_gpus", "pool", "train"]
+__all__ = ["environment", "no_gpus", "train"]
