@@ -409,5 +409,5 @@ class PositionCounter:
 
 def _epochs(trainer: Trainer) -> int:
     """Return the number of epochs whose end has begun."""
-    processed: int = trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # undeclared
+    processed: int = trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # set past its type
     return processed

@@ -120,7 +120,7 @@ def _shard(tensor: Stored) -> tuple[int, int, Tensor]:
 
 def _first_of(tensor: DTensor) -> int | None:
     """Return the index of a rank's first element in the flattened tensor; None if its elements are not contiguous."""
-    (box, *others) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch's
+    (box, *others) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # untyped in torch
     offsets, sizes, shape = box.offsets, box.sizes, tensor.shape
     if others or tuple(sizes[1:]) != tuple(shape[1:]):
         return None

@@ -110,7 +110,7 @@ def with_local(stored: Stored, part: Tensor) -> Stored:
     def replaced(_: str, inner: Any) -> Any:
         return part if isinstance(inner, Tensor) else inner  # for example, a mesh
 
-    whole: Tensor = transform_subclass(stored.detach(), replaced)  # type: ignore[no-untyped-call]  # torch's
+    whole: Tensor = transform_subclass(stored.detach(), replaced)  # type: ignore[no-untyped-call]  # untyped in torch
     return whole
 
 

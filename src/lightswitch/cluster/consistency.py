@@ -126,7 +126,7 @@ def software(on_gpu: bool) -> dict[str, str]:
     """Return the versions that all processes must share: Python, torch, Lightning, DeepSpeed and, on GPUs, NCCL."""
     found = {"python": platform.python_version(), "torch": torch.__version__} | versions.of(_PACKAGES)
     if on_gpu:
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch's
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # untyped in torch
     return found
 
 

@@ -57,7 +57,7 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
         self._unused = Unused(parameters, self._patience_seconds, key)
         self._watch_writes(engine, model, key)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._unused.mark_used)  # type: ignore[no-untyped-call]  # torch's
+            parameter.register_post_accumulate_grad_hook(self._unused.mark_used)  # type: ignore[no-untyped-call]  # untyped in torch
             for parameter in parameters.values()
             if parameter.requires_grad
         ]

@@ -101,7 +101,7 @@ def here() -> Device:
 
     free_gib = psutil.virtual_memory().available / GIB
     if torch.cuda.device_count():  # uses NVML, so it does not initialize CUDA
-        is_open = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+        is_open = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # untyped in torch
         name, bytes = _smallest_gpu() if is_open else call_each_forked([_smallest_gpu])[0]
         return Device(name, bytes / GIB, {}, host_gib=free_gib)
     return Device("this machine's CPU", free_gib, {}, kind="cpu")

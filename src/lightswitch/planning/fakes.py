@@ -169,7 +169,7 @@ class FakeDDP(DistributedDataParallel):
             parameters = [trained[index] for index in indices]
             bucket = _Bucket(self, parameters)
             for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(bucket.take)  # type: ignore[no-untyped-call]  # torch's
+                parameter.register_post_accumulate_grad_hook(bucket.take)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.require_backward_grad_sync and torch.is_grad_enabled():
@@ -202,7 +202,7 @@ class _Bucket:
             dist.all_reduce(self._memory if sent is None else self._memory.to(sent))
 
 
-class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     """Dispatch mode in which DeepSpeed's code reads 0 from any tensor: no overflow, and a norm that is not clipped.
 
     Reads by other code, such as the model, are not answered. DeepSpeed's device `cpu:0` is replaced by `cpu`, where
@@ -210,7 +210,7 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -67,7 +67,7 @@ class Mark:
     flops: int
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     """Dispatch mode that records allocated and freed storages, collectives and floating-point operations.
 
     Memory that a kernel allocates and frees internally is not recorded.
@@ -79,7 +79,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """
 
     def __init__(self, fake: FakeTensorMode | None = None, where: Callable[[], str] = str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.fake = fake
         self.where = where
         self._repeats = None if fake is None else Repeats(fake)
@@ -103,11 +103,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if self.fake is not None:
             self._depth = len(self.fake.enter_stack)
             patch_value_reads(self.values)
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # untyped in torch
         patches.replace(torch.UntypedStorage, "resize_", _RESIZE)
         patch_value_reads(None)
 
@@ -243,8 +243,8 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the floating-point operations of an operator as torch counts them: matrix operations only."""
     kind = func._overloadpacket
     if kind is _ATTENTION:
-        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]  # torch's
+        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]  # untyped in torch
     if kind is _ATTENTION_BACKWARD:
-        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]  # torch's
+        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]  # untyped in torch
     count = flop_registry.get(kind)
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))

@@ -79,7 +79,7 @@ class Values:
         if func is _INDEX:
             return func(args[0], [one for index in args[1] for one in self._places(index, is_other)])
         if func is _SELECT:
-            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]  # torch's
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]  # untyped in torch
             times = shape.numel() // max(1, args[1].numel())
             return args[0].new_empty(times * self._count(args[1], is_other))
         distinct = "unique" in func._opname

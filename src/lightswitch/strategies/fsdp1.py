@@ -256,7 +256,7 @@ class FSDP1(PortableFSDP1, Sharded, FSDPStrategy):
                 unit.module.register_forward_pre_hook(hook)
         for parameter in self._replicated:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(unused.mark_used)  # type: ignore[no-untyped-call]  # torch's
+                parameter.register_post_accumulate_grad_hook(unused.mark_used)  # type: ignore[no-untyped-call]  # untyped in torch
         return unused
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

@@ -128,7 +128,7 @@ def fill_with_nothing(module: nn.Module) -> None:
     """Turn placeholders into uninitialized CPU parameters, whose memory is allocated when it is first written."""
     for parameter in module.parameters():
         if parameter.is_meta:
-            torch.utils.swap_tensors(parameter, _like(parameter, "cpu"))  # type: ignore[no-untyped-call]  # torch's
+            torch.utils.swap_tensors(parameter, _like(parameter, "cpu"))  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 def _like(parameter: nn.Parameter, device: str) -> nn.Parameter:
@@ -239,7 +239,7 @@ def _shard(tensor: Tensor) -> int:
     """Return a number that is equal on ranks with the same shard of a tensor."""
     if not isinstance(tensor, DTensor):
         return 0
-    boxes = [(tuple(box.offsets), tuple(box.sizes)) for box in tensor.__create_chunk_list__()]  # type: ignore[no-untyped-call]  # torch's
+    boxes = [(tuple(box.offsets), tuple(box.sizes)) for box in tensor.__create_chunk_list__()]  # type: ignore[no-untyped-call]  # untyped in torch
     return zlib.crc32(repr(boxes).encode())
 
 

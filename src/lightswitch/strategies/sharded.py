@@ -153,7 +153,7 @@ def average_replicated(parameters: Iterable[nn.Parameter]) -> None:
         if parameter.numel() and (parameter.is_floating_point() or parameter.is_complex()):
             is_trained = parameter.requires_grad
             parameter.requires_grad_(True)  # torch needs it to register a hook; a callback may unfreeze it later
-            parameter.register_post_accumulate_grad_hook(average_gradient)  # type: ignore[no-untyped-call]  # torch's
+            parameter.register_post_accumulate_grad_hook(average_gradient)  # type: ignore[no-untyped-call]  # untyped in torch
             parameter.requires_grad_(is_trained)
 
 

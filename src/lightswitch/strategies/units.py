@@ -173,7 +173,7 @@ class Compilation(Callback):
         unit as the beginning of a generation, even if the unit reads the output of the previous one.
         """
         if self.mode in ("reduce-overhead", "max-autotune"):
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # torch's
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def _compile(self, trainer: Trainer, model: LightningModule) -> None:
         self._is_done = True
