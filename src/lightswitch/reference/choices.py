@@ -114,16 +114,16 @@ class Choice:
     def _below(self, node: yaml.MappingNode, path: str) -> Iterator[Key]:
         given = {key.value: (key, value) for key, value in node.value if key.value not in _OF_HYDRA}
         code = signature_of(given["_target_"][1].value if "_target_" in given else None)
-        takes, message = (code.parameters, sentences_of_arguments(code.docstrings)) if code else ({}, {})
+        takes, sentences = (code.parameters, sentences_of_arguments(code.docstrings)) if code else ({}, {})
         for name, (key, value) in given.items():
             below = f"{path}.{name}".lstrip(".")
             is_node = isinstance(value, yaml.MappingNode)
-            sentence = self._comment(key, value) or message.get(name, "")
+            sentence = self._comment(key, value) or sentences.get(name, "")
             yield Key(below, self._source(value), is_node, sentence, takes.get(name))
             if is_node:
                 yield from self._below(value, below)
         yield from (
-            Key(f"{path}.{name}", None, False, message.get(name, ""), takes[name])
+            Key(f"{path}.{name}", None, False, sentences.get(name, ""), takes[name])
             for name in takes
             if name not in given
         )
