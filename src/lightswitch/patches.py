@@ -248,6 +248,12 @@ PATCHES = (
         )
     ),
     Patch(
+        "lightning.pytorch.plugins.MixedPrecision",
+        "scaler",
+        "GradScaler | None",
+        "scales gradients that are sharded over several meshes, and agrees over ranks on the steps to skip",
+    ),
+    Patch(
         "torch.utils.data._utils.worker",
         "_worker_info",
         "WorkerInfo | None",
@@ -369,6 +375,7 @@ OVERRIDES = (
     "lightning.pytorch.strategies.ModelParallelStrategy._get_process_group_backend",
     "lightning.pytorch.strategies.launchers._MultiProcessingLauncher._wrapping_function",
     "lightning.pytorch.strategies.launchers._SubprocessScriptLauncher._call_children_scripts",
+    "torch.amp.GradScaler._unscale_grads_",
     "torch.distributed.checkpoint.filesystem.FileSystemReader._slice_file",
 )
 

@@ -47,7 +47,7 @@ class Fit:
     """What is trained, and how; `trained` does so in a rank.
 
     Attributes:
-        strategy: a file of conf/strategy, with options: "fsdp1 cpu_offload=true"; or what makes one.
+        strategy: a file of conf/strategy, with options: "fsdp cpu_offload=true"; or what makes one.
         arguments: others of the Trainer: "precision=bf16-mixed gradient_clip_val=0.1".
     """
 
@@ -62,7 +62,7 @@ class Fit:
 
     def trainer(self, *callbacks: pl.Callback, logger: Logger | list[Logger] | None = None) -> pl.Trainer:
         """Return a Trainer with these callbacks after the engine's."""
-        make = _of_conf(self.strategy) if isinstance(self.strategy, str) else self.strategy
+        make = of_conf(self.strategy) if isinstance(self.strategy, str) else self.strategy
         ranks = int(os.environ["WORLD_SIZE"])
         replicas = ranks // getattr(strategy := make(), "_tensor_parallel_size", 1)
         plan = BatchPlan.derive(self.global_batch, self.micro_batch, replicas)
@@ -147,7 +147,8 @@ def trained(fit: Fit) -> Outcome:
     return Outcome(dict(curve.columns), "\n".join(lines.told), witness.start, witness.end, witness.held)
 
 
-def _of_conf(words: str) -> Callable[[], Strategy]:
+def of_conf(words: str) -> Callable[[], Strategy]:
+    """Return what makes a strategy of conf, with options."""
     name, *options = words.split()
     node = OmegaConf.load(CHECKOUT / f"conf/strategy/{name}.yaml").strategy
     arguments = OmegaConf.to_container(OmegaConf.merge(node, OmegaConf.from_dotlist(options)))

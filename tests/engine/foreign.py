@@ -118,20 +118,13 @@ class Late(Classifier):
 # What can't be trained under every strategy
 
 
-class Manual(Convolutions):
+class Adversaries(Convolutions):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
-
-class Adversaries(Manual):
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.features, self.head)]
-
-
-class StateAtOnce(Convolutions):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad(self.parameters())
 
 
 class OwnSharding(Convolutions):

@@ -21,7 +21,6 @@ WAYS = {
     "fsdp × 4": Way(("strategy=fsdp",), 4),
     "fsdp_grad_op × 2": Way(("strategy=fsdp_grad_op",), 2),
     "fsdp_hybrid 2 × 2": Way(("strategy=fsdp_hybrid", "trainer.strategy.shard_size=2"), 4),
-    "fsdp1 × 2": Way(("strategy=fsdp1",), 2),
     "deepspeed_stage_1 × 1": Way(("strategy=deepspeed_stage_1",), 1),
     "deepspeed_stage_1 × 2": Way(("strategy=deepspeed_stage_1",), 2),
     "deepspeed_stage_2 × 1": Way(("strategy=deepspeed_stage_2",), 1),

@@ -42,9 +42,10 @@ _STRATEGIES = {  # Lightning's names of strategies, and what to type here
     "deepspeed_stage_3_offload_optimizer": "use strategy=deepspeed_stage_3_offload",
     "deepspeed_stage_3_offload_nvme": "it was removed, because checkpoints can't hold its state; use "
     "strategy=deepspeed_stage_3_offload",
-    "fsdp2": "use strategy=fsdp, which is FSDP2; the older one is strategy=fsdp1",
+    "fsdp1": "use strategy=fsdp, torch's successor of FullyShardedDataParallel, which reads its checkpoints",
+    "fsdp2": "use strategy=fsdp, which is FSDP2",
     "fsdp_cpu_offload": "use strategy=fsdp_offload",
-    "fsdp_native": "use strategy=fsdp, or strategy=fsdp1 for the older one",
+    "fsdp_native": "use strategy=fsdp",
     "model_parallel": "use strategy=fsdp, or strategy=fsdp_tp for tensor parallelism",
     "single_device": "use strategy=single",
     "tpu": "TPUs are not supported",

@@ -17,7 +17,7 @@ from lightswitch.context import RunContext
 
 log = logging.getLogger(__name__)
 
-# Old and new names of modules in configs, and the version that drops the old names.
+# Old and new names of modules and classes in configs, and the version that drops the old names.
 MOVED = {
     "lightswitch.checkpoints.trainable": "lightswitch.checkpoints.finetuning",
     "lightswitch.launch.cluster": "lightswitch.cluster.environments",
@@ -28,6 +28,7 @@ MOVED = {
     "lightswitch.strategies.compilation": "lightswitch.strategies.units",
     "lightswitch.strategies.deepspeed": "lightswitch.deepspeed.strategy",
     "lightswitch.strategies.float8": "lightswitch.strategies.units",
+    "lightswitch.strategies.fsdp1.FSDP1": "lightswitch.strategies.fsdp.FSDP",
     "lightswitch.strategies.single": "lightswitch.strategies.ddp",
 }
 UNTIL = "0.3"
@@ -79,7 +80,7 @@ def _older(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def today(name: str) -> str:
     """Return the current name of a class or function that a config names."""
     module, _, attribute = name.rpartition(".")
-    return f"{MOVED[module]}.{attribute}" if module in MOVED else name
+    return MOVED.get(name) or (f"{MOVED[module]}.{attribute}" if module in MOVED else name)
 
 
 def _file(name: str, run: RunContext) -> str | None:

@@ -155,7 +155,7 @@ class DeepSpeed(Regrouping):
         """
         assert self.lightning_module is not None
         optimizer, schedulers = _configured(self.lightning_module)
-        refuse_in_pieces(optimizer, "DeepSpeed")
+        refuse_in_pieces(optimizer)
         casts = str(self.lightning_module.trainer.precision) in ("16-true", "bf16-true")
         placement.refuse_other_dtypes(self.lightning_module, None if casts else torch.float32)
         fuse(optimizer)  # before DeepSpeed makes its states

@@ -39,7 +39,6 @@ _LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters sent to the hub: a
 # Errors of a rank that has lost its connection to another rank, from gloo, NCCL and the rendezvous store
 _FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to host|socket|timed? ?out", re.IGNORECASE)
 _MIXES_TENSORS = "got mixed torch.Tensor and DTensor"  # torch's, for a sharded parameter and a plain tensor
-_NAME_OF_FSDP1 = "_fsdp_wrapped_module."  # FSDP1 adds it to parameter names
 # Failed memory allocations: torch on a GPU; CUDA and HIP, also inside NCCL errors; libraries such as cuBLAS; torch on
 # the CPU; Python
 _LACKS_MEMORY = re.compile(
@@ -227,8 +226,6 @@ def failure_of(rank: Rank, error: BaseException) -> Failure:
     if _MIXES_TENSORS in line:
         line += "; in a training step, a parameter is unsharded only during its module's forward pass; "
         line += "compute with it in a hook such as on_train_batch_end, or use strategy=ddp"
-    if isinstance(cause, KeyError) and _NAME_OF_FSDP1 in line:
-        line += "; fsdp1 adds the names of its wrapper modules to parameter names; use strategy=fsdp"
     lacks_memory = _LACKS_MEMORY.search(f"{type(cause).__name__}: {cause}") is not None
     follows = not lacks_memory and _FOLLOWS.search(line) is not None
     return Failure(

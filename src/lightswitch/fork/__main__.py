@@ -4,7 +4,8 @@ python -m lightswitch.fork birdsong ../birdsong
 python -m lightswitch.fork birdsong ../birdsong --bare
 python -m lightswitch.fork birdsong . --engine=package --engine-from=git+https://host/lightswitch@v0.1.0
 
-INTO is a new or empty folder; `.` turns the checkout itself into the project, on a new branch.
+INTO is a new or empty folder; `.` turns the checkout itself into the project, on a new branch. The engine is a package
+that pip installs from this clone's origin, pinned to this commit, if origin has it; else a folder of the project.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("name", metavar="NAME", help="name of the package in src")
     parser.add_argument("into", metavar="INTO", help="a new folder, or . for the checkout itself")
     parser.add_argument("--bare", action="store_true", help="one small model and dataset in place of the examples")
-    parser.add_argument("--engine", choices=("folder", "package"), default="folder", help="default: folder")
+    parser.add_argument("--engine", choices=("folder", "package"), help="default: package, if origin has this commit")
     parser.add_argument("--engine-from", metavar="FROM", help="version, wheel or git address of the package")
     return parser
 
@@ -50,9 +51,7 @@ def _make(asked: argparse.Namespace) -> None:
         raise Refused("name the package and a new folder, as in make fork NAME=birdsong INTO=../birdsong")
     root, into = repository.root(), Path(asked.into)
     check_name(asked.name, root)
-    pin = engine.requirement(asked.engine_from) if asked.engine == "package" else None
-    if asked.engine == "folder" and asked.engine_from:
-        raise Refused("--engine-from names a package; also type --engine=package")
+    pin = _pin(asked, root)
     in_place = into.resolve() == root
     if not in_place:
         repository.check_empty(into, root)
@@ -74,6 +73,17 @@ def _make(asked: argparse.Namespace) -> None:
         print(f"origin     is still {origin}; type git remote set-url origin ADDRESS before you push")
     print(f"train      {'' if in_place else f'cd {shlex.quote(str(into))} && '}make train")
     print("test       make test")
+
+
+def _pin(asked: argparse.Namespace, root: Path) -> str | None:
+    """Return the pip requirement of the engine; None for a folder."""
+    if asked.engine_from and asked.engine != "package":
+        raise Refused("--engine-from names a package; also type --engine=package")
+    if asked.engine == "folder":
+        return None
+    if not asked.engine_from and (address := repository.published(root)):
+        return engine.requirement(f"git+{address}@{repository.commit(root)}")
+    return engine.requirement(asked.engine_from) if asked.engine else None
 
 
 def check_name(name: str, root: Path) -> None:

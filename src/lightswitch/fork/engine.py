@@ -24,7 +24,10 @@ def requirement(source: str | None) -> str:
         Refused: it is none of these, the wheel does not exist, or git finds no such commit.
     """
     if source is None:
-        raise Refused("--engine=package needs --engine-from=VERSION, the path of a wheel, or git+https://…@REF")
+        raise Refused(
+            "--engine=package: origin does not have this commit; push it, or type --engine-from=VERSION, the path of a "
+            "wheel, or git+https://…@REF"
+        )
     if re.fullmatch(r"\d+(\.\w+)+", source):
         return f"lightswitch=={source}"
     if source.endswith(".whl"):

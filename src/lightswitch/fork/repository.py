@@ -85,6 +85,18 @@ def origin(root: Path) -> str:
     return git(root, "remote", "get-url", "origin").strip() if "origin" in git(root, "remote").split() else ""
 
 
+def published(root: Path) -> str:
+    """Return the address from which others can install the current commit; an empty string without one.
+
+    It is `origin`'s, if that is on a host and has the commit, without a user name and a password.
+    """
+    address = re.sub(r"^git@([^:/]+):", r"ssh://git@\1/", origin(root))
+    if not address.startswith(("https://", "ssh://")):
+        return ""
+    has_it = git(root, "for-each-ref", "--contains=HEAD", "refs/remotes/origin").strip()
+    return re.sub(r"^https://[^/]*@", "https://", address) if has_it else ""
+
+
 def commit_at(address: str, ref: str) -> str:
     """Return the commit hash of a tag, a branch or a commit in a repository; of its HEAD if `ref` is empty.
 

@@ -328,4 +328,4 @@ def _clips_pieces(model: LightningModule, strategy: Strategy, devices: int) -> I
     if isinstance(strategy, DeepSpeedStrategy):
         yield f"{name}, but DeepSpeed does not expose gradients; use strategy=ddp or fsdp"
     elif isinstance(strategy, FSDPStrategy) and devices > 1 and strategy.sharding_strategy.name != "NO_SHARD":
-        yield f"{name}, but fsdp1 shards gradients, so it would clip by a shard's norm; use strategy=ddp or fsdp"
+        yield f"{name}, but FSDPStrategy shards gradients, so it would clip by a shard's norm; use strategy=ddp or fsdp"

@@ -35,7 +35,6 @@ _ORDER = (
     "fsdp_tp",
     "fsdp_offload",
 )  # the simplest first
-_SUPERSEDED = ("FSDP1",)  # planned only if it is configured
 _REPLICATED = ("Single", "DDP")
 _WHOLE_UNDER_ZERO = {1: 0.5, 2: 0.25}  # unsharded share of the states, by stage: parameters and gradients; parameters
 _ZERO = "DeepSpeed"
@@ -77,7 +76,7 @@ class Candidate:
     @property
     def param_dtype(self) -> str | None:
         """Dtype in which the strategy computes; None for the dtype of the precision."""
-        return self.node.get("param_dtype") or (self.node.get("mixed_precision") or {}).get("param_dtype")
+        return self.node.get("param_dtype")
 
     @property
     def is_replicated(self) -> bool:
@@ -139,8 +138,8 @@ def chosen(choice: object, node: Mapping[str, Any]) -> Candidate:
 def every(hydra: HydraConf, nodes: int, with_zero: bool = False) -> list[Candidate]:
     """Return all strategies of the config folders that are separate classes, the simplest first.
 
-    Strategies are left out if they differ from another one only in how processes are started, lack a value (???), are
-    superseded (FSDP1), or use HYBRID_SHARD on a single node.
+    Strategies are left out if they differ from another one only in how processes are started, lack a value (???), or
+    use HYBRID_SHARD on a single node.
 
     Args:
         with_zero: whether to include DeepSpeed's stages if DeepSpeed is installed.
@@ -180,7 +179,7 @@ def _is_compared(node: Mapping[str, Any], nodes: int) -> bool:
     A node that names a function, such as that of strategy=auto, stands for one of the others.
     """
     module, _, name = str(node.get("_target_")).rpartition(".")
-    if name in _SUPERSEDED or find_spec(module) is None:
+    if find_spec(module) is None:
         return False
     if name == _ZERO:
         return find_spec("deepspeed") is not None

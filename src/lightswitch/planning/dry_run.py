@@ -12,12 +12,10 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.checkpoints import names
 from lightswitch.errors import listed
 from lightswitch.monitoring.display import aligned, compact
 from lightswitch.planning import report
@@ -29,7 +27,6 @@ from lightswitch.planning.report import size
 from lightswitch.planning.samples import Reads
 from lightswitch.planning.simulation import Work, simulate
 from lightswitch.planning.timeline import Kind
-from lightswitch.strategies.fsdp1 import FSDP1
 
 _SHOWN_SAMPLES = 8
 _KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "activations")
@@ -293,38 +290,25 @@ def rehearse(work: Work, strategy: Strategy, world: World) -> tuple[Rank, Step]:
         strategy = trainer.strategy
         seen["data_rank"] = int((trainer.distributed_sampler_kwargs or {}).get("rank", 0))
         seen["axes"] = tuple(_axes(strategy, world))
-        seen["units"] = tuple(_units_of(strategy, trainer.lightning_module))
+        seen["units"] = tuple(_units_of(trainer.lightning_module))
 
     step = simulate(work, strategy, world, look)
     return Rank(world=world, **seen), step
 
 
 def _axes(strategy: Strategy, world: World) -> Iterator[Axis]:
-    mesh = _mesh_of(strategy)
-    if mesh is not None:
-        for name, size in zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True):
-            group = mesh.get_group(name if mesh.mesh_dim_names else 0)
-            ranks = tuple(dist.get_process_group_ranks(group))
+    if isinstance(strategy, ModelParallelStrategy):
+        mesh = strategy.device_mesh
+        for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
+            ranks = tuple(dist.get_process_group_ranks(mesh.get_group(name)))
             yield Axis(name, size, ranks.index(world.rank), ranks)
-    elif isinstance(strategy, DDPStrategy | FSDP1):
+    elif isinstance(strategy, DDPStrategy):
         name = SHARD if isinstance(strategy, DeepSpeedStrategy) else REPLICATE  # ZeRO shards over all ranks
         yield Axis(name, world.size, world.rank, tuple(range(world.size)))
 
 
-def _mesh_of(strategy: Strategy) -> DeviceMesh | None:
-    if isinstance(strategy, ModelParallelStrategy):
-        return strategy.device_mesh
-    return strategy._mesh if isinstance(strategy, FSDP1) else None
-
-
-def _units_of(strategy: Strategy, model: nn.Module) -> Iterator[Unit]:
+def _units_of(model: nn.Module) -> Iterator[Unit]:
     """Yield the units, outer before inner; a unit excludes the parameters of units nested in it."""
-    root = strategy.model or model
-    if isinstance(strategy, FSDP1):
-        for path, module in root.named_modules():
-            if isinstance(module, FullyShardedDataParallel):
-                yield _flat_unit(names.own_name(f"{path}.").strip("."), module)
-        return
     counted: set[nn.Parameter] = set()
     found: list[Unit] = []
     for path, module in reversed(list(model.named_modules())):
@@ -345,16 +329,6 @@ def _kept(parameter: nn.Parameter) -> Tensor:
         return parameter._local_tensor
     part: Tensor = getattr(parameter, "ds_tensor", parameter)  # the shard under ZeRO 3
     return part
-
-
-def _flat_unit(path: str, module: FullyShardedDataParallel) -> Unit:
-    """Return a unit of FSDP1, which stores its parameters as one flat parameter."""
-    handle = module._handle
-    if handle is None:  # the module has no parameters of its own
-        return Unit(path, _kind(module.module), 0, 0, 0)
-    flat = handle.flat_param
-    size, count = flat.dtype.itemsize, sum(shape.numel() for shape in flat._shapes)
-    return Unit(path, _kind(module.module), count, count * size, flat._sharded_size.numel() * size)
 
 
 def _kind(module: nn.Module) -> str:

@@ -166,7 +166,7 @@ def _gathers(strategy: object) -> bool:
     if not isinstance(strategy, dict):
         return False
     name = str(strategy.get("_target_")).rpartition(".")[2]
-    return name in ("FSDP", "FSDP1", "TensorParallel") or (name == "DeepSpeed" and strategy.get("stage") == 3)
+    return name in ("FSDP", "TensorParallel") or (name == "DeepSpeed" and strategy.get("stage") == 3)
 
 
 def _without_compiler(accelerator: str) -> Iterator[str]:

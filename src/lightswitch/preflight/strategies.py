@@ -108,40 +108,6 @@ def _powersgd(request: Request) -> Iterator[str]:
         )
 
 
-def _fsdp1(request: Request) -> Iterator[str]:
-    """Yield the reasons why FullyShardedDataParallel does not support the run, one line each."""
-    options = request.strategy
-    yield from _mesh(options.get("sharding_strategy", "FULL_SHARD"), options.get("device_mesh"), request)
-    yield from _dtypes(options.get("mixed_precision") or {})
-    yield from _process_group(request)
-
-
-def _mesh(sharding: str, mesh: list[int] | None, request: Request) -> Iterator[str]:
-    if "HYBRID" not in sharding:
-        if mesh is not None:
-            yield f"trainer.strategy.device_mesh is for HYBRID_SHARD, and sharding_strategy={sharding}; leave it out"
-        return
-    shape = mesh or [request.nodes, request.devices]
-    if len(shape) != 2 or shape[0] * shape[1] != request.world_size:
-        yield (
-            f"trainer.strategy.device_mesh={shape}: [replicas, devices of each] must multiply to the "
-            f"{request.world_size} devices of the run"
-        )
-    elif shape[1] == 1 and shape[0] > 1:
-        yield (
-            f"sharding_strategy={sharding} with {shape[0]} replicas of 1 device each shards nothing; "
-            "use strategy=ddp, or give trainer.strategy.device_mesh=[replicas,devices of each]"
-        )
-
-
-def _dtypes(mixed_precision: dict[str, str]) -> Iterator[str]:
-    for key, dtype in mixed_precision.items():
-        if key not in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-            yield f"trainer.strategy.mixed_precision.{key}: use param_dtype, reduce_dtype or buffer_dtype"
-        elif dtype not in ("float32", "bfloat16", "float16"):
-            yield f"trainer.strategy.mixed_precision.{key}={dtype}: use float32, bfloat16 or float16"
-
-
 def _fsdp(request: Request) -> Iterator[str]:
     """Yield the reasons why fully_shard does not support the run, one line each."""
     options = request.strategy
@@ -159,13 +125,12 @@ def _fsdp(request: Request) -> Iterator[str]:
     if options.get("prefetch") is not None and options["prefetch"] < 1:
         yield f"trainer.strategy.prefetch={options['prefetch']}: it counts units, so use 1 or more, or leave it out"
     asked = options.get("param_dtype")
-    if asked and request.precision != "32-true" and (asked, request.precision) != ("float32", "bf16-mixed"):
+    rounds = request.precision in ("bf16-mixed", "16-mixed")
+    if asked and request.precision != "32-true" and not (rounds and asked == "float32"):
         yield (
             f"trainer.strategy.param_dtype and precision={request.precision} both set the dtype to compute in; "
             "leave one of them out"
         )
-    if request.precision == "16-mixed" and request.on_gpu:
-        yield "strategy=fsdp does not scale the loss, which 16-mixed needs; use precision=bf16-mixed, or strategy=ddp"
     yield from _process_group(request)
 
 
@@ -271,7 +236,6 @@ def _process_group(request: Request) -> Iterator[str]:
 _CHECKS: dict[str, Callable[[Request], Iterator[str]]] = {  # by the class in a strategy's _target_
     "Single": _single,
     "DDP": _ddp,
-    "FSDP1": _fsdp1,
     "FSDP": _fsdp,
     "TensorParallel": _tensor_parallel,
     "DeepSpeed": _deepspeed,

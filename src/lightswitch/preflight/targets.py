@@ -17,7 +17,6 @@ _STRATEGIES = {  # strategies with options, simplest first
     "ddp": "lightswitch.strategies.ddp.DDP",
     "fsdp": "lightswitch.strategies.fsdp.FSDP",
     "fsdp_tp": "lightswitch.strategies.tensor_parallel.TensorParallel",
-    "fsdp1": "lightswitch.strategies.fsdp1.FSDP1",
     "deepspeed_stage_2": "lightswitch.deepspeed.strategy.DeepSpeed",
 }
 Choices = Mapping[str, Container[str]]  # by group

@@ -59,11 +59,8 @@ class Stepped:
     numbers: list[float]
 
 
-def refuse_in_pieces(optimizer: Optimizer, strategy: str) -> None:
-    """Check that an optimizer can step flat shards of parameters.
-
-    Args:
-        strategy: name of the strategy that shards them, for the message.
+def refuse_in_pieces(optimizer: Optimizer) -> None:
+    """Check that an optimizer can step the flat shards of parameters that DeepSpeed makes.
 
     Raises:
         Refused: it would train differently.
@@ -71,7 +68,7 @@ def refuse_in_pieces(optimizer: Optimizer, strategy: str) -> None:
     if not all(map(_is_elementwise, _makers(optimizer))):
         raise Refused(
             f"{type(optimizer).__name__} does not update each element independently, so it would train differently "
-            f"with the flat shards of {strategy}; use strategy=ddp or fsdp"
+            "with the flat shards of DeepSpeed; use strategy=ddp or fsdp"
         )
 
 

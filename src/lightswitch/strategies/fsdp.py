@@ -7,14 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -32,6 +35,7 @@ from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.shards import Stored
 from lightswitch.errors import Refused
 from lightswitch.mixins import Mixin, with_mixin
+from lightswitch.monitoring.grad_norm import by_mesh
 from lightswitch.strategies.elementwise import refuse_sharded
 from lightswitch.strategies.gathered_writes import GatheredWrites, WholeBesideShards, let_data_be_assigned, of_fsdp
 from lightswitch.strategies.replicas import broadcast_metric_states, broadcast_weights
@@ -58,6 +62,7 @@ _ROUNDED = {
     )
 }
 _CONV1D = "transformers.pytorch_utils.Conv1D"  # the linear layer of transformers' GPT-2
+_ROUNDS_TO = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _LEAST_ROUNDED_SHARE = 0.9  # of a unit's parameters: the root gathers the others, and they stay gathered for longer
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
@@ -79,10 +84,10 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         activation_checkpointing: recompute a unit's activations in the backward pass instead of storing them.
         cpu_offload: store parameters, gradients and optimizer state in the host's memory.
         param_dtype: dtype in which parameters are gathered and computed with; None for their own dtype, except that
-            bf16-mixed takes bfloat16 for the linear layers and convolutions of units that consist mostly of these,
-            because autocast would round them anyway. float32 gathers them in full precision.
-        reduce_dtype: dtype in which gradients are summed; None for ``param_dtype``, and for float32 if bf16-mixed takes
-            bfloat16 for the parameters.
+            bf16-mixed and 16-mixed take 16 bits for the linear layers and convolutions of units that consist mostly of
+            these, because autocast would round them anyway. float32 gathers them in full precision.
+        reduce_dtype: dtype in which gradients are summed; None for ``param_dtype``, and for float32 where autocast's
+            rounding is taken for the parameters.
         accumulate_gradients: how gradients accumulate until the last micro-batch of a step: sharded, reduced in each
             micro-batch, takes the least memory; within_replica, all-reduced over the replicas of HYBRID_SHARD once a
             step, requires that each parameter takes part in every micro-batch; unsharded, reduced once a step, takes
@@ -220,8 +225,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         return [model] if self.lightning_module.automatic_optimization else called_parts(model)
 
     def _is_halved(self, unit: nn.Module) -> bool:
-        """Return whether to gather a unit's matrices in bfloat16, to which autocast would round them anyway."""
-        if not self._autocasts or self.mixed_precision.param_dtype is not None:
+        """Return whether to gather a unit's matrices in 16 bits, to which autocast would round them anyway."""
+        if self._autocast_dtype is None or self.mixed_precision.param_dtype is not None:
             return False
         rounded = sum(_own_numel(part) for part in unit.modules() if is_rounded(part))
         return rounded > _LEAST_ROUNDED_SHARE * sum(parameter.numel() for parameter in unit.parameters())
@@ -282,16 +287,16 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         shards.set_force_sum_reduction_for_comms(self.only_sums)
 
     def _policy(self, module: nn.Module) -> MixedPrecisionPolicy:
-        if not self._autocasts:
+        if self._autocast_dtype is None:
             return self.mixed_precision
-        dtype, reduced = torch.bfloat16 if module in self._halved else None, self.mixed_precision.reduce_dtype
+        dtype, reduced = self._autocast_dtype if module in self._halved else None, self.mixed_precision.reduce_dtype
         # autocast casts the inputs of a forward pass
         return MixedPrecisionPolicy(dtype, reduced or (dtype and torch.float32), cast_forward_inputs=False)
 
     @property
-    def _autocasts(self) -> bool:
+    def _autocast_dtype(self) -> torch.dtype | None:
         plugin = self.precision_plugin
-        return isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed"
+        return _ROUNDS_TO[plugin.precision] if isinstance(plugin, MixedPrecision) else None
 
     def _report(self, units: Iterable[nn.Module]) -> None:
         kinds = Counter(map(_name, units))
@@ -311,7 +316,9 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         return self.cpu_offload and self.root_device.type != "cpu"
 
     def setup_precision_plugin(self) -> None:
-        self.precision_plugin = with_mixin(_ClipsOverMeshes, self.precision_plugin)
+        self.precision_plugin = plugin = with_mixin(_ClipsOverMeshes, self.precision_plugin)
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            patches.replace(plugin, "scaler", with_mixin(_UnscalesOverMeshes, plugin.scaler))
         super().setup_precision_plugin()
 
     # Steps run through the forward pass of the root, whose hooks gather the parameters that belong to no unit
@@ -400,6 +407,23 @@ class _ClipsOverMeshes(Mixin, Precision):
         """Clip by the norm of gradients sharded over several meshes: torch's function, which Lightning calls, supports
         one."""
         clip_by_norm(optimizer, clip_val)
+
+
+class _UnscalesOverMeshes(Mixin, GradScaler):
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscale gradients sharded over several meshes, of which torch's kernel supports one at a time, and return by
+        device whether a gradient of any rank is infinite, so that all ranks skip the step. Collective."""
+        is_infinite, devices = found_inf.clone(), set[torch.device]()
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        for of_mesh in by_mesh(parameters).values():
+            part: Any = SimpleNamespace(param_groups=[{"params": of_mesh}])
+            for device, found in super()._unscale_grads_(part, inv_scale, found_inf, allow_fp16).items():
+                is_infinite = torch.maximum(is_infinite, found.to(is_infinite.device))
+                devices.add(device)
+        dist.all_reduce(is_infinite, dist.ReduceOp.MAX)
+        return {device: is_infinite.to(device) for device in devices}
 
 
 def _gather_ahead(modules: Sequence[nn.Module], count: int) -> None:

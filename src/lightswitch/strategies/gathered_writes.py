@@ -1,4 +1,4 @@
-"""Writes to the gathered weights of both FSDPs, carried over to their shards, and portable checkpoints of fsdp1.
+"""Writes to weights that fsdp has gathered, carried over to their shards.
 
 Outside the forward pass, parameters are shards, and writes need no help except for `parameter.data = …`.
 """
@@ -13,16 +13,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightswitch import patches
-from lightswitch.checkpoints import names
-from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.checkpoints.shards import Piece, Stored
 from lightswitch.errors import Refused, listed
 from lightswitch.strategies.writes import Looks, carried, share, take_rank_0s
 
@@ -213,9 +209,6 @@ def _differ(parameters: Iterable[Gathered]) -> list[bool]:
     return [bool(one) for one in differ.tolist()]
 
 
-# FSDP2
-
-
 def of_fsdp(root: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[nn.Module, dict[str, Gathered]]:
     """Return the parameters that FSDP2 gathers, by unit and name.
 
@@ -277,152 +270,8 @@ class _OfFSDP:
         return kept
 
 
-# FSDP1
-
-
-def of_fsdp1(root: FullyShardedDataParallel, names: Mapping[nn.Parameter, str]) -> dict[nn.Module, dict[str, Gathered]]:
-    """Return the parameters that FSDP1 gathers, by wrapped module and name.
-
-    Args:
-        names: names by parameter.
-    """
-    return {
-        unit.module: {names[parameter]: _OfFSDP1(handle, i) for i, parameter in enumerate(handle.flat_param._params)}
-        for unit, handle in handles(root)
-    }
-
-
-def write_back(root: FullyShardedDataParallel) -> None:
-    """Copy `data` assigned to sharded parameters into FSDP1's flat parameters, as its next all-gather would."""
-    for _, handle in handles(root):
-        handle._writeback_orig_params()
-
-
-@dataclass(frozen=True)
-class _OfFSDP1:
-    handle: Any  # torch's handle of a flat parameter
-    index: int  # of the parameter in the flat one
-
-    @property
-    def is_gathered(self) -> bool:
-        return not self.handle.is_sharded(self.handle.flat_param) and self._gathered is not None
-
-    @property
-    def is_cut(self) -> bool:
-        return False
-
-    @property
-    def _gathered(self) -> Tensor | None:
-        found: Tensor | None = self.handle.flat_param._tensors[self.index]
-        return found
-
-    @property
-    def whole(self) -> Tensor:
-        view: Tensor = list(self.handle._get_unflat_views())[self.index].data
-        gathered = self._gathered
-        if gathered is not None and gathered.data_ptr() != view.data_ptr():
-            _link(gathered, view)
-        return view
-
-    @property
-    def own(self) -> Tensor:
-        part = self.handle.flat_param._shard_param_infos[self.index]
-        whole = self.whole.reshape(-1)
-        return whole.narrow(0, part.intra_param_start_idx, part.numel_in_shard) if part.in_shard else whole[:0]
-
-    @property
-    def kept(self) -> Tensor:
-        flat = self.handle.flat_param
-        part = flat._shard_param_infos[self.index]
-        kept: Tensor = flat._local_shard.detach()
-        return kept.narrow(0, part.offset_in_shard, part.numel_in_shard) if part.in_shard else kept[:0]
-
-
 @torch.no_grad()
 def _link(parameter: Tensor, into: Tensor) -> None:
     """Copy `data` assigned to a gathered parameter into the gather buffer, and make the parameter use it again."""
     into.data.copy_(parameter.data)  # unnoticed by autograd, which may have saved it
     parameter.data = into.data
-
-
-class PortableFSDP1(PortableCheckpoints):
-    """Portable checkpoints of FullyShardedDataParallel: each rank writes and reads its shard of the flat parameters.
-
-    torch's own checkpointing gathers them, and hangs if parameters are frozen (2.13).
-    """
-
-    _root: FullyShardedDataParallel | None
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self._root is not None
-        pieces, module = _pieces(self._root), self._root.module
-        state = names.first_names({names.own_name(name): value for name, value in _state(module)}, module)
-        return {name: pieces.get(value, value) if isinstance(value, Tensor) else value for name, value in state.items()}
-
-    def local_parameters(self) -> dict[str, Stored]:
-        assert self._root is not None
-        pieces = _pieces(self._root)
-        return {
-            name: pieces.get(kept, kept) if isinstance(kept, Tensor) else kept
-            for name, kept in super().local_parameters().items()
-        }
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state by parameter names, with numbers as tensors.
-
-        Only rank 0 writes values that are not tensors, and it may hold no elements of a number's parameter. A rank that
-        holds no elements of a parameter does not step it, so its step count is stale, and other ranks write theirs.
-        """
-        found = super().optimizer_state(optimizer)
-        assert self._root is not None
-        pieces, parameters = _pieces(self._root), names.parameters(self._root.module)
-        for name, values in found["state"].items():
-            if (piece := pieces.get(parameters[name])) is not None:
-                kept = {key: _kept(value, piece) for key, value in values.items()}
-                is_elsewhere = not piece.values.numel() and piece.shape.numel()
-                found["state"][name] = {k: v for k, v in kept.items() if isinstance(v, Piece) or not is_elsewhere}
-        return found
-
-    def room_for(self, parameter: nn.Parameter, saved: Tensor) -> Tensor | Piece:
-        assert self._root is not None
-        piece = _pieces(self._root).get(parameter)
-        if piece is None or piece.shape != saved.shape:
-            return super().room_for(parameter, saved)
-        return piece.with_values(torch.zeros_like(piece.values, dtype=saved.dtype))
-
-
-def handles(root: FullyShardedDataParallel) -> Iterator[tuple[FullyShardedDataParallel, Any]]:
-    """Yield each sharded FSDP module with the handle that gathers and frees its parameters."""
-    for module in FullyShardedDataParallel.fsdp_modules(root):
-        if module._handle is not None and module._handle.uses_sharded_strategy:
-            yield module, module._handle
-
-
-def _pieces(root: FullyShardedDataParallel) -> dict[Tensor, Piece]:
-    """Return this rank's shard of each sharded parameter."""
-    found: dict[Tensor, Piece] = {}
-    for _, handle in handles(root):
-        flat = handle.flat_param
-        kept = getattr(flat, "_local_shard", flat).detach()  # the same before the first forward pass
-        for parameter, shape, part in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
-            begin, elements = (part.offset_in_shard, part.numel_in_shard) if part.in_shard else (0, 0)
-            found[parameter] = Piece(kept.narrow(0, begin, elements), shape, part.intra_param_start_idx or 0)
-    return found
-
-
-def _kept(value: Any, piece: Piece) -> Any:
-    if isinstance(value, Tensor):
-        return piece.with_values(value) if value.shape == piece.values.shape else value
-    return torch.as_tensor(value) if isinstance(value, bool | int | float) else value
-
-
-def _state(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a module's `state_dict` with the parameter objects, without FSDP's hooks, which gather."""
-    if not any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
-        yield from module.state_dict(prefix=prefix, keep_vars=True).items()
-        return
-    own: dict[str, Any] = {}
-    module._save_to_state_dict(own, prefix, keep_vars=True)
-    yield from own.items()
-    for name, child in module.named_children():
-        yield from _state(child, f"{prefix}{name}.")

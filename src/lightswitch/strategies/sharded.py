@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import Backend, ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_timeout, _set_pg_timeout, _world
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric
@@ -133,20 +133,6 @@ def checkpoint_activations(unit: nn.Module) -> None:
     patches.replace(unit, "forward", partial(checkpoint, unit.forward, use_reentrant=False))
 
 
-@contextmanager
-def in_full_shape(shapes: Mapping[nn.Parameter, torch.Size]) -> Iterator[None]:
-    """Context in which parameters have their full shapes, without values: shards are flat, and `configure_optimizers`
-    may group parameters by their number of dimensions."""
-    local = {parameter: parameter.data for parameter in shapes}
-    for parameter, shape in shapes.items():
-        parameter.data = parameter.data.new_zeros(()).expand(shape)
-    try:
-        yield
-    finally:
-        for parameter, data in local.items():
-            parameter.data = data
-
-
 def average_replicated(parameters: Iterable[nn.Parameter]) -> None:
     """Register hooks that average the gradients of replicated parameters after each backward pass."""
     for parameter in parameters:
@@ -197,32 +183,6 @@ def clip_by_norm(optimizer: Optimizer, max_norm: float) -> None:
     total = gradient_norm(parameters)
     for of_mesh in by_mesh(parameters).values():
         clip_grads_with_norm_(of_mesh, max_norm, total)
-
-
-@torch.no_grad()
-def clip_shards_by_norm(
-    parameters: Iterable[nn.Parameter],
-    sharded: Container[nn.Parameter],
-    max_norm: float,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> None:
-    """Clip gradients, some of which are sharded over a process group as plain tensors. Collective.
-
-    Args:
-        parameters: parameters that are clipped together.
-        sharded: parameters whose gradients are sharded over the group; each rank holds other gradients whole.
-        device: device that sums the norm, in double precision if it supports that.
-    """
-    present = [parameter for parameter in parameters if parameter.grad is not None]
-    squares = [
-        get_total_norm([p.grad for p in present if p.grad is not None and (p in sharded) == is_sharded])
-        .to(device, torch.float64 if device.type != "mps" else torch.float32)
-        .square()
-        for is_sharded in (True, False)
-    ]
-    dist.all_reduce(squares[0], group=group)
-    clip_grads_with_norm_(present, max_norm, (squares[0] + squares[1]).sqrt())
 
 
 def set_timeouts(timeout: timedelta | None) -> None:

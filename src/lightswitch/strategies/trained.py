@@ -81,7 +81,7 @@ class Trained:
     def _there(self) -> Iterator[nn.Parameter]:
         for parameters, key, parameter in self._places.values():
             there = parameters.get(key)
-            yield there if isinstance(there, nn.Parameter) else parameter  # FSDP1 puts plain views there
+            yield parameter if there is None else there
 
 
 class WatchedForward(_ForwardRedirection):

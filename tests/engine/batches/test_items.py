@@ -72,7 +72,7 @@ class Tagger(pl.LightningModule):
 WHOLE = Fit(Tagger, Padded, global_batch=24, micro_batch=None, steps=6, arguments="gradient_clip_val=0.5")
 
 
-STRATEGIES = ("single", "ddp", "fsdp", "fsdp1", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+STRATEGIES = ("single", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 CUTS = [("ddp", None), *((strategy, 3) for strategy in STRATEGIES if strategy != "deepspeed_stage_1")]
 OTHERS = [(strategy, micro) for strategy in STRATEGIES for micro in (None, 4, 3) if (strategy, micro) not in CUTS]
 

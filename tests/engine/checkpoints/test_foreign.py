@@ -38,7 +38,7 @@ def test_a_run_starts_from_its_weights(fresh: Finished, train: Train) -> None:
     assert begun.column("train/loss")[0] < fresh.column("train/loss")[0] - 0.01
 
 
-@pytest.mark.parametrize("way", ["fsdp × 2", "deepspeed_stage_3 × 2", *at_night("fsdp1 × 2", "deepspeed_stage_2 × 2")])
+@pytest.mark.parametrize("way", ["fsdp × 2", "deepspeed_stage_3 × 2", *at_night("deepspeed_stage_2 × 2")])
 def test_a_sharded_directory_is_refused_with_what_converts_it(way: str, train: Train) -> None:
     written = train(*RUN, *WAYS[way].switches, *AS_LIGHTNING, ranks=WAYS[way].ranks)
     path = written.run_dir / "lightnings.ckpt"

@@ -260,7 +260,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.mark.parametrize(
     ("step", "strategy"),
-    [(3, "fsdp"), *at_night((3, "single"), (3, "deepspeed_stage_2"), (5, "ddp"), (5, "fsdp1"))],
+    [(3, "fsdp"), *at_night((3, "single"), (3, "deepspeed_stage_2"), (5, "ddp"))],
 )
 def test_state_that_a_module_returns_as_a_copy_goes_on(
     step: int, strategy: str, counted: Finished, train: Train

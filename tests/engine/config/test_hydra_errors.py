@@ -30,7 +30,7 @@ MISTAKES = {
     "checkpoints can't hold its state; use strategy=deepspeed_stage_3_offload",
     "strategy=dp": "strategy=dp: Lightning no longer supports DataParallel; use strategy=ddp, which starts a process "
     "for each device",
-    "strategy=fsdp2": "strategy=fsdp2: use strategy=fsdp, which is FSDP2; the older one is strategy=fsdp1",
+    "strategy=fsdp2": "strategy=fsdp2: use strategy=fsdp, which is FSDP2",
     "precision=bf16": f"precision=bf16: there is no such precision. Did you mean bf16-mixed? Choices: {PRECISIONS}",
     "precision=16": f"precision=16: there is no such precision. Did you mean 16-mixed? Choices: {PRECISIONS}",
     "callbacks=[default,early_stoping]": "callbacks=early_stoping: there is no such callbacks. "

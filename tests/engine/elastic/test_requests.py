@@ -46,13 +46,6 @@ def refused(*words: str, into: Path) -> set[str]:
             "use one of 1, 2",
             id="hybrid shard",
         ),
-        pytest.param(
-            "1:4",
-            ("strategy=fsdp1", "trainer.strategy.sharding_strategy=HYBRID_SHARD", "trainer.strategy.device_mesh=[4,2]"),
-            "torchrun --nnodes=1:4 may continue with 1 node: trainer.strategy.device_mesh=[4, 2]: [replicas, devices "
-            "of each] must multiply to the 2 devices of the run",
-            id="fsdp1's mesh",
-        ),
     ],
 )
 def test_a_number_of_nodes_at_which_a_run_can_not_train_is_refused_at_the_start(

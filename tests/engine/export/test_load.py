@@ -18,7 +18,7 @@ from tests.engine.export.models import question
 @pytest.mark.parametrize("model", ["tied", "configured"])
 def test_a_loaded_model_answers_as_the_live_one(model: str, run_of: RunOf) -> None:
     """A language model under each strategy: test_export.py."""
-    run_dir = run_of(model, "fsdp1")
+    run_dir = run_of(model, "fsdp")
     loaded = lightswitch.load(run_dir / "checkpoints" / "last.ckpt")
     logits = loaded(question(loaded))
     assert torch.equal(logits, torch.load(run_dir / "logits.pt"))

@@ -130,7 +130,7 @@ def test_the_engine_is_the_folder_as_it_was_with_a_manifest(clone: Path, tmp_pat
         ("birdsong inside", "inside is inside the checkout"),
         ("birdsong {tmp}/full", "full is not empty"),
         ("birdsong {tmp}/full/file", "file is a file"),
-        ("birdsong {tmp}/new --engine=package", "needs --engine-from="),
+        ("birdsong {tmp}/new --engine=package", "origin does not have this commit; push it, or type --engine-from="),
         ("birdsong {tmp}/new --engine=package --engine-from=newest", "newest is not a version, a wheel or a git"),
         ("birdsong {tmp}/new --engine=package --engine-from=none.whl", "found no wheel none.whl"),
         ("birdsong {tmp}/new --engine-from=0.1.0", "also type --engine=package"),
@@ -166,6 +166,27 @@ def test_a_package_is_pinned_to_the_commit_that_a_tag_is_of(own_clone: Path, tmp
     git(own_clone, "branch", "another/v1")
     folder = made(own_clone, tmp_path / "birdsong", "--engine=package", f"--engine-from=git+file://{own_clone}@v1")
     assert f'"lightswitch @ git+file://{own_clone}@{commit}",' in (folder / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("origin", "address"),
+    [
+        ("https://me:secret@host.example/lightswitch.git", "https://host.example/lightswitch.git"),
+        ("git@host.example:us/lightswitch.git", "ssh://git@host.example/us/lightswitch.git"),
+        ("/srv/lightswitch", None),  # which others may not have
+    ],
+)
+def test_a_clone_of_what_others_reach_makes_a_fork_with_a_package(
+    origin: str, address: str | None, own_clone: Path, tmp_path: Path
+) -> None:
+    git(own_clone, "remote", "add", "origin", origin)
+    git(own_clone, "update-ref", "refs/remotes/origin/main", "HEAD")  # as a clone leaves it
+    folder, commit = made(own_clone, tmp_path / "birdsong", "--bare"), git(own_clone, "rev-parse", "HEAD").strip()
+    assert (folder / "src/lightswitch").exists() == (address is None)
+    assert (f'"lightswitch @ git+{address}@{commit}",' in (folder / "pyproject.toml").read_text()) == bool(address)
+    assert made(own_clone, tmp_path / "whole", "--bare", "--engine=folder").joinpath("src/lightswitch").is_dir()
+    git(own_clone, "commit", "--quiet", "--allow-empty", "--message=Of my own, not pushed")
+    assert made(own_clone, tmp_path / "later", "--bare").joinpath("src/lightswitch").is_dir()
 
 
 def test_a_checkout_with_changes_is_refused_and_its_branch_can_be_the_project(own_clone: Path) -> None:

@@ -10,8 +10,7 @@ from tests.engine.gpu.cells import Cell, Piece, Result, Scale
 from tests.engine.tables.matrix import PRECISIONS, STRATEGIES, cell
 
 TRAINS = "trains"
-FSDP2 = ("fsdp", "fsdp_grad_op", "fsdp_hybrid", "fsdp_offload", "fsdp_tp")
-TINY = {"single": ("32-true", "16-mixed"), "fsdp": ("bf16-mixed",)}
+TINY = {"single": ("32-true", "16-mixed"), "fsdp": ("bf16-mixed", "16-mixed")}
 
 
 def expected(strategy: str, precision: str, devices: int) -> str:
@@ -27,8 +26,6 @@ def expected(strategy: str, precision: str, devices: int) -> str:
         )
     if strategy == "fsdp_hybrid" and devices % 2:
         return f"trainer.strategy.shard_size=2 does not divide {devices} devices; use one of 1"
-    if strategy in FSDP2 and precision == "16-mixed":
-        return "strategy=fsdp does not scale the loss, which 16-mixed needs; use precision=bf16-mixed, or strategy=ddp"
     if strategy.startswith("deepspeed") and precision == "64-true":
         return "precision=64-true is not for DeepSpeed; use strategy=ddp, or another precision"
     return TRAINS

@@ -13,7 +13,7 @@ from benchmarks.gpt import tokens_for
 from tests.engine.gpu.cells import Cell, Piece, Result, Scale
 from tests.engine.gpu.command import run, train_py
 
-STRATEGIES = ("fsdp", "fsdp_grad_op", "fsdp1", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3)))
+STRATEGIES = ("fsdp", "fsdp_grad_op", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3)))
 ON_ONE = ("single", *STRATEGIES, "fsdp_offload", "deepspeed_stage_3_offload")
 ON_SEVERAL = ("ddp", *STRATEGIES)
 AT = {  # precision, and whether activations are computed again

@@ -32,12 +32,12 @@ from tests.engine.ways import TENSOR_PARALLEL, WAYS, Way
 PRECISION = "bf16-mixed"
 SMOKE_SECONDS = 120
 ZERO = tuple(f"deepspeed_stage_{stage}" for stage in (1, 2, 3))
-STRATEGIES = ("ddp", "fsdp", "fsdp_grad_op", "fsdp_hybrid", "fsdp_offload", "fsdp1", "fsdp_tp", *ZERO)
+STRATEGIES = ("ddp", "fsdp", "fsdp_grad_op", "fsdp_hybrid", "fsdp_offload", "fsdp_tp", *ZERO)
 OF_TWO = {name: way for name, way in WAYS.items() if way.ranks == 2} | {"fsdp_tp × 2": Way(TENSOR_PARALLEL, 2)}
 RESUMED = (  # saved under one, gone on with under the other
     ("ddp × 2", "fsdp × 2"),
     ("fsdp × 2", "deepspeed_stage_3 × 2"),
-    ("deepspeed_stage_2 × 2", "fsdp1 × 2"),
+    ("deepspeed_stage_2 × 2", "fsdp_grad_op × 2"),
     ("deepspeed_stage_3 × 2", "ddp × 2"),
 )
 TINY = ("matrix: fsdp", "parity: ddp × 2", "resume: ddp × 2 to fsdp × 2", "failure: an exception in rank 1")

@@ -9,7 +9,6 @@ ON_ONE = {
     "ddp × 1": Way(("strategy=ddp",), 1),
     "fsdp × 1": Way(("strategy=fsdp",), 1),
     "fsdp_offload × 1": Way(("strategy=fsdp_offload",), 1),
-    "fsdp1 × 1": Way(("strategy=fsdp1",), 1),
 }
 TINY = ("single", "ddp × 2")
 ALONE = "single"

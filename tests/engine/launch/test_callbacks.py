@@ -20,7 +20,6 @@ from lightswitch.launch.build import trainer_arguments
 from lightswitch.strategies import known_callbacks
 from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.fsdp import FSDP
-from lightswitch.strategies.fsdp1 import FSDP1
 from tests.engine.conftest import PLAIN, Train
 
 NAMED = "lightning.pytorch.callbacks"
@@ -42,9 +41,9 @@ def _deepspeed(**options: Any) -> Strategy:
 OF_PORTABLE = known_callbacks.OF_PORTABLE_CHECKPOINTS
 ON_NVME = partial(_deepspeed, stage=3, offload_optimizer=True, offload_optimizer_device="nvme")
 UNSERVED = [  # a callback, what does not serve it, what is told of it, and what does serve it
-    *((name, FSDP1, told, ()) for name, told in known_callbacks.NOWHERE.items()),
-    ("EMAWeightAveraging", DDPStrategy, OF_PORTABLE["WeightAveraging"], (Single, FSDP, FSDP1)),
-    ("BackboneFinetuning", DDPStrategy, OF_PORTABLE["BaseFinetuning"], (Single, FSDP, FSDP1)),
+    *((name, FSDP, told, ()) for name, told in known_callbacks.NOWHERE.items()),
+    ("EMAWeightAveraging", DDPStrategy, OF_PORTABLE["WeightAveraging"], (Single, FSDP)),
+    ("BackboneFinetuning", DDPStrategy, OF_PORTABLE["BaseFinetuning"], (Single, FSDP)),
     ("BackboneFinetuning", ON_NVME, "state that DeepSpeed offloads to NVMe ", (partial(_deepspeed, stage=3),)),
 ]
 

@@ -36,7 +36,6 @@ class Raises(PlainModel):
             "fsdp",
             "GradientPenalty differentiates a gradient (create_graph=True), which needs each ",
         ),
-        ("GradientPenalty", "fsdp1", "GradientPenalty differentiates a gradient (create_graph=True)"),
         ("Snapshot", "fsdp", "Snapshot fails in its first steps under FSDP, which shards parameters over devices"),
         ("PhysicsInformed", "ZeRO 3", "PhysicsInformed fails in its first steps under DeepSpeed, which "),
     ],

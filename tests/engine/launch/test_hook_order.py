@@ -1,6 +1,6 @@
 """The hooks of a run by train.py, rank by rank: those of a plain Trainer, in its order, in each stage and resumed.
 
-The plain one has Lightning's own strategy. That is DDP for fsdp and fsdp1, too: Lightning's FSDPStrategy takes no CPU,
+The plain one has Lightning's own strategy. That is DDP for fsdp, too: Lightning's FSDPStrategy takes no CPU,
 and its ModelParallelStrategy a module alone that shards itself.
 """
 
@@ -42,11 +42,10 @@ STRATEGIES = {  # and the plain one whose hooks are expected
     "single": "single",
     "ddp_fork": "ddp_fork",
     "fsdp": "ddp_fork",
-    "fsdp1": "ddp_fork",
     "deepspeed_stage_3": "ZeRO",
 }
 CLIPPING = "configure_gradient_clipping"
-CLIP_THEMSELVES = ("fsdp1", "deepspeed_stage_3")  # and refuse a module that does
+CLIP_THEMSELVES = ("deepspeed_stage_3",)  # and refuse a module that does
 RENAMED = {  # classes that torch and DeepSpeed make of a module and of an optimizer
     "FSDPLogging": "Logging",
     "DeepSpeedZeroOptimizer_Stage3": "DeepSpeedZeroOptimizer",
@@ -118,7 +117,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return ran
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp_fork", "fsdp", "deepspeed_stage_3", *at_night("fsdp1")])
+@pytest.mark.parametrize("strategy", ["single", "ddp_fork", "fsdp", "deepspeed_stage_3"])
 def test_a_fit_and_its_test_call_in_each_rank_what_a_plain_trainer_calls(strategy: str, plain: Ran, ours: Ran) -> None:
     zero, *others = ({call[1] for call in calls} for calls in _calls(plain(STRATEGIES[strategy])))
     assert {"on_save_checkpoint", "on_sanity_check_start", "on_train_epoch_end", "on_test_end"} <= zero

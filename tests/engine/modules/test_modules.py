@@ -19,7 +19,7 @@ pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of which torch has some for what these modules do
 TABLE = {name: {way: Cell(*cell) for way, cell in row.items()} for name, row in json.loads(CELLS.read_text()).items()}
 EVERY = [(name, way) for name, row in TABLE.items() for way in row]
-_TURNS = ("fsdp", "ddp", "fsdp1", "fsdp", "ZeRO 3", "ddp", "fsdp", "ZeRO 2")  # DeepSpeed takes three times as long
+_TURNS = ("fsdp", "ddp", "fsdp", "ZeRO 3", "ddp", "fsdp", "ZeRO 2")  # DeepSpeed takes three times as long
 
 
 def _a_day() -> Iterator[tuple[str, str]]:

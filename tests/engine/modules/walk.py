@@ -31,7 +31,7 @@ from tests.pool import Pool, RankFailed
 SAVED, END = 3, 6  # optimizer steps
 TOLERANCE = 1e-5  # of a loss or a weight, relative
 WAYS = {  # as Fit names strategies; at two ranks
-    **{name: name for name in ("ddp", "fsdp", "fsdp1")},
+    **{name: name for name in ("ddp", "fsdp")},
     "fsdp_tp": "fsdp_tp plans.{}=tests.engine.modules.sequence.cut",
     **{f"ZeRO {stage}": f"deepspeed_stage_{stage}" for stage in (1, 2, 3)},
 }

@@ -17,7 +17,6 @@ from lightswitch.planning.fakes import World
 from lightswitch.planning.simulation import Work
 from lightswitch.process import call_each_forked
 from lightswitch.strategies.fsdp import FSDP
-from lightswitch.strategies.fsdp1 import FSDP1
 from tests.engine.models.language import LanguageModel
 
 WORK = Work(
@@ -45,13 +44,6 @@ def test_a_rank_of_a_thousand_knows_its_groups() -> None:
     assert (shard.size, shard.position, shard.ranks) == (8, 5, tuple(range(512, 520)))  # node 64
     assert rank.data_rank == 517
     assert own == 0  # this process is rank 0 of its own, as before
-
-
-def test_units_of_flat_parameters_are_found() -> None:
-    rank, _ = _alone(FSDP1, World(1, 2, rank=1))
-    block = 4 * 32 * 32 + 8 * 32 * 32 + 2 * 32  # attention, the MLP, two norms
-    assert [(unit.kind, unit.parameters) for unit in rank.units][1:] == 2 * [("Block", block)]
-    assert all(unit.rank_bytes == unit.bytes / 2 for unit in rank.units)
 
 
 def test_a_process_that_ends_is_told() -> None:

@@ -30,12 +30,9 @@ REAL = (
 TENSOR_PARALLEL = "fsdp_tp trainer.strategy.plans.LanguageModel=tests.engine.models.language.tensor_parallel"
 RECOMPUTES = "fsdp trainer.strategy.activation_checkpointing=true"
 BUCKETS = "ddp trainer.strategy.gradient_as_bucket_view=true"
-DAILY = [("language", strategy) for strategy in ("ddp", "fsdp1", TENSOR_PARALLEL, RECOMPUTES)]
+DAILY = [("language", strategy) for strategy in ("ddp", TENSOR_PARALLEL, RECOMPUTES)]
 OTHERS = [("language", strategy) for strategy in ("fsdp", "fsdp_hybrid", "fsdp_grad_op", BUCKETS)]
-OTHERS += [(model, strategy) for model in ("pictures", "late") for strategy in ("fsdp", "ddp")] + [
-    ("late", "fsdp1"),
-    ("late", RECOMPUTES),
-]
+OTHERS += [(model, strategy) for model in ("pictures", "late") for strategy in ("fsdp", "ddp")] + [("late", RECOMPUTES)]
 
 
 @pytest.mark.parametrize(("model", "strategy"), [*DAILY, *at_night(*OTHERS)])

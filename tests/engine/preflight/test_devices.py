@@ -119,7 +119,7 @@ def _told(target: str, accelerator: str, wanted: Any = 1) -> list[str]:
     return list(strategies.problems(strategies.Request(strategy, {}, trainer, 1, 1, accelerator)))
 
 
-@pytest.mark.parametrize("target", ["DDP", "FSDP", "FSDP1", "TensorParallel", "DeepSpeed"])
+@pytest.mark.parametrize("target", ["DDP", "FSDP", "TensorParallel", "DeepSpeed"])
 def test_processes_that_need_a_group_are_refused_on_apples_gpus(target: str) -> None:
     (told,) = _told(target, "mps")
     assert told.startswith(f"strategy {target} runs on CUDA devices and on the CPU")

@@ -91,7 +91,7 @@ def test_each_key_that_can_be_typed_has_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("about", "told"),
     [
-        ("fsdp1", "--help fsdp1: there is no group and no key fsdp1. Did you mean strategy=fsdp1?"),
+        ("fsdp_tp", "--help fsdp_tp: there is no group and no key fsdp_tp. Did you mean strategy=fsdp_tp?"),
         ("stratgy", "--help stratgy: there is no group and no key stratgy. Did you mean strategy?"),
         (
             "optimizer.lrr",

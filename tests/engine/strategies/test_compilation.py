@@ -73,7 +73,7 @@ def test_a_resume_may_switch_it_and_weights_keep_their_names(train: Train) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp1", "deepspeed_stage_1", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])
 def test_inductor_keeps_the_curve_on_a_gpu(strategy: str, train: Train) -> None:
     run = (*LANGUAGE, *ON_GPU, f"strategy={strategy}")
     assert largest_difference(train(*run, "compile=true"), train(*run)) <= 1e-4
@@ -238,7 +238,7 @@ def test_units_are_not_cut_by_the_buckets_of_ddp(pool: Pool) -> None:
     assert pool(1)(graphs, "ddp bucket_cap_mb=0.001") == pool(1)(graphs, "single")
 
 
-@pytest.mark.parametrize("strategy", ["FSDP", "TensorParallel", "FSDP1", "DeepSpeed", "DDP"])
+@pytest.mark.parametrize("strategy", ["FSDP", "TensorParallel", "DeepSpeed", "DDP"])
 def test_cuda_graphs_are_refused_where_parameters_move(strategy: str) -> None:
     cfg: dict[str, Any] = {"compile": {"mode": "reduce-overhead"}, "trainer": {}}
     cfg["trainer"]["strategy"] = {"_target_": f"some.{strategy}", "stage": 3}

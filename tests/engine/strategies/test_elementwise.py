@@ -95,32 +95,32 @@ def made(name: str, **arguments: Any) -> optim.Optimizer:
 
 @pytest.mark.parametrize("name", BY_ELEMENT)
 def test_torchs_optimizers_by_element_are_taken(name: str) -> None:
-    refuse_in_pieces(made(name, foreach=True), "fsdp1")
+    refuse_in_pieces(made(name, foreach=True))
 
 
 def test_so_are_those_with_options_that_ask_for_a_device() -> None:
-    refuse_in_pieces(made("AdamW", amsgrad=True, capturable=True), "fsdp1")
-    refuse_in_pieces(made("SGD", momentum=0.9, nesterov=True, weight_decay=0.1), "fsdp1")
+    refuse_in_pieces(made("AdamW", amsgrad=True, capturable=True))
+    refuse_in_pieces(made("SGD", momentum=0.9, nesterov=True, weight_decay=0.1))
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_are_refused_in_pieces(name: str) -> None:
     with pytest.raises(Refused, match=f"{name} does not update each element independently"):
-        refuse_in_pieces(made(name), "fsdp1")
+        refuse_in_pieces(made(name))
 
 
 @pytest.mark.parametrize("lr", [1.0, 0.1, 0.001])
 @pytest.mark.parametrize("options", [{}, {"line_search_fn": "strong_wolfe"}, {"max_iter": 4}], ids=str)
 def test_no_problem_is_solved_by_lbfgs_and_taken_for_elementwise(lr: float, options: dict[str, Any]) -> None:
     with pytest.raises(Refused, match="LBFGS does not update each element independently"):
-        refuse_in_pieces(optim.LBFGS([torch.nn.Parameter(torch.zeros(4, 6))], lr=lr, **options), "DeepSpeed")
+        refuse_in_pieces(optim.LBFGS([torch.nn.Parameter(torch.zeros(4, 6))], lr=lr, **options))
 
 
 def test_what_a_group_alone_asks_for_is_refused_in_pieces() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(4, 6)) for _ in range(2)]
-    refuse_in_pieces(Lars(parameters), "fsdp1")
+    refuse_in_pieces(Lars(parameters))
     with pytest.raises(Refused, match="Lars does not update each element independently"):
-        refuse_in_pieces(Lars([{"params": parameters[:1]}, {"params": parameters[1:], "weight_decay": 0.1}]), "fsdp1")
+        refuse_in_pieces(Lars([{"params": parameters[:1]}, {"params": parameters[1:], "weight_decay": 0.1}]))
 
 
 def test_groups_are_tried_at_the_rate_before_a_schedule_begins_at_0() -> None:
@@ -128,7 +128,7 @@ def test_groups_are_tried_at_the_rate_before_a_schedule_begins_at_0() -> None:
     optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     assert optimizer.param_groups[0]["lr"] == 0
     with pytest.raises(Refused, match="Lars does not update each element independently"):
-        refuse_in_pieces(optimizer, "fsdp1")
+        refuse_in_pieces(optimizer)
 
 
 def test_groups_that_differ_by_element_are_taken_and_stay_as_they_were() -> None:
@@ -136,7 +136,7 @@ def test_groups_that_differ_by_element_are_taken_and_stay_as_they_were() -> None
     optimizer = optim.AdamW(
         [{"params": parameters[:1], "lr": torch.tensor(0.1), "name": "head"}, {"params": parameters[1:]}]
     )
-    refuse_in_pieces(optimizer, "fsdp1")
+    refuse_in_pieces(optimizer)
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
     assert not optimizer.state
     assert not any(map(torch.count_nonzero, parameters))
@@ -144,16 +144,16 @@ def test_groups_that_differ_by_element_are_taken_and_stay_as_they_were() -> None
 
 def test_an_estimate_that_acts_from_the_third_step_on_is_refused_in_pieces() -> None:
     with pytest.raises(Refused, match="Estimating does not update each element independently"):
-        refuse_in_pieces(Estimating([torch.nn.Parameter(torch.zeros(4, 6))]), "fsdp1")
+        refuse_in_pieces(Estimating([torch.nn.Parameter(torch.zeros(4, 6))]))
 
 
 def test_what_can_not_be_tried_is_taken() -> None:
-    refuse_in_pieces(made("SparseAdam"), "fsdp1")
+    refuse_in_pieces(made("SparseAdam"))
 
 
 def test_the_random_state_stays_as_it_was() -> None:
     before = torch.random.get_rng_state()
-    refuse_in_pieces(made("Adam"), "fsdp1")
+    refuse_in_pieces(made("Adam"))
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -167,14 +167,12 @@ def _refusal(fit: Fit, strategy: str, fits: Fits) -> str:
     return str(failed.value.error)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp1", "deepspeed_stage_1", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_1", "deepspeed_stage_3"])
 def test_a_run_that_would_train_otherwise_is_refused(strategy: str, fits: Fits) -> None:
-    if strategy.startswith("deepspeed"):
-        pytest.importorskip("deepspeed")
-    name = "fsdp1" if strategy == "fsdp1" else "DeepSpeed"
+    pytest.importorskip("deepspeed")
     assert _refusal(LAMB, strategy, fits) == (
         "Lamb does not update each element independently, so it would train differently with the flat shards of "
-        f"{name}; use strategy=ddp or fsdp"
+        "DeepSpeed; use strategy=ddp or fsdp"
     )
 
 

@@ -30,11 +30,6 @@ SWITCHES = {  # ranks, and the part of the model that each rank holds
     "fsdp sharding_strategy=NO_SHARD": (2, 1.0),
     "fsdp_hybrid shard_size=2": (4, 0.5),
     "fsdp activation_checkpointing=true": (4, 0.25),
-    "fsdp1": (2, 0.5),
-    "fsdp1 sharding_strategy=SHARD_GRAD_OP activation_checkpointing=true": (2, 0.5),
-    "fsdp1 sharding_strategy=NO_SHARD": (2, 1.0),
-    "fsdp1 sharding_strategy=HYBRID_SHARD device_mesh=[2,2]": (4, 0.5),
-    "fsdp1 sharding_strategy=_HYBRID_SHARD_ZERO2 device_mesh=[2,2]": (4, 0.5),
 }
 MODELS = {"language": LANGUAGE, "classifier": CLASSIFIER}
 OVER = (
@@ -42,10 +37,9 @@ OVER = (
     "fsdp × 2",
     "fsdp_hybrid shard_size=2",
     "fsdp_grad_op",
-    "fsdp1 sharding_strategy=_HYBRID_SHARD_ZERO2 device_mesh=[2,2]",
 )  # in tours
 CASES = [*(("language", switch) for switch in SWITCHES if switch not in OVER), ("classifier", "fsdp × 2")]
-CASES += at_night(*(("language", switch) for switch in OVER), ("classifier", "fsdp1"))
+CASES += at_night(*(("language", switch) for switch in OVER))
 
 
 @pytest.mark.parametrize(("model", "switch"), CASES)
@@ -86,9 +80,8 @@ def test_the_devices_of_a_tensor_parallel_group_drop_the_same_units(fits: Fits) 
 CLIPPED = Fit(Encoder, Pictures, arguments="gradient_clip_algorithm=value gradient_clip_val=0.01")
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
-def test_gradients_are_clipped_by_value(strategy: str, fits: Fits) -> None:
-    alone, sharded = fits(CLIPPED)[0], fits(replace(CLIPPED, strategy=strategy), 2)[0]
+def test_gradients_are_clipped_by_value(fits: Fits) -> None:
+    alone, sharded = fits(CLIPPED)[0], fits(replace(CLIPPED, strategy="fsdp"), 2)[0]
     assert largest_difference(sharded, alone) <= 1e-5
 
 
@@ -96,7 +89,6 @@ ROUNDED = {
     "fsdp, precision=bf16-mixed": torch.float32,
     "fsdp reduce_dtype=float32, precision=bf16-true": torch.bfloat16,
     "fsdp param_dtype=bfloat16 reduce_dtype=float32, ": torch.float32,
-    "fsdp1, precision=bf16-mixed": torch.float32,
 }
 
 
@@ -188,16 +180,6 @@ def test_units_can_be_named_and_offloading_on_the_cpu_is_told(fits: Fits) -> Non
     sharded = fits(replace(LANGUAGE, strategy=named, steps=1), 2)[0]
     assert "units      2 Attention, 2 MLP over shard 2" in sharded.told
     assert "cpu_offload does nothing on the CPU" in sharded.told
-
-
-OPTIONS = ("auto_wrap_policy=[Attention,MLP] cpu_offload=true", "mixed_precision.reduce_dtype=float32")
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_of_fsdp1_keeps_the_losses(option: str, fits: Fits) -> None:
-    (alone,), run = fits(LANGUAGE), fits(replace(LANGUAGE, strategy=f"fsdp1 {option}"), 2)[0]
-    assert largest_difference(run, alone) <= 1e-5
-    assert run.told.count("fsdp1 is torch's older FSDP, which is deprecated; strategy=fsdp is its successor") == 1
 
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD"}

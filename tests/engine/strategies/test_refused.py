@@ -30,18 +30,9 @@ OPTIONS = {
     "after the first step, and PowerSGD can only start after that; use 2 or more",
     "ddp comm_hook=powersgd matrix_approximation_rank=0": "trainer.strategy.matrix_approximation_rank=0: use 1 or more",
     "ddp timeout=60": "trainer.strategy.timeout: DDP takes no timeout. Did you mean timeout_seconds?",
-    "fsdp1 device_mesh=[1,2]": "trainer.strategy.device_mesh is for HYBRID_SHARD, and "
-    "sharding_strategy=FULL_SHARD; leave it out",
-    "fsdp1 sharding_strategy=HYBRID_SHARD device_mesh=[2,2]": "trainer.strategy.device_mesh=[2, 2]: [replicas, devices "
-    "of each] must multiply to the 2 devices of the run",
-    "fsdp1 sharding_strategy=HYBRID_SHARD device_mesh=[2,1]": "sharding_strategy=HYBRID_SHARD with 2 replicas of 1 "
-    "device each shards nothing; use strategy=ddp, or give trainer.strategy.device_mesh=[replicas,devices of each]",
-    "fsdp1 sharding_strategy=FULL": "trainer.strategy.sharding_strategy=FULL: found str, expected "
-    "FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, _HYBRID_SHARD_ZERO2. Did you mean FULL_SHARD?",
-    "fsdp1 mixed_precision={param:float32}": "trainer.strategy.mixed_precision.param: use param_dtype, "
-    "reduce_dtype or buffer_dtype",
-    "fsdp1 mixed_precision={param_dtype:fp8}": "trainer.strategy.mixed_precision.param_dtype=fp8: "
-    "use float32, bfloat16 or float16",
+    "fsdp sharding_strategy=FULL": "trainer.strategy.sharding_strategy=FULL: found str, expected "
+    "FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP. Did you mean FULL_SHARD?",
+    "fsdp auto_wrap_policy=[Block]": "trainer.strategy.auto_wrap_policy: FSDP takes no auto_wrap_policy",
 }
 
 
@@ -57,18 +48,11 @@ def test_of_options(tmp_path: Path) -> None:
 
 OVER_PICTURES = (PICTURES, "trainer.gradient_clip_val=null")  # Lightning clips nothing for who optimizes by hand
 MODULES = {
-    "Manual fsdp1": "Manual uses manual optimization, but fsdp1 still has its parameters gathered when the optimizer "
-    "steps; use strategy=fsdp or ddp",
     "OwnSharding fsdp": "OwnSharding shards itself in configure_model; leave fully_shard and parallelize_module to the "
     "strategy",
     "NothingToShard fsdp": "there is nothing to shard in NothingToShard; use strategy=ddp",
-    "NothingToShard fsdp1": "there is nothing to shard in NothingToShard; use strategy=ddp",
     "Late fsdp model.stray=true": "offset: a tensor made in configure_model that is neither parameter nor buffer has "
     "no values on ranks other than 0; use register_buffer",
-    "StateAtOnce fsdp1": "Adagrad creates its state before the first step, when it would not be sharded; "
-    "use strategy=fsdp, or another optimizer",
-    "OwnClipping fsdp1": "OwnClipping clips gradients itself, in configure_gradient_clipping, but fsdp1 shards "
-    "gradients, so it would clip by a shard's norm; use strategy=ddp or fsdp",
     "OwnClipping deepspeed_stage_1": "OwnClipping clips gradients itself, in configure_gradient_clipping, but "
     "DeepSpeed does not expose gradients; use strategy=ddp or fsdp",
     "Adversaries deepspeed_stage_2": "DeepSpeed supports one optimizer and at most one scheduler, but "

@@ -43,7 +43,7 @@ class Timed(pl.Callback):
 FITS = {  # and at least how many groups it has
     "ddp": (replace(PLAIN, strategy="ddp timeout_seconds=900"), 1),
     "fsdp_tp": (replace(LANGUAGE, strategy=f"{TENSOR_PARALLEL} timeout_seconds=900"), 2),
-    "fsdp1": (replace(PLAIN, strategy="fsdp1 sharding_strategy=HYBRID_SHARD timeout_seconds=900"), 2),
+    "fsdp_hybrid": (replace(PLAIN, strategy="fsdp_hybrid shard_size=1 timeout_seconds=900"), 2),
     "DeepSpeed": (replace(PLAIN, strategy=partial(DeepSpeed, stage=2, timeout=timedelta(seconds=900))), 2),
 }
 

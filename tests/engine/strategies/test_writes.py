@@ -31,7 +31,7 @@ from tests.pool import Pool, RankFailed
 pytest.importorskip("deepspeed")
 
 STEPS = 8
-WAYS = ("ddp", "fsdp", "fsdp1", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+WAYS = ("ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 SHARDED = ("fsdp", "deepspeed_stage_3")  # where weights are elsewhere in a hook than in a forward pass
 COPIED = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")  # where another copy is stepped
 IN_PARTS = (
@@ -40,8 +40,8 @@ IN_PARTS = (
 CELLS = [
     *(("AtBatchEnd", way) for way in WAYS),
     *((name, way) for name in ("AtBatchStart", "Late", "InOptimizerStep", "InBuffers") for way in SHARDED),
-    *(("BeforeZeroGrad", way) for way in ("fsdp", "fsdp1")),
-    *((name, way) for name in ("InTrainingStep", "OnTop") for way in (*SHARDED, "fsdp1")),
+    ("BeforeZeroGrad", "fsdp"),
+    *((name, way) for name in ("InTrainingStep", "OnTop") for way in SHARDED),
     *(("Clamped", way) for way in ("fsdp", *COPIED)),
     *(("Renormed", way) for way in ("fsdp", "deepspeed_stage_2")),
     *(("ByHand", way) for way in COPIED),
@@ -136,7 +136,7 @@ def test_what_is_written_to_weights_that_are_gathered_in_16_bits_is_not_rounded(
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-@pytest.mark.parametrize("ways", [("deepspeed_stage_3", "fsdp"), ("fsdp1", "deepspeed_stage_2")])
+@pytest.mark.parametrize("ways", [("deepspeed_stage_3", "fsdp"), ("fsdp", "deepspeed_stage_2")])
 def test_a_run_goes_on_with_what_was_written_under_another_strategy(
     ways: tuple[str, str], fits: Fits, pool: Pool, tmp_path: Path
 ) -> None:
@@ -202,7 +202,6 @@ FAILING = {
         "fsdp",
     ): "ReadsInEvaluation fails in its first steps under FSDP, which shards parameters over",
     ("SharpnessAware", "deepspeed_stage_2"): "object has no attribute 'first_step'; use strategy=ddp, which does not",
-    ("InBuffers", "fsdp1"): "; fsdp1 adds the names of its wrapper modules to parameter names; use strategy=fsdp",
 }
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightswitch.checkpoints.names import own_name
@@ -17,10 +14,10 @@ class Witness(pl.Callback):
     """The whole tensors at the start and at the end, and the elements that this rank has of them."""
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.start = _tensors(trainer, module)
+        self.start = _tensors(module)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.end = _tensors(trainer, module)
+        self.end = _tensors(module)
         optimizer = getattr(trainer.optimizers[0], "optimizer", trainer.optimizers[0])  # DeepSpeed's has another within
         states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.ndim]
         is_trained = {own_name(name): parameter.requires_grad for name, parameter in module.named_parameters()}
@@ -33,10 +30,9 @@ class Witness(pl.Callback):
         }
 
 
-def _tensors(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
-    with _gathered_by_fsdp1(trainer):
-        found = [*module.named_parameters(), *module.named_buffers()]
-        return {own_name(name): whole(tensor) for name, tensor in found}
+def _tensors(module: pl.LightningModule) -> dict[str, Tensor]:
+    found = [*module.named_parameters(), *module.named_buffers()]
+    return {own_name(name): whole(tensor) for name, tensor in found}
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -52,12 +48,6 @@ def whole(tensor: Tensor) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "ds_tensor", tensor)
-
-
-def _gathered_by_fsdp1(trainer: pl.Trainer) -> AbstractContextManager[None]:
-    if isinstance(trainer.model, FullyShardedDataParallel):
-        return FullyShardedDataParallel.summon_full_params(trainer.model, writeback=False)
-    return nullcontext()
 
 
 def to_the_bit(tensors: dict[str, Tensor]) -> dict[str, bytes]:

@@ -165,7 +165,7 @@ HELD = {  # by strategies that keep the same: quarters of parameters, gradients,
     ("deepspeed_stage_2_offload",): ("4", "1 host", "1 host", ""),
     ("fsdp_grad_op",): ("1 lent", "1", "1", "whole from forward to backward"),
     ("fsdp_hybrid",): ("2", "2", "2", "cut within a node of two"),
-    ("fsdp", "fsdp1", "deepspeed_stage_3"): ("1", "1", "1", "a unit is gathered at a time"),
+    ("fsdp", "deepspeed_stage_3"): ("1", "1", "1", "a unit is gathered at a time"),
     ("fsdp_tp",): ("1", "1", "1", "two hold a layer together"),
     ("fsdp_offload", "deepspeed_stage_3_offload"): ("1 host", "1 host", "1 host", ""),
 }

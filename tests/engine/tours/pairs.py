@@ -22,7 +22,6 @@ STRATEGIES = {
     "single": ("single", "auto"),
     "ddp": ("ddp", "ddp_fork"),
     "fsdp": ("fsdp", "fsdp_grad_op", "fsdp_hybrid", "fsdp_offload"),
-    "fsdp1": ("fsdp1",),
     "fsdp_tp": ("fsdp_tp",),
     "ZeRO 1": ("deepspeed_stage_1", "deepspeed_stage_1_offload"),
     "ZeRO 2": ("deepspeed_stage_2", "deepspeed", "deepspeed_stage_2_offload"),

@@ -20,7 +20,6 @@ RING = {  # neighbours are of different kinds; ranks=0 starts its processes itse
     "fsdp × 2": WAYS["fsdp × 2"],
     "deepspeed_stage_1 × 2": WAYS["deepspeed_stage_1 × 2"],
     "ddp × 2 by script": Way(("strategy=ddp", "trainer.devices=2"), 0),
-    "fsdp1 × 2": WAYS["fsdp1 × 2"],
     "deepspeed_stage_2_offload × 2": _offloads(2),
     "fsdp_hybrid 2 × 2": WAYS["fsdp_hybrid 2 × 2"],
     "ddp_fork × 3": Way(("strategy=ddp_fork", "trainer.devices=3", "micro_batch_size=4"), 0),

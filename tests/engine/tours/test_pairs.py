@@ -20,7 +20,7 @@ from tests.engine.tours.ring import RING, SPAWN
 SHORT = (*WITNESS, "run_id=mine", "trainer.max_steps=4", "trainer.val_check_interval=2")
 EXACT = ("32-true", "64-true")
 ROUNDED = 0.05  # of losses of about 4, whose last bit in bfloat16 is 0.03
-CLASSES = {"single": "Single", "ddp": "DDP", "fsdp": "FSDP", "fsdp1": "FSDP1", "fsdp_tp": "TensorParallel"}
+CLASSES = {"single": "Single", "ddp": "DDP", "fsdp": "FSDP", "fsdp_tp": "TensorParallel"}
 Alone = Callable[[str, str], Finished]
 
 

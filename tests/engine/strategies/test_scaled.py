@@ -1,0 +1,83 @@
+"""precision=16-mixed under fsdp: one scale of the loss, and the same steps skipped on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from tests.engine.conftest import Train
+from tests.engine.curves import largest_difference
+from tests.engine.fits import ADAMW, LANGUAGE, TENSOR_PARALLEL, Fit, Fits, of_conf
+from tests.engine.models.language import LanguageModel
+from tests.engine.tiny import LANGUAGE as TYPED
+
+STEPS = 8
+SCALE = 2.0**22  # at which this model's gradients leave the range of 16 bits
+
+
+class Tempered(LanguageModel):
+    """With a number as a parameter, which each device keeps whole beside shards."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.temperature
+
+
+class Scale(pl.Callback):
+    """Logs the scale after each batch, which falls with each step that is skipped."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        scale = trainer.precision_plugin.scaler.get_scale()
+        trainer.logger.log_metrics({"scale": scale}, step=trainer.global_step)
+
+
+def scaled(strategy: str) -> Strategy:
+    """On the CPU, where Lightning makes bf16-mixed of the precision's name."""
+    made = of_conf(strategy)()
+    made.precision_plugin = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=SCALE, growth_interval=3))
+    return made
+
+
+def fit(strategy: str, module: Callable[[], pl.LightningModule]) -> Fit:
+    return replace(LANGUAGE, strategy=partial(scaled, strategy), module=module, steps=STEPS, callbacks=(Scale,))
+
+
+TEMPERED, PLAIN = partial(Tempered, ADAMW), partial(LanguageModel, ADAMW)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "module"),
+    [("fsdp", 2, TEMPERED), ("fsdp_hybrid shard_size=2", 4, TEMPERED), (TENSOR_PARALLEL, 4, PLAIN)],
+)
+def test_it_scales_skips_and_steps_as_one_process_does(
+    strategy: str, ranks: int, module: Callable[[], pl.LightningModule], fits: Fits
+) -> None:
+    (alone,), sharded = fits(fit("single", module)), fits(fit(strategy, module), ranks)
+    scales = list(alone.column("scale").values())
+    assert min(scales) < SCALE, "no step was skipped"
+    assert any(later > earlier for earlier, later in pairwise(scales)), "the scale never grew"
+    for rank in sharded:
+        assert rank.column("scale") == alone.column("scale")
+    for metric, most in (("train/loss", 2e-3), ("val/loss", 2e-3), ("grad_norm", 2e-2)):
+        assert largest_difference(sharded[0], alone, metric) <= most, metric
+
+
+@pytest.mark.gpu(2)
+def test_a_run_on_gpus_keeps_the_curve(train: Train) -> None:
+    run = (*TYPED, "trainer.accelerator=gpu", "precision=16-mixed", "trainer.max_steps=20")
+    alone, sharded = train(*run, "strategy=single"), train(*run, "strategy=fsdp", ranks=2)
+    for step, loss in alone.column("train/loss").items():
+        assert sharded.column("train/loss")[step] == pytest.approx(loss, rel=1e-2)
