@@ -10,13 +10,13 @@ from datetime import date
 
 import pytest
 
+from tests import turns
 from tests.runs import GPUS
 
 # the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between
 FIRST = ("slurm/test_preemption.py", "faults/", "slurm/test_multinode.py", "tours/", "test_promises.py", "slurm/")
 FIRST += ("strategies/", "fork/", "launch/")
-BUDGET_SECONDS = 4 * 13 * 60  # of the tests of `make test`, of which four run at a time; lint and types take two more
-TURN = "TEST_TURN"  # a day's number: cases of tests marked `by_turns` that have their turn; empty: all
+TURN = "TEST_TURN"  # a day's number: the slow tests that have their turn; empty: all
 ALWAYS = "/test_promises.py::"  # the examples train under a strategy of each kind by day, and under all at night
 
 
@@ -34,18 +34,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nightly", action="store_true", help="run tests/nightly and the cases that are marked nightly")
+    parser.addoption("--nightly", action="store_true", help="run tests/nightly, slow tests and cases marked nightly")
+    parser.addoption("--keep-seconds", action="store_true", help="write what each test took to tests/seconds.json")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    cases: Counter[str] = Counter()
-    wanted, left_out = [], []
-    for item in items:
-        name = item.nodeid.partition("[")[0]
-        is_wanted = _is_wanted(item, config.option.nightly) and _has_its_turn(item, cases[name])
-        (wanted if is_wanted else left_out).append(item)
-        cases[name] += 1
-    config.hook.pytest_deselected(items=left_out)
+    nightly: bool = config.option.nightly
+    wanted = [item for item in items if (_is_of_the_night(item) if nightly else _is_of_the_day(item))]
+    chosen = set(wanted)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = wanted
     items.sort(key=_turn)
     for item in items:
@@ -53,19 +50,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"it needs {needed} CUDA devices, and {GPUS} are here"))
 
 
-def _is_wanted(item: pytest.Item, nightly: bool) -> bool:
-    """Whether it is run by day, as is a file of tests/nightly that is named, or at night."""
-    repeats = item.get_closest_marker("nightly") is not None
-    if not nightly:
-        return not repeats
-    is_spread = item.get_closest_marker("by_turns") is not None
-    return ALWAYS in item.nodeid or repeats or is_spread or "tests/nightly/" in item.nodeid
+def _is_of_the_day(item: pytest.Item) -> bool:
+    if item.get_closest_marker("nightly") is not None:
+        return False
+    day = os.environ[TURN]
+    return not day or item.nodeid not in turns.slow() or item.nodeid in turns.of_day(int(day))
 
 
-def _has_its_turn(item: pytest.Item, case: int) -> bool:
-    """Whether a case of a large matrix is run today: each is once in some days, and every night."""
-    marker = item.get_closest_marker("by_turns")
-    return marker is None or not os.environ[TURN] or (case + int(os.environ[TURN])) % marker.args[0] == 0
+def _is_of_the_night(item: pytest.Item) -> bool:
+    """Whether it repeats, is slow, or has other parameters at night."""
+    places = (ALWAYS, "tests/nightly/")
+    is_here = any(place in item.nodeid for place in places)
+    return is_here or item.get_closest_marker("nightly") is not None or item.nodeid in turns.slow()
 
 
 def _is_whole(config: pytest.Config) -> bool:
@@ -83,11 +79,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     reports = [it for them in terminalreporter.stats.values() for it in them if isinstance(it, pytest.TestReport)]
     terminalreporter.section("seconds")
     terminalreporter.line(seconds((it.nodeid.partition("::")[0], it.duration) for it in reports))
+    whole = sum(it.duration for it in reports)
     if _is_whole(config):
-        whole = sum(it.duration for it in reports)
-        terminalreporter.line(
-            f"{whole:.0f} s of tests, of a budget of {BUDGET_SECONDS} s", yellow=whole > BUDGET_SECONDS
-        )
+        budget = turns.BUDGET_SECONDS
+        terminalreporter.line(f"{whole:.0f} s of tests, of a budget of {budget} s", yellow=whole > budget)
+    if config.option.keep_seconds:
+        took: Counter[str] = Counter()
+        for report in reports:
+            took[report.nodeid] += report.duration
+        turns.keep(took)
 
 
 def seconds(durations: Iterable[tuple[str, float]]) -> str:

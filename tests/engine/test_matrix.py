@@ -49,7 +49,6 @@ def _refused_by_place(strategy: str, nodes: int, devices: int) -> set[str]:
     return set()
 
 
-@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_request_is_accepted_or_refused_in_the_same_lines_by_any_launcher(strategy: str, tmp_path: Path) -> None:
     with composing():

@@ -58,7 +58,6 @@ def test_mistakes_are_told_as_the_guide_shows_them(tmp_path: Path) -> None:
     assert {answer.returncode for answer in found.values()} == {2}
 
 
-@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(("command", "page"), COMMANDS.items(), ids=[*COMMANDS])
 def test_their_commands_train(command: str, page: str, train: Train, tmp_path: Path) -> None:
     assert "step 2/2" in follow(shlex.split(command, comments=True), page, tmp_path / "typed", train).out

@@ -318,7 +318,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
     def setup_precision_plugin(self) -> None:
         self.precision_plugin = plugin = with_mixin(_ClipsOverMeshes, self.precision_plugin)
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-            patches.replace(plugin, "scaler", with_mixin(_UnscalesOverMeshes, plugin.scaler))
+            patches.replace(plugin, "scaler", with_mixin(UnscalesOverMeshes, plugin.scaler))
         super().setup_precision_plugin()
 
     # Steps run through the forward pass of the root, whose hooks gather the parameters that belong to no unit
@@ -409,12 +409,14 @@ class _ClipsOverMeshes(Mixin, Precision):
         clip_by_norm(optimizer, clip_val)
 
 
-class _UnscalesOverMeshes(Mixin, GradScaler):
+class UnscalesOverMeshes(Mixin, GradScaler):
+    """Gradient scaler of parameters that are sharded over several meshes, or over none."""
+
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale gradients sharded over several meshes, of which torch's kernel supports one at a time, and return by
-        device whether a gradient of any rank is infinite, so that all ranks skip the step. Collective."""
+        """Unscale the gradients of each mesh, as torch's kernel takes one at a time, and return by device whether a
+        gradient of any rank is infinite, so that all ranks skip the step. Collective."""
         is_infinite, devices = found_inf.clone(), set[torch.device]()
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         for of_mesh in by_mesh(parameters).values():

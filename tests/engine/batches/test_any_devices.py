@@ -17,7 +17,6 @@ LANGUAGE = replace(TEXTS, global_batch=16, micro_batch=None)
 STRATEGIES = ("ddp", "fsdp", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3)))
 
 
-@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(
     ("strategy", "global_batch", "micro_batch"),
     [

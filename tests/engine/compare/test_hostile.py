@@ -63,7 +63,6 @@ HARMLESS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("odd", HARMLESS)
 def test_what_is_odd_in_a_run_is_left_out(odd: str, tmp_path: Path) -> None:
     runs = _runs(tmp_path)

@@ -13,7 +13,7 @@ from tests.engine.ways import WAYS, Way
 
 STRATEGIES = {
     "single": Way(("strategy=single",)),
-    **{name: Way((f"strategy={name}",), 2) for name in ("fsdp", "deepspeed_stage_3")},
+    **{name: Way((f"strategy={name}",), 2) for name in ("ddp", "fsdp", "deepspeed_stage_3")},
     "fsdp_tp": WAYS["fsdp_tp 2 × 2"],
 }
 

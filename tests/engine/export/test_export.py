@@ -43,7 +43,6 @@ def saved_weights(run_dir: Path) -> dict[str, torch.Tensor]:
 NAMES = ("language.safetensors", "language.pt", "folder", "no export")
 
 
-@pytest.mark.by_turns(2)
 @pytest.mark.parametrize(
     ("strategy", "name"), [*(("single", name) for name in NAMES), *zip([*STRATEGIES][1:], NAMES, strict=True)]
 )

@@ -31,7 +31,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return ran
 
 
-@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.has)
 def test_a_habit_has_its_effect_or_its_line(habit: Habit, ran: Ran) -> None:
     run = ran(habit.run)

@@ -36,7 +36,6 @@ def walked(pool: Pool) -> Iterator[Walk]:
         yield made
 
 
-@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("name", "way"), [*_a_day()])
 def test_a_module_trains_resumes_and_exports_as_the_page_says(name: str, way: str, walked: Walk) -> None:
     assert_as_told(name, way, walked)

@@ -198,11 +198,10 @@ def _request(ranks: int = 4, precision: str = "32-true", **strategy: object) -> 
         (_request(2, **HYBRID), "HYBRID_SHARD over one device of each node shards nothing"),
         (_request(param_dtype="bfloat16", precision="bf16-mixed"), "both set the dtype to compute in"),
         (_request(param_dtype="float32", precision="bf16-true"), "both set the dtype to compute in"),
-        (_request(precision="16-mixed"), "does not scale the loss, which 16-mixed needs; use precision=bf16-mixed"),
         (_request(accumulate_gradients="within_replica"), ".accumulate_gradients=within_replica needs HYBRID_SHARD"),
         (_request(prefetch=0), "trainer.strategy.prefetch=0: it counts units, so use 1 or more, or leave it out"),
     ],
-    ids=["shard_size", "uneven", "nothing", "two precisions", "also two", "16-mixed", "within_replica", "prefetch"],
+    ids=["shard_size", "uneven", "nothing", "two precisions", "also two", "within_replica", "prefetch"],
 )
 def test_what_it_can_not_do_is_told_before_a_process_is_started(request_: Request, line: str) -> None:
     (problem,) = problems(request_)
@@ -210,10 +209,11 @@ def test_what_it_can_not_do_is_told_before_a_process_is_started(request_: Reques
 
 
 def test_what_it_can_do_is_not_refused() -> None:
-    for precision in ("32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"):
+    for precision in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"):
         assert not list(problems(_request(**HYBRID, precision=precision)))
     assert not list(problems(_request(accumulate_gradients="unsharded", prefetch=1)))
-    assert not list(problems(_request(param_dtype="float32", precision="bf16-mixed")))
+    for precision in ("bf16-mixed", "16-mixed"):
+        assert not list(problems(_request(param_dtype="float32", precision=precision)))
 
 
 AVERAGED = replace(PLAIN, module=AveragedModel, micro_batch=None, steps=3)

@@ -104,7 +104,6 @@ _CHOSEN |= {(FINDS_UNUSED, shape) for shape in WITH_UNUSED}
 CELLS = [*(cell for cell in EVERY if cell in _CHOSEN), *at_night(*(cell for cell in EVERY if cell not in _CHOSEN))]
 
 
-@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("strategy", "shape"), CELLS)
 def test_a_shape_trains_resumes_tests_and_exports_as_in_one_process(
     strategy: str, shape: str, alone: Alone, pool: Pool, tmp_path: Path

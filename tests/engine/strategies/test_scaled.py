@@ -11,16 +11,22 @@ from math import isfinite
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from lightswitch.mixins import with_mixin
+from lightswitch.strategies.fsdp import UnscalesOverMeshes
 from tests.engine.conftest import Train
 from tests.engine.curves import largest_difference
 from tests.engine.fits import ADAMW, LANGUAGE, TENSOR_PARALLEL, Fit, Fits, of_conf
 from tests.engine.models.language import LanguageModel
 from tests.engine.tiny import LANGUAGE as TYPED
+from tests.pool import Pool
 
 STEPS = 9
 SCALE = 2.0**22  # at which this model's gradients leave the range of 16 bits
@@ -79,6 +85,30 @@ def test_it_scales_skips_and_steps_as_replicas_do(
         assert largest_difference(sharded[0], replicas, metric) <= most, metric
     norms = {step: norm for step, norm in replicas.column("grad_norm").items() if isfinite(norm)}
     assert norms == pytest.approx({step: sharded[0].column("grad_norm")[step] for step in norms}, rel=10 * most)
+
+
+def unscaled(infinite_on: int | None) -> tuple[float, list[float]]:
+    """Return what a rank of four finds, and the largest of its gradients: over two meshes, and over none."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    over = ((mesh["data"], [Shard(0)]), (mesh, [Shard(0), Shard(1)]))
+    parameters = [nn.Parameter(distribute_tensor(torch.ones(4, 4), *of)) for of in over] + [nn.Parameter(torch.ones(3))]
+    for parameter in parameters:
+        parameter.grad = parameter.detach() * SCALE
+    if dist.get_rank() == infinite_on:
+        parameters[0].grad.to_local().fill_(torch.inf)  # of which half of the ranks have no part
+    scaler = with_mixin(UnscalesOverMeshes, GradScaler("cpu", init_scale=SCALE))
+    scaler.scale(torch.ones(()))  # makes it
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    scaler.unscale_(optimizer)
+    (found,) = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+    return found.item(), [float(getattr(p.grad, "_local_tensor", p.grad).max()) for p in parameters]
+
+
+@pytest.mark.parametrize("infinite_on", [None, 1, 2])
+def test_all_ranks_find_what_is_infinite_in_a_shard_of_one(infinite_on: int | None, pool: Pool) -> None:
+    for rank, (found, largest) in enumerate(pool(4)(unscaled, infinite_on)):
+        assert found == (infinite_on is not None)
+        assert largest == [torch.inf if rank == infinite_on else 1, 1, 1]
 
 
 @pytest.mark.gpu(2)

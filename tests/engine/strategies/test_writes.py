@@ -62,7 +62,6 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-@pytest.mark.by_turns(3)
 @pytest.mark.parametrize(("idiom", "strategy"), CELLS)
 def test_what_is_written_is_as_in_one_process(idiom: str, strategy: str, fits: Fits) -> None:
     (alone,), ranks = fits(fit(idiom)), fits(fit(idiom, strategy), 2)

@@ -62,7 +62,6 @@ def _case(row: Row) -> ParameterSet:
     return pytest.param(row, id=" ".join((row.strategy, *row.values[1:])))
 
 
-@pytest.mark.by_turns(3)
 @pytest.mark.parametrize("row", [_case(row) for row in rows()])
 def test_choices_that_go_together_train_as_one_process_does(row: Row, alone: Alone, train: Train) -> None:
     strategy, precision, shape, _, callbacks, _ = row.values

@@ -55,7 +55,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Tour:
     return _ended(runs_in(tmp_path_factory.mktemp("alone")), "single", None, "validate", "predict")
 
 
-@pytest.mark.by_turns(2)
 @pytest.mark.parametrize("way", RING)
 def test_a_run_killed_under_one_way_ends_under_the_next_as_in_one_process(way: str, alone: Tour, train: Train) -> None:
     print(f"from {way} to {next_way(way)}: TOUR_SEED={SEED}")

@@ -1,0 +1,48 @@
+"""The day's tests fit their budget, and leave out none that catches a known fault."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests import turns
+from tests.mutants.mutants import CHECKOUT, listed
+
+SECONDS: dict[str, float] = json.loads(turns.FILE.read_text())
+
+
+def test_each_slow_test_has_its_turn_once_and_each_day_fits_the_budget() -> None:
+    days = turns.split(SECONDS, turns._catching())
+    waiting = [test for tests in days for test in tests]
+    assert len(waiting) == len(set(waiting)) > 100
+    daily = sum(SECONDS.values()) - sum(SECONDS[test] for test in waiting)
+    for tests in days:
+        assert daily + sum(SECONDS[test] for test in tests) <= 1.05 * turns.BUDGET_SECONDS
+
+
+def test_what_catches_a_mutant_runs_each_day() -> None:
+    catching = {test for mutant in listed() for test in mutant.caught_by}
+    assert catching == set(turns._catching())
+    assert not {test for test in turns.slow() if {test, test.partition("[")[0]} & catching}
+
+
+def test_every_test_whose_seconds_are_kept_is_there() -> None:
+    for test in SECONDS.keys() - {turns.REST}:
+        path, _, name = test.partition("::")
+        assert re.search(rf"^def {name.partition('[')[0]}\(", (CHECKOUT / path).read_text(), re.MULTILINE), test
+
+
+@pytest.mark.parametrize("day", [0, 1, 738000])
+def test_days_repeat(day: int) -> None:
+    count = len(turns._days())
+    assert turns.of_day(day) == turns.of_day(day + count)
+    assert count == 1 or turns.of_day(day) != turns.of_day(day + 1)
+
+
+def test_a_long_test_takes_a_day_of_its_own_and_the_same_case_of_a_file_is_one() -> None:
+    shares = {"a": 0.9, "b.py::x[1]": 0.3, "b.py::y[1]": 0.2, "c": 0.4}
+    seconds = {test: turns.BUDGET_SECONDS * share for test, share in shares.items()} | {"d": 1.0}
+    assert turns.split(seconds, frozenset()) == [["a"], ["b.py::x[1]", "b.py::y[1]", "c"]]
+    assert turns.split(seconds, frozenset("c")) == [["a"], ["b.py::x[1]", "b.py::y[1]"]]
