@@ -53,15 +53,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _is_of_the_day(item: pytest.Item) -> bool:
     if item.get_closest_marker("nightly") is not None:
         return False
-    day = os.environ[TURN]
-    return not day or item.nodeid not in turns.slow() or item.nodeid in turns.of_day(int(day))
+    today, day = os.environ[TURN], turns.day_of(item.nodeid)
+    return not today or day is None or day == int(today) % turns.count_of_days()
 
 
 def _is_of_the_night(item: pytest.Item) -> bool:
     """Whether it repeats, is slow, or has other parameters at night."""
     places = (ALWAYS, "tests/nightly/")
     is_here = any(place in item.nodeid for place in places)
-    return is_here or item.get_closest_marker("nightly") is not None or item.nodeid in turns.slow()
+    return is_here or item.get_closest_marker("nightly") is not None or turns.day_of(item.nodeid) is not None
 
 
 def _is_whole(config: pytest.Config) -> bool:

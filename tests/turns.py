@@ -10,33 +10,47 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).parent
 FILE = TESTS / "seconds.json"
-BUDGET_SECONDS = 4 * 13 * 60  # of the tests of `make test`, of which four run at a time; lint and types take two more
+BUDGET_SECONDS = 4 * 11 * 60  # of `make test`, of which four run at a time; and what a part of a file makes again
 FAST_SECONDS = 2.0
 REST = "all others"  # key of the sum of the tests that take less than a second each
 
 
-@cache
-def slow() -> frozenset[str]:
-    """Return the tests that have turns."""
-    return frozenset(test for tests in _days() for test in tests)
+def day_of(test: str) -> int | None:
+    """Return the day on which a test has its turn, from 0 to `count_of_days() - 1`; None if it runs each day.
+
+    A fast test waits with a slow one of the same file and case, which may share a fixture that is slow to make.
+    """
+    turns = _turns()
+    if test in turns.days:
+        return turns.days[test]
+    case = _case(test)
+    return None if _is_among(test, turns.always) or not case[1] else turns.cases.get(case)
+
+
+def count_of_days() -> int:
+    return _turns().count
+
+
+@dataclass(frozen=True)
+class _Turns:
+    days: Mapping[str, int]  # by slow test
+    cases: Mapping[tuple[str, str], int]  # by file and case
+    always: frozenset[str]
+    count: int
 
 
 @cache
-def of_day(day: int) -> frozenset[str]:
-    """Return the slow tests that have their turn on a day; each has its turn once in `len(_days())` days."""
-    days = _days()
-    return frozenset(days[day % len(days)])
-
-
-@cache
-def _days() -> list[list[str]]:
-    seconds: dict[str, float] = json.loads(FILE.read_text())
-    return split(seconds, _catching())
+def _turns() -> _Turns:
+    always = catching()
+    split_up = split(json.loads(FILE.read_text()), always)
+    days = {test: day for day, tests in enumerate(split_up) for test in tests}
+    return _Turns(days, {_case(test): day for test, day in days.items()}, always, len(split_up))
 
 
 def split(seconds: Mapping[str, float], always: frozenset[str]) -> list[list[str]]:
@@ -49,7 +63,7 @@ def split(seconds: Mapping[str, float], always: frozenset[str]) -> list[list[str
     waiting = {
         test: took
         for test, took in seconds.items()
-        if took >= FAST_SECONDS and test != REST and not {test, test.partition("[")[0]} & always
+        if took >= FAST_SECONDS and test != REST and not _is_among(test, always)
     }
     daily = sum(seconds.values()) - sum(waiting.values())
     room = max(BUDGET_SECONDS - daily, BUDGET_SECONDS / 10)
@@ -66,11 +80,21 @@ def _together(seconds: Mapping[str, float]) -> list[tuple[float, list[str]]]:
     """Return the tests of each file and case, which may share a fixture, with their seconds."""
     found: dict[tuple[str, str], list[str]] = {}
     for test in sorted(seconds):
-        found.setdefault((test.partition("::")[0], test.partition("[")[2]), []).append(test)
+        found.setdefault(_case(test), []).append(test)
     return [(sum(seconds[test] for test in tests), tests) for tests in found.values()]
 
 
-def _catching() -> frozenset[str]:
+def _case(test: str) -> tuple[str, str]:
+    """Return a test's file and case; the case is empty for a test that has one alone."""
+    return test.partition("::")[0], test.partition("[")[2]
+
+
+def _is_among(test: str, named: frozenset[str]) -> bool:
+    """Return whether a test is named by its case, or with all its cases."""
+    return test in named or test.partition("[")[0] in named
+
+
+def catching() -> frozenset[str]:
     """Return the tests that catch a fault of tests/mutants."""
     texts = (path.read_text() for path in sorted((TESTS / "mutants").glob("*.yaml")))
     return frozenset(re.findall(r"\btests/\S+\.py::[^\n\"']+", "\n".join(texts)))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 
-import pytest
-
 from tests import turns
 from tests.mutants.mutants import CHECKOUT, listed
 
@@ -14,7 +12,7 @@ SECONDS: dict[str, float] = json.loads(turns.FILE.read_text())
 
 
 def test_each_slow_test_has_its_turn_once_and_each_day_fits_the_budget() -> None:
-    days = turns.split(SECONDS, turns._catching())
+    days = turns.split(SECONDS, turns.catching())
     waiting = [test for tests in days for test in tests]
     assert len(waiting) == len(set(waiting)) > 100
     daily = sum(SECONDS.values()) - sum(SECONDS[test] for test in waiting)
@@ -24,8 +22,8 @@ def test_each_slow_test_has_its_turn_once_and_each_day_fits_the_budget() -> None
 
 def test_what_catches_a_mutant_runs_each_day() -> None:
     catching = {test for mutant in listed() for test in mutant.caught_by}
-    assert catching == set(turns._catching())
-    assert not {test for test in turns.slow() if {test, test.partition("[")[0]} & catching}
+    assert catching == set(turns.catching())
+    assert not [test for test in catching if turns.day_of(test) is not None]
 
 
 def test_every_test_whose_seconds_are_kept_is_there() -> None:
@@ -34,11 +32,12 @@ def test_every_test_whose_seconds_are_kept_is_there() -> None:
         assert re.search(rf"^def {name.partition('[')[0]}\(", (CHECKOUT / path).read_text(), re.MULTILINE), test
 
 
-@pytest.mark.parametrize("day", [0, 1, 738000])
-def test_days_repeat(day: int) -> None:
-    count = len(turns._days())
-    assert turns.of_day(day) == turns.of_day(day + count)
-    assert count == 1 or turns.of_day(day) != turns.of_day(day + 1)
+def test_a_fast_test_of_a_case_waits_with_a_slow_one() -> None:
+    promises = "tests/project/test_promises.py::test_"
+    day = turns.day_of(f"{promises}a_model_is_the_same_run_under_every_strategy[gpt]")
+    assert day is not None
+    assert turns.day_of(f"{promises}what_is_frozen_costs_neither_gradients_nor_optimizer_state[gpt]") == day
+    assert turns.day_of("tests/engine/test_turns.py::test_of_nothing") is None
 
 
 def test_a_long_test_takes_a_day_of_its_own_and_the_same_case_of_a_file_is_one() -> None:

@@ -137,7 +137,9 @@ def compared_precisions(asked: object, files: Mapping[str, Path], device: Device
         is_chosen: whether the run sets a precision. If not, and ``asked`` is None, 32-true is compared with the faster
             mixed precision of the device, which keeps weights in 32 bits.
     """
-    names = list(files) if asked == ALL_PRECISIONS else named_precisions(asked)
+    # the first of equal ones is taken, and float16 needs a scaled loss or loses small values
+    every = sorted(files, key=lambda name: name.startswith("16"))
+    names = every if asked == ALL_PRECISIONS else named_precisions(asked)
     if asked is None and not is_chosen:
         faster = [name for arithmetic, name in _FASTER.items() if arithmetic in device.tflops and name in files]
         names = [UNASKED_PRECISION, *faster[:1]] if faster and UNASKED_PRECISION in files else []

@@ -280,8 +280,6 @@ MISTAKES |= {
     "It is an option of strategy=fsdp.",
     "trainer.strategy.find_unused_parameters=true": "trainer.strategy.find_unused_parameters: auto takes no "
     "find_unused_parameters. It is an option of strategy=ddp.",
-    "strategy=ddp trainer.strategy.tensor_parallel_size=2": "trainer.strategy.tensor_parallel_size: DDP takes no "
-    "tensor_parallel_size. It is an option of strategy=fsdp_tp.",
     "strategy=deepspeed_stage_2 trainer.strategy.stag=3": "trainer.strategy.stag: DeepSpeed takes no stag. "
     "Did you mean stage?",
     "strategy=deepspeed_stage_2 trainer.strategy.activation_checkpointing=true": "trainer.strategy."
@@ -320,7 +318,6 @@ MISTAKES |= {
     "compare=yes": "compare=yes: found str, expected true or false",
     "cluster=manual": "cluster.node_rank: there is no default; type cluster.node_rank=VALUE\n"
     "error: cluster.main_address: there is no default; type cluster.main_address=VALUE",
-    "trainer.max_steps=???": "trainer.max_steps: there is no default; type trainer.max_steps=VALUE",
     "model._target_=mine": "model._target_=mine: it names no module; expected MODULE.CLASS, as in mine.Module",
     "trainer.max_steps=0": "trainer.max_steps=0: use a number from 1, or -1 with trainer.max_epochs=N",
     "trainer.max_steps=-5": "trainer.max_steps=-5: use a number from 1, or -1 with trainer.max_epochs=N",

@@ -43,6 +43,9 @@ REFUSED = {
     "type micro_batch_size=N instead",
     "trainer.logger=false": "trainer.logger is set by the group logger: type logger=[default,mlflow] or "
     "~logger.tensorboard instead",
+    "trainer.max_steps=???": "trainer.max_steps: there is no default; type trainer.max_steps=VALUE",
+    "strategy=ddp trainer.strategy.tensor_parallel_size=2": "trainer.strategy.tensor_parallel_size: DDP takes no "
+    "tensor_parallel_size. It is an option of strategy=fsdp_tp.",
     "mode=test": "mode=test needs ckpt_path=PATH of a checkpoint",
     "mode=test ckpt_path=nowhere.ckpt": "ckpt_path=nowhere.ckpt: there is no such file",
     "run_id=mine mode=test ckpt_path=best": "ckpt_path=best refers to run_id=mine, which has no such file; type "
