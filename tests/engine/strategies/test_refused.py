@@ -32,7 +32,7 @@ OPTIONS = {
     "ddp timeout=60": "trainer.strategy.timeout: DDP takes no timeout. Did you mean timeout_seconds?",
     "fsdp sharding_strategy=FULL": "trainer.strategy.sharding_strategy=FULL: found str, expected "
     "FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP. Did you mean FULL_SHARD?",
-    "fsdp auto_wrap_policy=[Block]": "trainer.strategy.auto_wrap_policy: FSDP takes no auto_wrap_policy",
+    "fsdp auto_wrap_policy=[Block]": "trainer.strategy.auto_wrap_policy: FSDP takes no auto_wrap_policy.",
 }
 
 
