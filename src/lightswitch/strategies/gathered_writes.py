@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,28 +120,57 @@ def _gathered(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-class Gathered(Protocol):
-    """A sharded parameter that is gathered when it is needed."""
+@dataclass(frozen=True)
+class Gathered:
+    """A sharded parameter that is gathered when it is needed.
+
+    Attributes:
+        param: torch's record of it.
+    """
+
+    param: Any
 
     @property
-    def is_gathered(self) -> bool: ...
+    def is_gathered(self) -> bool:
+        return bool(self.param.sharded_state.name == "UNSHARDED")
 
     @property
     def is_cut(self) -> bool:
         """Whether ranks gather different shards of it, as under tensor parallelism."""
+        return isinstance(self.param._unsharded_param, DTensor)
 
     @property
     def whole(self) -> Tensor:
         """The gathered values, including any `data` assigned since, in the parameter's shape; with `is_cut`, the
         gathered shard."""
+        parameter: Tensor = self.param._unsharded_param
+        if isinstance(parameter, DTensor):  # under tensor parallelism
+            return parameter._local_tensor.data
+        (into,) = self.param.all_gather_outputs
+        if parameter.data_ptr() != into.data_ptr():
+            _link(parameter, into.as_strided(self.param._orig_size, self.param._contiguous_orig_stride, 0))
+        return parameter.data
 
     @property
     def own(self) -> Tensor:
         """The elements of `whole` that this rank's shard holds."""
+        mesh, dim = self.param.mesh_info, self.param.fsdp_placement.dim
+        chunks = self.whole.chunk(getattr(mesh, "shard_mesh_size", 1), dim=dim)
+        rank = getattr(mesh, "shard_mesh_rank", 0)
+        return chunks[rank] if rank < len(chunks) else self.whole.narrow(dim, 0, 0)
 
     @property
     def kept(self) -> Tensor:
         """This rank's shard, in the shape of `own`."""
+        kept: Tensor = self.param.sharded_param._local_tensor
+        return kept
+
+
+@torch.no_grad()
+def _link(parameter: Tensor, into: Tensor) -> None:
+    """Copy `data` assigned to a gathered parameter into the gather buffer, and make the parameter use it again."""
+    into.data.copy_(parameter.data)  # unnoticed by autograd, which may have saved it
+    parameter.data = into.data
 
 
 class GatheredWrites:
@@ -216,7 +245,7 @@ def of_fsdp(root: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[nn.Modul
         names: names by parameter.
     """
     return {
-        module: {names[param.sharded_param]: _OfFSDP(param) for param in _params(module) if _is_a_copy(param)}
+        module: {names[param.sharded_param]: Gathered(param) for param in _params(module) if _is_a_copy(param)}
         for module in root.modules()
         if isinstance(module, FSDPModule)
     }
@@ -233,45 +262,3 @@ def _params(module: FSDPModule) -> Iterator[Any]:
 def _is_a_copy(param: Any) -> bool:
     """Return whether the gathered values equal the shards', and no extension computes them from these."""
     return not hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather")
-
-
-@dataclass(frozen=True)
-class _OfFSDP:
-    param: Any  # torch's record
-
-    @property
-    def is_gathered(self) -> bool:
-        return bool(self.param.sharded_state.name == "UNSHARDED")
-
-    @property
-    def is_cut(self) -> bool:
-        return isinstance(self.param._unsharded_param, DTensor)
-
-    @property
-    def whole(self) -> Tensor:
-        parameter: Tensor = self.param._unsharded_param
-        if isinstance(parameter, DTensor):  # under tensor parallelism
-            return parameter._local_tensor.data
-        (into,) = self.param.all_gather_outputs
-        if parameter.data_ptr() != into.data_ptr():
-            _link(parameter, into.as_strided(self.param._orig_size, self.param._contiguous_orig_stride, 0))
-        return parameter.data
-
-    @property
-    def own(self) -> Tensor:
-        mesh, dim = self.param.mesh_info, self.param.fsdp_placement.dim
-        chunks = self.whole.chunk(getattr(mesh, "shard_mesh_size", 1), dim=dim)
-        rank = getattr(mesh, "shard_mesh_rank", 0)
-        return chunks[rank] if rank < len(chunks) else self.whole.narrow(dim, 0, 0)
-
-    @property
-    def kept(self) -> Tensor:
-        kept: Tensor = self.param.sharded_param._local_tensor
-        return kept
-
-
-@torch.no_grad()
-def _link(parameter: Tensor, into: Tensor) -> None:
-    """Copy `data` assigned to a gathered parameter into the gather buffer, and make the parameter use it again."""
-    into.data.copy_(parameter.data)  # unnoticed by autograd, which may have saved it
-    parameter.data = into.data
