@@ -63,37 +63,19 @@ _LOG = (
 )
 _HOOKS = "skips empty hooks, which cost a small model's step more time than its arithmetic"
 _PLATEAU = "validates once an epoch if a schedule needs the metric: schedules are known only once training begins"
-_LOOP = "a loop with less overhead: Lightning's recomputes in each batch what has not changed"
 _AGREED = "a planned step has no rank 0 to agree with; restored after the step"
 _ASKED = "supplies the tensor values that a planned step reads: these reads call no operator"
 _FAKE = "a planned step's tensors have no values to move, and there is no other rank to wait for"
 _KEPT = "restored after a planned step: DeepSpeed stores it per process, and would use it for the next engine"
-_SAVED = "checkpoints are written after all hooks of a batch or an epoch, when no callback is called any more"
-_CONNECTOR = "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector"
-_LOGGED = "combines what ranks log, each for its share of the samples: all ranks reach both calls"
-_LOGGED_BY_STEP = "values logged by step are reduced over all ranks; evaluation steps are not written to metrics.csv"
 _WHOLE = "a fraction of an epoch counts its optimizer steps: Lightning counts micro-batches"
 _ITEMS = "the gradients of a step are divided by its number of items: DeepSpeed's setter logs every call"
 
 PATCHES = (
     Patch(
-        "hydra._internal.hydra.Hydra",
-        "get_mode",
-        "(self, config_name, overrides)",
-        "Hydra composes the config twice: to detect a sweep, and to run it",
-        for_process=True,
-    ),
-    Patch(
-        "hydra.core.config_loader.ConfigLoader",
-        "load_configuration",
-        "(self, config_name, overrides, run_mode, from_shell, validate_sweep_overrides)",
-        "returns the config that get_mode has composed, for the loader of the run",
-    ),
-    Patch(
-        "hydra._internal.hydra.Hydra",
-        "multirun",
-        "(self, config_name, task_function, overrides, with_log_configuration)",
-        "prints the table at the end of a sweep; Hydra does not call its callback if a sweep ends early",
+        "hydra._internal.hydra",
+        "Hydra",
+        "type",
+        "composes a run's config once, and prints the table of a sweep that ends early: main takes no other class",
         for_process=True,
     ),
     Patch(
@@ -108,7 +90,7 @@ PATCHES = (
         "lightning.pytorch.Trainer",
         "fit_loop",
         "_FitLoop",
-        "completes a resumed run that was interrupted at its end: Lightning returns at once",
+        "loops that save after all hooks, complete a run resumed at its end, and recompute less in each batch",
     ),
     Patch("lightning.pytorch.Trainer", "limit_train_batches", "int | float", _WHOLE),
     Patch("lightning.pytorch.Trainer", "val_check_interval", "int | float | None", _WHOLE),
@@ -124,28 +106,13 @@ PATCHES = (
         "(self)",
         "does nothing: Lightning's handlers save and broadcast whenever a signal arrives, and can't be disabled",
     ),
-    Patch(
-        "lightning.pytorch.loops._TrainingEpochLoop",
-        "_broadcast_sigterm_tensor",
-        "(self)",
-        "does nothing: it checks for signals at each batch with a broadcast over the GPUs; signals are handled "
-        "elsewhere",
-    ),
-    Patch("lightning.pytorch.loops._FitLoop", "epoch_loop", "_TrainingEpochLoop", _LOOP),
-    Patch("lightning.pytorch.loops._TrainingEpochLoop", "on_advance_end", "(self, data_fetcher)", _SAVED),
-    Patch("lightning.pytorch.loops._FitLoop", "on_advance_end", "(self)", _SAVED),
     Patch("lightning.pytorch.LightningModule", "log", _LOG, "a planned step's tensors have no values to log"),
     Patch(
-        "lightning.pytorch.LightningModule",
-        "on_train_epoch_end",
-        "(self)",
-        "may fail once if a run resumes at the end of an epoch whose batches another process has read",
+        "lightning.pytorch.Trainer",
+        "_logger_connector",
+        "_LoggerConnector",
+        "combines what ranks and micro-batches log, each for its share of the samples, before loggers get it",
     ),
-    Patch(_CONNECTOR, "epoch_end_reached", "(self)", _LOGGED),
-    Patch(_CONNECTOR, "on_epoch_end", "(self)", _LOGGED),
-    Patch(_CONNECTOR, "on_batch_end", "(self)", "discards what a rank logs for a sample that another rank evaluates"),
-    Patch(_CONNECTOR, "update_train_step_metrics", "(self)", _LOGGED_BY_STEP),
-    Patch(_CONNECTOR, "update_eval_step_metrics", "(self, step)", _LOGGED_BY_STEP),
     Patch(
         "torch.autograd",
         "_engine_run_backward",
@@ -364,6 +331,7 @@ OVERRIDES = (
     "lightning.pytorch.callbacks.ModelCheckpoint._update_best_and_save",
     "lightning.pytorch.callbacks.WeightAveraging._copy_average_to_current",
     "lightning.pytorch.callbacks.WeightAveraging._swap_models",
+    "lightning.pytorch.loops._TrainingEpochLoop._broadcast_sigterm_tensor",
     "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization._training_step",
     "lightning.pytorch.strategies.DDPStrategy._register_ddp_hooks",
     "lightning.pytorch.strategies.DDPStrategy._setup_model",

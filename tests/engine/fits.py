@@ -26,8 +26,8 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.portable import TransientBuffers
 from lightswitch.hooked_strategy import hooked
-from lightswitch.launch.hooks import skip_empty_hooks
-from lightswitch.launch.loop import replace_loops
+from lightswitch.loop.hooks import skip_empty_hooks
+from lightswitch.loop.loops import replace_loops
 from lightswitch.monitoring.grad_norm import GradNorm
 from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.kernels import FusedStep

@@ -31,6 +31,7 @@ PACKAGES = (
         "reference",
         "preflight",
         "planning",
+        "loop",
         "failures",
         "runs",
         "export",

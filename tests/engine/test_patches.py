@@ -54,6 +54,7 @@ ALLOWED = {
     "results.before": "of Results, the engine's",
     "unused.world_size": "of Unused, the engine's",
     "self._step_logs.weight": "of StepLogs, the engine's",
+    "self.config_loader.cfg": "of _Composed, the engine's",
     "strategy.on_data": "of HookedStrategy, the engine's",
     "strategy.loss_weight": "of HookedStrategy, the engine's",
     "self.val_loop.restarting": "as Lightning's own loop sets it, at the first batch after a resume",

@@ -19,8 +19,8 @@ from lightswitch.batches import accumulation
 from lightswitch.batches.accumulation import CountedSamples, Items
 from lightswitch.batches.combined import Fractions
 from lightswitch.batches.loaders import SharedLoaders, data_rank
-from lightswitch.batches.metrics import LogsOfRanks, StepLogs
-from lightswitch.batches.order import RepeatedSamples, is_repeated, mix, seed_generators
+from lightswitch.batches.logs import Connector, LogsOfRanks, RepeatedSamples, StepLogs
+from lightswitch.batches.order import is_repeated, mix, seed_generators
 from lightswitch.batches.plan import (
     STREAMS,
     BatchPlan,
@@ -63,7 +63,6 @@ class GlobalBatch(Callback):
         self._loss = accumulation.StepLoss()
         self._items = Items()
         self._samples = CountedSamples(plan)
-        self._logs: LogsOfRanks | None = None  # None for a single rank
         self._step_logs: StepLogs | None = None
         self._repeated: RepeatedSamples | None = None
         self._drawn = torch.random.get_rng_state()  # random state after model, data, callbacks and loggers are created
@@ -83,19 +82,15 @@ class GlobalBatch(Callback):
         torch.random.set_rng_state(self._drawn)
         strategy.precision_plugin = with_mixin(_DrawsIn32Bits, strategy.precision_plugin)
         share = self.plan.replicas / trainer.world_size
-        self._step_logs = StepLogs(trainer, share)
-        self._step_logs.install()
+        self._step_logs, logs = StepLogs(trainer, share), None
         if trainer.world_size > 1:
-            self._logs, self._repeated = LogsOfRanks(trainer, share), RepeatedSamples(trainer, pl_module)
-            self._logs.install()
-            self._repeated.install()
+            logs, self._repeated = LogsOfRanks(trainer, share), RepeatedSamples(trainer, pl_module)
+        Connector.of(trainer).combine(self._step_logs, logs, self._repeated)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = HookedStrategy.of(trainer)
         strategy.share = strategy.on_batch = strategy.on_output = strategy.loss_weight = None
-        for installed in (self._logs, self._step_logs, self._repeated):
-            if installed is not None:
-                installed.remove()
+        Connector.of(trainer).combine(None)
 
     def _share(self, trainer: Trainer, loader: Any) -> object:
         shared = self._loaders.share(trainer, loader)

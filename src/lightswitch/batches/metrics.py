@@ -1,20 +1,17 @@
-"""Metrics logged over all ranks and micro-batches of a step, an epoch or an evaluation, also across a resume."""
+"""Metrics of an unfinished epoch, and the scheduler steps that depend on them, across a resume."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
@@ -25,8 +22,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 from lightswitch import patches
 from lightswitch.batches.plan import Position, saved_position
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.monitoring.metrics import MetricsFile
-from lightswitch.monitoring.step_results import Logged, Results, is_counted, joined, logged
+from lightswitch.monitoring.step_results import Logged, Results, joined, logged
 
 log = logging.getLogger(__name__)
 
@@ -40,76 +36,6 @@ _REDUCED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 State = dict[str, Any]  # values of a metric, by state name
-
-
-class LogsOfRanks:
-    """Combination of the values that a Trainer's ranks log, at two moments that all ranks reach.
-
-    These are the end of the last batch of an epoch or evaluation, before hooks are called, and the end of those hooks.
-
-    Args:
-        share: number of data-parallel ranks divided by the world size; tensor-parallel ranks read the same samples.
-    """
-
-    def __init__(self, trainer: Trainer, share: float) -> None:
-        self._trainer = trainer
-        self._share = share
-        self._joined: dict[str, Tensor] = {}  # by Lightning's key, the combined value, until another one is logged
-
-    def install(self) -> None:
-        """Start combining values."""
-        connector = self._trainer._logger_connector
-        reach_end, end = connector.epoch_end_reached, connector.on_epoch_end
-
-        def reached() -> None:
-            reach_end()
-            self._join()
-
-        def ended() -> None:
-            self._join()
-            end()
-
-        patches.replace(connector, "epoch_end_reached", reached)
-        patches.replace(connector, "on_epoch_end", ended)
-
-    def remove(self) -> None:
-        """Restore Lightning's methods."""
-        patches.restore(self._trainer._logger_connector, "epoch_end_reached")
-        patches.restore(self._trainer._logger_connector, "on_epoch_end")
-
-    def _join(self) -> None:
-        """Set each value to that of all ranks, including values that this rank has not logged. Collective."""
-        results = self._trainer._results
-        assert results is not None
-        own = {
-            key: item
-            for key, item in logged(results).items()
-            if not _is_left_to_lightning(item) and self._joined.get(key) is not item.value
-        }
-        of_ranks: list[dict[str, Logged]] = [{} for _ in range(self._trainer.world_size)]
-        dist.all_gather_object(of_ranks, {key: Logged.of(item) for key, item in own.items()})
-        for key, whole in joined(of_ranks).items():
-            if key not in own:
-                whole.log_name(results, self._trainer.strategy)
-            item = results[key]
-            item.reset()
-            results.update_metrics(key, *_update(whole, item.value, self._share))
-            self._joined[key] = item.value
-
-
-def _is_left_to_lightning(item: _ResultMetric) -> bool:
-    """Return whether the user lets Lightning synchronize a value, or logs the value of rank zero alone."""
-    return bool(item.meta.sync.should or item.meta.sync.rank_zero_only)
-
-
-def _update(whole: Logged, like: Tensor, share: float) -> tuple[Tensor, float]:
-    """Return the value and batch size that update an empty item of Lightning's to the value of all ranks."""
-    value = whole.value
-    if whole.reduce_fx == "mean":
-        value = value / whole.samples if whole.samples else float("nan")
-    elif whole.reduce_fx == "sum":
-        value *= share
-    return torch.tensor(value, dtype=like.dtype, device=like.device), whole.samples
 
 
 class EpochMetrics(Callback):
@@ -235,113 +161,6 @@ def _whole(metric: Metric, states: Iterable[State]) -> Mapping[str, Tensor]:
     return whole
 
 
-@dataclass(frozen=True)
-class Part:
-    """Value that a rank has logged in a micro-batch.
-
-    Attributes:
-        reduce_fx: mean, sum, min or max, as over an epoch.
-        weight: weight of the micro-batch in the mean over its step.
-    """
-
-    reduce_fx: str
-    value: float
-    weight: float
-
-
-class StepLogs:
-    """Step values, combined over micro-batches and ranks before they reach the loggers.
-
-    Lightning sends the value that rank zero logged in the last micro-batch, which depends on how the batch is split. In
-    an evaluation, a step is one batch; its values only go to loggers with an axis for them, not to metrics.csv, which
-    has one row per training step.
-
-    Args:
-        share: see `LogsOfRanks`.
-
-    Attributes:
-        weight: weight of the last micro-batch that was trained on.
-    """
-
-    def __init__(self, trainer: Trainer, share: float) -> None:
-        self._trainer = trainer
-        self._share = share
-        self.weight = 1.0
-        self._parts: list[tuple[str, str, Tensor, float]] = []  # of this step so far
-        self._seen: dict[str, Tensor] = {}  # by Lightning's key, the value that was logged last
-
-    def install(self) -> None:
-        """Start combining values."""
-        trainer, connector = self._trainer, self._trainer._logger_connector
-        log_trained, log_evaluated = connector.update_train_step_metrics, connector.update_eval_step_metrics
-
-        def trained() -> None:
-            results = self._trainer._results
-            if is_counted(self._trainer) and isinstance(results, Results):
-                self._add(results)
-                if not (self._trainer.fit_loop._should_accumulate() and self._is_automatic):
-                    self._join(results)
-            log_trained()
-
-        def evaluated(step: int) -> None:
-            loggers = trainer.loggers
-            trainer.loggers = [logger for logger in loggers if not isinstance(logger, MetricsFile)]
-            try:
-                log_evaluated(step)
-            finally:
-                trainer.loggers = loggers
-
-        patches.replace(connector, "update_train_step_metrics", trained)
-        patches.replace(connector, "update_eval_step_metrics", evaluated)
-
-    @property
-    def _is_automatic(self) -> bool:
-        return self._trainer.lightning_module.automatic_optimization
-
-    def remove(self) -> None:
-        """Restore Lightning's methods."""
-        patches.restore(self._trainer._logger_connector, "update_train_step_metrics")
-        patches.restore(self._trainer._logger_connector, "update_eval_step_metrics")
-
-    def _add(self, results: Results) -> None:
-        """Collect the step values that a micro-batch has logged for loggers."""
-        for key, value in results.logged_by_step():
-            if self._seen.get(key) is not value:
-                meta = results[key].meta
-                fx = "mean" if meta.sync.should else meta.reduce_fx.__name__  # Lightning has synchronized it
-                self._parts.append((key, fx, value, self.weight))
-                self._seen[key] = value
-
-    def _join(self, results: Results) -> None:
-        """Set each value of the step to that of all its micro-batches and ranks. Collective."""
-        own: dict[str, list[Part]] = {}
-        for key, fx, value, weight in self._parts:
-            own.setdefault(key, []).append(Part(fx, float(value), weight))
-        self._parts = []
-        of_ranks = [own]
-        if self._trainer.world_size > 1:
-            of_ranks = [{} for _ in range(self._trainer.world_size)]
-            dist.all_gather_object(of_ranks, own)
-        for key in own:
-            joined = whole([part for parts in of_ranks for part in parts.get(key, ())], self._share)
-            self._seen[key] = results.put_of_step(key, joined)
-        if own:  # refresh the metrics that Lightning has cached, and shows until the next batch ends
-            connector = self._trainer._logger_connector
-            _ = connector.callback_metrics, connector.logged_metrics, connector.progress_bar_metrics
-
-
-def whole(parts: Iterable[Part], share: float = 1.0) -> float:
-    """Return the combined value of all parts, except those of weight 0, which repeat a sample of another slice."""
-    counted = [part for part in parts if part.weight]
-    if not counted:
-        return float("nan")
-    values = [part.value for part in counted]
-    fx = counted[0].reduce_fx
-    if fx == "mean":
-        return sum(part.value * part.weight for part in counted) / sum(part.weight for part in counted)
-    return {"sum": lambda: sum(values) * share, "min": lambda: min(values), "max": lambda: max(values)}[fx]()
-
-
 _KEY = "metrics"  # checkpoint key
 _PLATEAU_KEY = "plateau"  # checkpoint key
 
@@ -349,10 +168,8 @@ _PLATEAU_KEY = "plateau"  # checkpoint key
 class Ending(Callback):
     """Callback that saves the Trainer's `callback_metrics` in checkpoints.
 
-    Early stopping, schedulers and results.json depend on them, but Lightning does not save them. Data that the module
-    itself collects over an epoch, for example in a list, is lost with its process: if a run is resumed after an epoch's
-    last batch and the module's `on_train_epoch_end` therefore fails, the run logs a warning and continues. This
-    callback must precede `GlobalBatch`, which runs the validation that was due.
+    Early stopping, schedulers and results.json depend on them, but Lightning does not save them. This callback must
+    precede `GlobalBatch`, which runs the validation that was due.
     """
 
     def __init__(self) -> None:
@@ -369,30 +186,6 @@ class Ending(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._metrics.items()}
         trainer._logger_connector._callback_metrics.update(metrics)
-        if trainer.ckpt_path is not None:
-            patches.replace(pl_module, "on_train_epoch_end", _lenient(trainer, pl_module.on_train_epoch_end))
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        patches.restore(pl_module, "on_train_epoch_end")
-
-
-def _lenient(trainer: Trainer, end: Callable[[], None]) -> Callable[[], None]:
-    progress, epoch = trainer.fit_loop.epoch_loop.batch_progress, trainer.current_epoch
-    begun_before = progress.total.ready
-
-    @functools.wraps(end)  # its __module__ shows whether the method is the user's
-    def attempt() -> None:
-        try:
-            end()
-        except Exception as error:
-            if progress.total.ready != begun_before:  # the module has seen batches of the epoch
-                raise
-            log.warning(
-                "epoch %d was interrupted before its end: on_train_epoch_end fails without the data that the module "
-                "had collected (%s: %s); the run continues without it", epoch, type(error).__name__, error,
-            )  # fmt: skip
-
-    return attempt
 
 
 class PlateauState(Callback):

@@ -13,13 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
-from torchmetrics import Metric
 
-from lightswitch import patches
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
@@ -294,77 +289,10 @@ def _seed(generator: object, seed: int) -> None:
         generator.seed(seed)
 
 
-class RepeatedSamples:
-    """Undo the changes that a batch of a repeated sample makes to logged values and metrics, after its hooks have run.
-
-    Data that a module collects itself, for example in a list, still contains the repeated sample.
-    """
-
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer, self._module = trainer, module
-        self._metrics: dict[Metric, dict[str, Any]] | None = None  # their states before the batch
-        self._logged: dict[str, _ResultMetric] = {}
-
-    def install(self) -> None:
-        """Start undoing these changes."""
-        connector = self._trainer._logger_connector
-        end = connector.on_batch_end
-
-        def ended() -> None:
-            end()
-            self._undo()
-
-        patches.replace(connector, "on_batch_end", ended)
-
-    def remove(self) -> None:
-        """Stop undoing these changes."""
-        patches.restore(self._trainer._logger_connector, "on_batch_end")
-
-    def begin(self, dataloader_idx: int) -> None:
-        """Save metrics and logged values before a batch of an evaluation, if the batch repeats a sample."""
-        if not is_repeated(self._trainer._evaluation_loop._combined_loader, dataloader_idx):
-            return
-        metrics = (module for module in self._module.modules() if isinstance(module, Metric))
-        self._metrics = {metric: metric._copy_state_dict() for metric in metrics}
-        self._logged = {key: copy.copy(item) for key, item in self._results.items() if item.is_tensor}
-
-    @property
-    def _results(self) -> _ResultCollection:
-        results = self._trainer._results
-        assert results is not None
-        return results
-
-    def _undo(self) -> None:
-        if self._metrics is None:
-            return
-        for metric, states in self._metrics.items():
-            for name, before in states.items():
-                setattr(metric, name, _without(getattr(metric, name), before))
-        for key, item in self._results.items():
-            if item.is_tensor and not item.has_reset:
-                _set_back(item, self._logged.get(key))
-        self._metrics = None
-
-
 def is_repeated(loaders: Any, dataloader_idx: int) -> bool:
     """Return whether this rank has no sample of its own in one of an evaluation's loaders."""
     slices = unwrapped(getattr(loaders.flattened[dataloader_idx], "batch_sampler", None))
     return isinstance(slices, EvaluationSlices) and slices.is_repeated
-
-
-def _without(state: Any, before: Any) -> Any:
-    """Return a metric's state before a batch; in a list state, empty tensors of the same shape replace added rows."""
-    if not isinstance(state, list):
-        return before
-    return [*before, *(rows[:0] for rows in state[len(before) :] if isinstance(rows, Tensor) and rows.ndim)]
-
-
-def _set_back(item: _ResultMetric, before: _ResultMetric | None) -> None:
-    """Restore a logged value; reset it if it is new or belonged to an earlier evaluation."""
-    if before is not None and not before.has_reset:
-        vars(item).update(vars(before))
-    else:
-        Metric.reset(item)  # not Lightning's reset, which would mark the value as never logged
 
 
 def mix(*numbers: int) -> int:

@@ -7,17 +7,13 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loops.fetchers import _DataFetcher
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightswitch import patches
 from lightswitch.batches.plan import Position, saved_position
 from lightswitch.checkpoints import directory
 from lightswitch.checkpoints.ranks import describe_failure
@@ -42,6 +38,8 @@ class LastCheckpoints(Checkpoint):
     those of callbacks and in which many modules average their weights. A checkpoint of an epoch's last step is written
     before validation, and again after `on_train_epoch_end` if the module or a callback of the user has that hook.
 
+    The loops of `lightswitch.loop` call it at the end of a step and of an epoch, when no callback is called any more.
+
     Args:
         folder: the directory to write them to.
         every_n_steps: optimizer steps between two checkpoints.
@@ -65,17 +63,6 @@ class LastCheckpoints(Checkpoint):
         self._is_saved = True  # whether this folder has the checkpoint of that step
         self._removed: set[Path] = set()
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != TrainerFn.FITTING:
-            return
-        epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        patches.replace(batches, "on_advance_end", partial(self._end_batch, trainer, batches.on_advance_end))
-        patches.replace(epochs, "on_advance_end", partial(self._end_epoch, trainer, epochs.on_advance_end))
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        patches.restore(trainer.fit_loop.epoch_loop, "on_advance_end")
-        patches.restore(trainer.fit_loop, "on_advance_end")
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         own, resumed = self._path(trainer), trainer.ckpt_path
         is_own = resumed is not None and Path(resumed).resolve() == own.resolve()
@@ -90,17 +77,14 @@ class LastCheckpoints(Checkpoint):
         ends = trainer.is_last_batch or 0 < trainer.max_steps <= step
         return ends or step // self.every_n_steps > self._counted_step // self.every_n_steps
 
-    def _end_batch(self, trainer: Trainer, end: Callable[[_DataFetcher], None], data_fetcher: _DataFetcher) -> None:
+    def save_after_step(self, trainer: Trainer) -> None:
+        """Save a checkpoint if one is due; called after all hooks of a batch."""
         if trainer.global_step // self.every_n_steps > self._counted_step // self.every_n_steps:
             self.save(trainer)
-        end(data_fetcher)
 
-    def _end_epoch(self, trainer: Trainer, end: Callable[[], None]) -> None:
-        is_whole = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-        if not is_whole:  # the run ends within the epoch, and a longer run resumes there
-            self.save(trainer)
-        end()
-        if is_whole and self._has_saved(trainer) and _act_at_epoch_end(trainer):
+    def save_after_epoch(self, trainer: Trainer) -> None:
+        """Save this step's checkpoint again if hooks at the end of its epoch may have changed the state."""
+        if self._has_saved(trainer) and _act_at_epoch_end(trainer):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

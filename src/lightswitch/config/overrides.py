@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from hydra.conf import HydraConf
 from hydra.errors import HydraException
@@ -14,10 +15,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightswitch import patches
 from lightswitch.config.confidential import Cleaner
 from lightswitch.config.values import name_problems
 from lightswitch.errors import RefusedRequest
+from lightswitch.mixins import Mixin, with_mixin
 
 # Groups whose files hold the arguments of a constructor; an override may set any argument, listed in the file or not.
 CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster", "compile")
@@ -148,23 +149,28 @@ def typed_keys(hydra: HydraConf) -> set[str]:
     return {key_and_value(override)[0] for override in typed_overrides(hydra)}
 
 
-def patch_composition() -> None:
-    """Patch Hydra to compose the config once: it would compose it to detect a sweep, and again to run."""
-    look = Hydra.get_mode
+class ComposesOnce(Hydra):
+    """Hydra that composes a run's config once; it would compose it to detect a sweep, and again to run."""
 
-    def get_mode(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+    def get_mode(self, config_name: str | None, overrides: list[str]) -> Any:
         if asks_for_a_sweep(sys.argv[1:]):  # even with a single job
-            return look(self, config_name, overrides)
+            return super().get_mode(config_name, overrides)
         try:
             cfg = self.compose_config(config_name, overrides, run_mode=RunMode.RUN)
         except (HydraException, OmegaConfBaseException):
-            return look(self, config_name, overrides)  # a sweep, or a problem that Hydra reports later
+            return super().get_mode(config_name, overrides)  # a sweep, or a problem that Hydra reports later
         check_names(cfg)
         if cfg.hydra.mode != RunMode.MULTIRUN:
-            patches.replace(self.config_loader, "load_configuration", lambda *_, **__: cfg)
+            self.config_loader = with_mixin(_Composed, self.config_loader)
+            self.config_loader.cfg = cfg
         return cfg.hydra.mode
 
-    patches.replace(Hydra, "get_mode", get_mode)
+
+class _Composed(Mixin, ConfigLoaderImpl):
+    cfg: DictConfig
+
+    def load_configuration(self, *_: Any, **__: Any) -> DictConfig:
+        return self.cfg
 
 
 def check_names(cfg: DictConfig) -> None:

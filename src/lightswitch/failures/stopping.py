@@ -49,9 +49,8 @@ class Preemption(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._signals.catch(trainer.is_global_zero)
-        # Lightning saves and broadcasts in signal handlers, and at each batch broadcasts over the GPUs whether one ran
+        # Lightning saves and broadcasts in signal handlers
         patches.replace(trainer._signal_connector, "register_signal_handlers", _nothing)
-        patches.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _nothing)
         if self._ranks is None and trainer.world_size > 1:
             timeout = getattr(trainer.strategy, "_timeout", None)
             self._ranks = dist.new_group(backend="gloo", timeout=timeout)

@@ -33,9 +33,9 @@ from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy, hooked
 from lightswitch.launch import instantiation
 from lightswitch.launch.handshake import arrange_handshake
-from lightswitch.launch.hooks import skip_empty_hooks
 from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
-from lightswitch.launch.loop import replace_loops
+from lightswitch.loop.hooks import skip_empty_hooks
+from lightswitch.loop.loops import replace_loops
 from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.monitored import BestCheckpoint
 from lightswitch.monitoring.notices import ModelSize, PlateauValidation, StepsAreCounted, StepsByHand

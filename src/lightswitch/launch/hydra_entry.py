@@ -16,6 +16,7 @@ from signal import SIGTERM
 from typing import Any, NoReturn
 
 import hydra
+import hydra._internal.hydra
 from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -28,7 +29,7 @@ from lightswitch.cluster import placement
 from lightswitch.cluster.placement import Placement
 from lightswitch.config.confidential import Cleaner
 from lightswitch.config.hydra_errors import NO_YAML, check_flags, problems_of_composition
-from lightswitch.config.overrides import asks_for_help, normalised, patch_composition
+from lightswitch.config.overrides import ComposesOnce, asks_for_help, normalised
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, RefusedRequest, ReportedElsewhere, Stopped
 from lightswitch.failures import classify, crash_report
@@ -85,8 +86,7 @@ class Entry:
             self.process.release_locks()
 
     def _run_hydra(self, config_path: str, config_name: str) -> None:
-        patch_composition()
-        _patch_multirun(self.process)
+        patches.replace(hydra._internal.hydra, "Hydra", _hydra_of(self.process))
         environment.check()
         found = placement.detect()
         self.signals.catch(is_first=found.rank == 0)
@@ -140,25 +140,21 @@ class Entry:
         return None
 
 
-def _patch_multirun(process: Process) -> None:
-    """Let lightswitch.sweeps run Hydra's sweeps, as Hydra doesn't call its own end hook if a sweep ends early."""
-    walk = Hydra.multirun
+def _hydra_of(process: Process) -> type[Hydra]:
+    """Return the class of Hydra whose sweeps lightswitch.sweeps runs: Hydra calls no hook if a sweep ends early."""
 
-    def multirun(
-        self: Hydra,
-        config_name: str | None,
-        task_function: Any,
-        overrides: list[str],
-        with_log_configuration: bool = True,
-    ) -> None:
-        from lightswitch.sweeps import multirun
+    class HydraOfProcess(ComposesOnce):
+        def multirun(
+            self, config_name: str | None, task_function: Any, overrides: list[str], with_log_configuration: bool = True
+        ) -> None:
+            from lightswitch.sweeps import multirun
 
-        def walk_jobs(pinned: list[str]) -> None:
-            walk(self, config_name, task_function, pinned, with_log_configuration)
+            def walk_jobs(pinned: list[str]) -> None:
+                super(HydraOfProcess, self).multirun(config_name, task_function, pinned, with_log_configuration)
 
-        multirun.run(walk_jobs, self, config_name, overrides, process, _beside_one_another)
+            multirun.run(walk_jobs, self, config_name, overrides, process, _beside_one_another)
 
-    patches.replace(Hydra, "multirun", multirun)
+    return HydraOfProcess
 
 
 def _beside_one_another(cfg: DictConfig, folder: Path) -> Iterator[str]:

@@ -27,6 +27,7 @@ from torchmetrics import Metric
 from lightswitch import patches
 from lightswitch.errors import NeedsValues, Refused, Unplanned
 from lightswitch.failures.classify import one_line
+from lightswitch.loop.loops import replace_loops
 from lightswitch.mixins import with_mixin
 from lightswitch.planning.collectives import Collective
 from lightswitch.planning.estimate import Step
@@ -206,7 +207,7 @@ def _prepared(
     patches.replace(model, "configure_model", lambda: None)  # already called above
     patches.replace(model, "log", lambda *_, **__: None)  # fake tensors have no values to log
     strategy.precision_plugin = with_mixin(Converted, strategy.precision_plugin)
-    patches.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)  # real runs patch it, too
+    replace_loops(trainer, explains=False)  # as a run does
     if isinstance(strategy, DeepSpeedStrategy):
         patches.replace(model, "to", lambda *_, **__: model)  # DeepSpeed's engine would move the model
     return model, trainer

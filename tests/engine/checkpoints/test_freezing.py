@@ -17,7 +17,7 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
-from lightswitch.launch.loop import replace_loops
+from lightswitch.loop.loops import replace_loops
 from lightswitch.strategies.known_callbacks import KnownCallbacks
 from tests.engine.fits import local_trainer
 

@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.trainer import call
 
-from lightswitch.launch.hooks import skip_empty_hooks
-from lightswitch.launch.loop import replace_loops
+from lightswitch.loop.hooks import skip_empty_hooks
+from lightswitch.loop.loops import replace_loops
 from tests.engine.launch import hooked
 from tests.engine.launch.hooked import trained_by
 from tests.engine.plain import PlainData, PlainModel

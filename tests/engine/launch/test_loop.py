@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightswitch.launch.loop import replace_loops
+from lightswitch.loop.loops import replace_loops
 from tests.engine.launch.hooked import Logging, Shown, trained_by
 from tests.engine.plain import PlainData, PlainModel
 
@@ -51,7 +51,7 @@ def test_a_step_takes_few_calls_of_python(tmp_path: Path) -> None:
         trainer.fit(PlainModel(), PlainData())
         return counting.calls
 
-    assert calls(replace_loops) < 0.85 * calls(lambda trainer: None)  # with no help of launch/loop.py
+    assert calls(replace_loops) < 0.85 * calls(lambda trainer: None)  # with no help of loop/loops.py
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightswitch import patches
 from lightswitch.deepspeed.strategy import DeepSpeed
+from lightswitch.loop.loops import replace_loops
 from lightswitch.planning.simulation import Work
 from lightswitch.planning.tracking import Tracking
 from tests.engine.foreign import Late
@@ -87,7 +88,7 @@ def _held(case: Case) -> dict[str, Any]:
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, **case.work().options,
     )  # fmt: skip
-    patches.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)  # as in a run
+    replace_loops(trainer)  # as in a run
     trainer.fit(model, _Endless(partial(case.batch, case.samples)))
     steps = tracking.steps()[3:]
     least = min((step.timeline.peak() for step in steps), key=lambda peak: peak.bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -25,8 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightswitch import patches
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.launch import first_steps
-from lightswitch.launch.hooks import is_observed
+from lightswitch.loop import first_steps
+from lightswitch.loop.hooks import is_observed
 from lightswitch.mixins import callbacks_of
 from lightswitch.monitoring.step_results import Results, is_logged
 from lightswitch.strategies.writes import CarriesWrites, Looks
@@ -35,17 +36,17 @@ _ENDING = "ending"  # key in the loop's state in a checkpoint
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def replace_loops(trainer: Trainer) -> None:
-    """Replace a Trainer's loops over epochs and batches; hooks, their order and their arguments stay the same."""
-    given = trainer.fit_loop
-    loop = RunLoop(trainer, given.min_epochs, given.max_epochs)
-    batches = EpochLoop(trainer, given.epoch_loop.min_steps, given.epoch_loop.max_steps)
-    patches.replace(loop, "epoch_loop", batches)
-    patches.replace(trainer, "fit_loop", loop)
+def replace_loops(trainer: Trainer, explains: bool = True) -> None:
+    """Replace a Trainer's loops over epochs and batches; hooks, their order and their arguments stay the same.
+
+    Args:
+        explains: report errors that the strategy causes in the first steps in one line.
+    """
+    patches.replace(trainer, "fit_loop", RunLoop(trainer, explains))
 
 
 class RunLoop(_FitLoop):
-    """Loop over epochs that also completes a run that is resumed with no step left to train.
+    """Loop over epochs that also completes a run that is resumed with no step left to train, and saves at epoch ends.
 
     Lightning returns at once in this case, and skips what was due when the run was interrupted: a validation, the end
     of an epoch, the last checkpoint. A run that was stopped, for example by early stopping, stops at the same point
@@ -53,6 +54,11 @@ class RunLoop(_FitLoop):
     """
 
     _epoch_end_begun = False  # at the point where the run resumes
+
+    def __init__(self, trainer: Trainer, explains: bool) -> None:
+        given = trainer.fit_loop
+        super().__init__(trainer, given.min_epochs, given.max_epochs)
+        self.epoch_loop = EpochLoop(trainer, given.epoch_loop.min_steps, given.epoch_loop.max_steps, explains)
 
     @property
     def skip(self) -> bool:
@@ -67,6 +73,18 @@ class RunLoop(_FitLoop):
     def _owes_epoch_end(self) -> bool:
         """True if the run resumes within an epoch: its end is due, even if a limit cuts the epoch short."""
         return self.is_resuming and self.epoch_loop.batch_progress.current.ready > 0 and not self._epoch_end_begun
+
+    def on_advance_end(self) -> None:
+        """Call the hooks at the end of an epoch; save before them if a limit cuts it short, else after them."""
+        is_whole = self.epoch_loop._num_ready_batches_reached()
+        saves = _last_checkpoints(self.trainer)
+        if not is_whole:  # a longer run resumes here, within the epoch
+            for callback in saves:
+                callback.save(self.trainer)
+        super().on_advance_end()
+        if is_whole:
+            for callback in saves:
+                callback.save_after_epoch(self.trainer)
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         epochs: Any = self.epoch_progress.current  # its type doesn't declare `processed`
@@ -87,19 +105,25 @@ def _limits(trainer: Trainer) -> list[float | None]:
     return [trainer.max_steps, trainer.max_epochs, *(timer._duration for timer in timers)]
 
 
+def _last_checkpoints(trainer: Trainer) -> list[LastCheckpoints]:
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, LastCheckpoints)]
+
+
 class EpochLoop(_TrainingEpochLoop):
     """Loop over the batches of an epoch that does the same as Lightning's, in the same order, with fewer calls.
 
     Training steps that take the dataloader's iterator use Lightning's implementation.
     """
 
-    def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
+    def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int, explains: bool) -> None:
         super().__init__(trainer, min_steps, max_steps)
+        self._explains = explains
         self._results: Results = Results(training=True)
         self.automatic_optimization = Optimization(trainer)
         self.manual_optimization = OptimizationByHand(trainer)
         self._step: Callable[..., Any] | None = None
         self._takes_index = False
+        self._read_before = 0  # batches, in earlier epochs and processes
         self.begun = 0  # batches that this process has trained on
         self._moves_by_hooks = True
         self._looks: Looks | None = None
@@ -108,7 +132,7 @@ class EpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         super().on_run_start(data_fetcher)
         trainer = self.trainer
-        self._saves = [callback for callback in callbacks_of(trainer) if isinstance(callback, LastCheckpoints)]
+        self._saves = _last_checkpoints(trainer)
         self._looks = trainer.strategy.looks if isinstance(trainer.strategy, CarriesWrites) else None
         owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
         self._moves_by_hooks = (
@@ -119,12 +143,18 @@ class EpochLoop(_TrainingEpochLoop):
 
     def run(self, data_fetcher: _DataFetcher) -> None:
         """Train on the batches of an epoch, or on the remaining ones after a resume."""
+        self._read_before = self.batch_progress.total.ready
         if self.restarting and (self.batch_progress.is_last_batch or self._is_over):
             self._end_epoch(data_fetcher)
         else:
             super().run(data_fetcher)
         for earlier in tuple(self._results.before.values()):  # and not logged since the run was resumed
             earlier.log_name(self._results, self.trainer.strategy)
+
+    @property
+    def has_read(self) -> bool:
+        """Whether this process has read a batch of the epoch; if not, it resumes after the epoch's last batch."""
+        return self.batch_progress.total.ready > self._read_before
 
     @property
     def _is_over(self) -> bool:
@@ -159,7 +189,7 @@ class EpochLoop(_TrainingEpochLoop):
         batch = self._moved(batch)
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
-        with first_steps.refusing(trainer, self.begun):
+        with first_steps.refusing(trainer, self.begun) if self._explains else nullcontext():
             output, ends_epoch = self._trained(batch, batch_idx)
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
@@ -181,8 +211,13 @@ class EpochLoop(_TrainingEpochLoop):
             self.val_loop.increment_progress_to_evaluation_end()
         self.val_loop.restarting = False
 
+    def _broadcast_sigterm_tensor(self) -> None:
+        """Do nothing: Lightning broadcasts over the GPUs at each batch whether a signal has arrived."""
+
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
-        """Validate if a validation is due, and count the step."""
+        """Save a checkpoint and validate if these are due, after all hooks of a batch, and count the step."""
+        for callback in self._saves:
+            callback.save_after_step(self.trainer)
         if self._is_near_validation or self.trainer.received_sigterm:
             super().on_advance_end(data_fetcher)
             return

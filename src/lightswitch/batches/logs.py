@@ -1,0 +1,261 @@
+"""Combination of what ranks and micro-batches log, before it reaches loggers and callbacks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightswitch import patches
+from lightswitch.batches.order import is_repeated
+from lightswitch.mixins import Mixin, with_mixin
+from lightswitch.monitoring.metrics import MetricsFile
+from lightswitch.monitoring.step_results import Logged, Results, is_counted, joined, logged
+
+
+class Connector(Mixin, _LoggerConnector):
+    """Connector of logged values to loggers and callbacks that combines those of ranks and micro-batches first.
+
+    In an evaluation, a step is one batch; its values only go to loggers with an axis for them, not to metrics.csv,
+    which has one row per training step.
+    """
+
+    _steps: StepLogs | None = None
+    _ranks: LogsOfRanks | None = None
+    _repeated: RepeatedSamples | None = None
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Connector:
+        """Return the Trainer's connector; it is replaced if it is Lightning's."""
+        connector = with_mixin(cls, trainer._logger_connector)
+        patches.replace(trainer, "_logger_connector", connector)
+        return connector
+
+    def combine(
+        self, steps: StepLogs | None, ranks: LogsOfRanks | None = None, repeated: RepeatedSamples | None = None
+    ) -> None:
+        """Combine values from now on; without arguments of a kind, such values stay as they are."""
+        self._steps, self._ranks, self._repeated = steps, ranks, repeated
+
+    def epoch_end_reached(self) -> None:
+        super().epoch_end_reached()
+        if self._ranks is not None:
+            self._ranks.join()
+
+    def on_epoch_end(self) -> None:
+        if self._ranks is not None:
+            self._ranks.join()
+        super().on_epoch_end()
+
+    def on_batch_end(self) -> None:
+        super().on_batch_end()
+        if self._repeated is not None:
+            self._repeated.undo()
+
+    def update_train_step_metrics(self) -> None:
+        if self._steps is not None:
+            self._steps.join_step()
+        super().update_train_step_metrics()
+
+    def update_eval_step_metrics(self, step: int) -> None:
+        loggers = self.trainer.loggers
+        self.trainer.loggers = [logger for logger in loggers if not isinstance(logger, MetricsFile)]
+        try:
+            super().update_eval_step_metrics(step)
+        finally:
+            self.trainer.loggers = loggers
+
+
+class LogsOfRanks:
+    """Combination of the values that a Trainer's ranks log, at two moments that all ranks reach.
+
+    These are the end of the last batch of an epoch or evaluation, before hooks are called, and the end of those hooks.
+
+    Args:
+        share: number of data-parallel ranks divided by the world size; tensor-parallel ranks read the same samples.
+    """
+
+    def __init__(self, trainer: Trainer, share: float) -> None:
+        self._trainer = trainer
+        self._share = share
+        self._joined: dict[str, Tensor] = {}  # by Lightning's key, the combined value, until another one is logged
+
+    def join(self) -> None:
+        """Set each value to that of all ranks, including values that this rank has not logged. Collective."""
+        results = self._trainer._results
+        assert results is not None
+        own = {
+            key: item
+            for key, item in logged(results).items()
+            if not _is_left_to_lightning(item) and self._joined.get(key) is not item.value
+        }
+        of_ranks: list[dict[str, Logged]] = [{} for _ in range(self._trainer.world_size)]
+        dist.all_gather_object(of_ranks, {key: Logged.of(item) for key, item in own.items()})
+        for key, whole in joined(of_ranks).items():
+            if key not in own:
+                whole.log_name(results, self._trainer.strategy)
+            item = results[key]
+            item.reset()
+            results.update_metrics(key, *_update(whole, item.value, self._share))
+            self._joined[key] = item.value
+
+
+def _is_left_to_lightning(item: _ResultMetric) -> bool:
+    """Return whether the user lets Lightning synchronize a value, or logs the value of rank zero alone."""
+    return bool(item.meta.sync.should or item.meta.sync.rank_zero_only)
+
+
+def _update(whole: Logged, like: Tensor, share: float) -> tuple[Tensor, float]:
+    """Return the value and batch size that update an empty item of Lightning's to the value of all ranks."""
+    value = whole.value
+    if whole.reduce_fx == "mean":
+        value = value / whole.samples if whole.samples else float("nan")
+    elif whole.reduce_fx == "sum":
+        value *= share
+    return torch.tensor(value, dtype=like.dtype, device=like.device), whole.samples
+
+
+@dataclass(frozen=True)
+class Part:
+    """Value that a rank has logged in a micro-batch.
+
+    Attributes:
+        reduce_fx: mean, sum, min or max, as over an epoch.
+        weight: weight of the micro-batch in the mean over its step.
+    """
+
+    reduce_fx: str
+    value: float
+    weight: float
+
+
+class StepLogs:
+    """Step values, combined over micro-batches and ranks before they reach the loggers.
+
+    Lightning sends the value that rank zero logged in the last micro-batch, which depends on how the batch is split.
+
+    Args:
+        share: see `LogsOfRanks`.
+
+    Attributes:
+        weight: weight of the last micro-batch that was trained on.
+    """
+
+    def __init__(self, trainer: Trainer, share: float) -> None:
+        self._trainer = trainer
+        self._share = share
+        self.weight = 1.0
+        self._parts: list[tuple[str, str, Tensor, float]] = []  # of this step so far
+        self._seen: dict[str, Tensor] = {}  # by Lightning's key, the value that was logged last
+
+    def join_step(self) -> None:
+        """Combine the values that are due to be logged with this batch, once it ends a step. Collective."""
+        results = self._trainer._results
+        if is_counted(self._trainer) and isinstance(results, Results):
+            self._add(results)
+            if not (self._trainer.fit_loop._should_accumulate() and self._is_automatic):
+                self._join(results)
+
+    @property
+    def _is_automatic(self) -> bool:
+        return self._trainer.lightning_module.automatic_optimization
+
+    def _add(self, results: Results) -> None:
+        """Collect the step values that a micro-batch has logged for loggers."""
+        for key, value in results.logged_by_step():
+            if self._seen.get(key) is not value:
+                meta = results[key].meta
+                fx = "mean" if meta.sync.should else meta.reduce_fx.__name__  # Lightning has synchronized it
+                self._parts.append((key, fx, value, self.weight))
+                self._seen[key] = value
+
+    def _join(self, results: Results) -> None:
+        """Set each value of the step to that of all its micro-batches and ranks. Collective."""
+        own: dict[str, list[Part]] = {}
+        for key, fx, value, weight in self._parts:
+            own.setdefault(key, []).append(Part(fx, float(value), weight))
+        self._parts = []
+        of_ranks = [own]
+        if self._trainer.world_size > 1:
+            of_ranks = [{} for _ in range(self._trainer.world_size)]
+            dist.all_gather_object(of_ranks, own)
+        for key in own:
+            joined = whole([part for parts in of_ranks for part in parts.get(key, ())], self._share)
+            self._seen[key] = results.put_of_step(key, joined)
+        if own:  # refresh the metrics that Lightning has cached, and shows until the next batch ends
+            connector = self._trainer._logger_connector
+            _ = connector.callback_metrics, connector.logged_metrics, connector.progress_bar_metrics
+
+
+def whole(parts: Iterable[Part], share: float = 1.0) -> float:
+    """Return the combined value of all parts, except those of weight 0, which repeat a sample of another slice."""
+    counted = [part for part in parts if part.weight]
+    if not counted:
+        return float("nan")
+    values = [part.value for part in counted]
+    fx = counted[0].reduce_fx
+    if fx == "mean":
+        return sum(part.value * part.weight for part in counted) / sum(part.weight for part in counted)
+    return {"sum": lambda: sum(values) * share, "min": lambda: min(values), "max": lambda: max(values)}[fx]()
+
+
+class RepeatedSamples:
+    """Undo the changes that a batch of a repeated sample makes to logged values and metrics, after its hooks have run.
+
+    Data that a module collects itself, for example in a list, still contains the repeated sample.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer, self._module = trainer, module
+        self._metrics: dict[Metric, dict[str, Any]] | None = None  # their states before the batch
+        self._logged: dict[str, _ResultMetric] = {}
+
+    def begin(self, dataloader_idx: int) -> None:
+        """Save metrics and logged values before a batch of an evaluation, if the batch repeats a sample."""
+        if not is_repeated(self._trainer._evaluation_loop._combined_loader, dataloader_idx):
+            return
+        metrics = (module for module in self._module.modules() if isinstance(module, Metric))
+        self._metrics = {metric: metric._copy_state_dict() for metric in metrics}
+        self._logged = {key: copy.copy(item) for key, item in self._results.items() if item.is_tensor}
+
+    @property
+    def _results(self) -> _ResultCollection:
+        results = self._trainer._results
+        assert results is not None
+        return results
+
+    def undo(self) -> None:
+        """Undo the changes, if the batch that has ended repeats a sample."""
+        if self._metrics is None:
+            return
+        for metric, states in self._metrics.items():
+            for name, before in states.items():
+                setattr(metric, name, _without(getattr(metric, name), before))
+        for key, item in self._results.items():
+            if item.is_tensor and not item.has_reset:
+                _set_back(item, self._logged.get(key))
+        self._metrics = None
+
+
+def _without(state: Any, before: Any) -> Any:
+    """Return a metric's state before a batch; in a list state, empty tensors of the same shape replace added rows."""
+    if not isinstance(state, list):
+        return before
+    return [*before, *(rows[:0] for rows in state[len(before) :] if isinstance(rows, Tensor) and rows.ndim)]
+
+
+def _set_back(item: _ResultMetric, before: _ResultMetric | None) -> None:
+    """Restore a logged value; reset it if it is new or belonged to an earlier evaluation."""
+    if before is not None and not before.has_reset:
+        vars(item).update(vars(before))
+    else:
+        Metric.reset(item)  # not Lightning's reset, which would mark the value as never logged
