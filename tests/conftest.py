@@ -40,7 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     nightly: bool = config.option.nightly
-    wanted = [item for item in items if (_is_of_the_night(item) if nightly else _is_of_the_day(item))]
+    changed = turns.changed()
+    wanted = [item for item in items if (_is_of_the_night(item) if nightly else _is_of_the_day(item, changed))]
     chosen = set(wanted)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = wanted
@@ -50,11 +51,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"it needs {needed} CUDA devices, and {GPUS} are here"))
 
 
-def _is_of_the_day(item: pytest.Item) -> bool:
+def _is_of_the_day(item: pytest.Item, changed: frozenset[str]) -> bool:
     if item.get_closest_marker("nightly") is not None:
         return False
     today, day = os.environ[TURN], turns.day_of(item.nodeid)
-    return not today or day is None or day == int(today) % turns.count_of_days()
+    has_turn = day is None or day == int(today or 0) % turns.count_of_days()
+    return not today or has_turn or item.nodeid.partition("::")[0] in changed
 
 
 def _is_of_the_night(item: pytest.Item) -> bool:

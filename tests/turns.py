@@ -1,7 +1,7 @@
 """Which tests a whole run of `make test` takes by day: all that are fast or catch a mutant, and the others by turns.
 
 A test's seconds are in seconds.json, which `--keep-seconds` writes (CONTRIBUTING.md). The slow tests are split into as
-many days as fit the budget, and the night runs them all.
+many days as fit the budget, and the night runs them all. Those of a file that has just been changed do not wait.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -35,6 +36,12 @@ def day_of(test: str) -> int | None:
 
 def count_of_days() -> int:
     return _turns().count
+
+
+def changed(since: str = "HEAD~1") -> frozenset[str]:
+    """Return the files of tests that a change touches, committed last or not yet, as git has it; none without git."""
+    asked = ["git", "diff", "--name-only", "--relative", since, "--", TESTS.name]
+    return frozenset(subprocess.run(asked, cwd=TESTS.parent, capture_output=True, text=True).stdout.splitlines())
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+from pathlib import Path
+
+import pytest
 
 from tests import turns
 from tests.mutants.mutants import CHECKOUT, listed
@@ -45,3 +49,23 @@ def test_a_long_test_takes_a_day_of_its_own_and_the_same_case_of_a_file_is_one()
     seconds = {test: turns.BUDGET_SECONDS * share for test, share in shares.items()} | {"d": 1.0}
     assert turns.split(seconds, frozenset()) == [["a"], ["b.py::x[1]", "b.py::y[1]", "c"]]
     assert turns.split(seconds, frozenset("c")) == [["a"], ["b.py::x[1]", "b.py::y[1]"]]
+
+
+def test_files_that_a_change_touches_do_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> None:
+        names = [f"{key}={value}" for key, value in (("user.name", "A"), ("user.email", "a@b"))]
+        settings = [word for name in names for word in ("-c", name)]
+        subprocess.run(["git", *settings, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    monkeypatch.setattr(turns, "TESTS", tmp_path / "tests")
+    assert turns.changed() == frozenset()
+    git("init")
+    (tmp_path / "tests").mkdir()
+    for number, name in enumerate(("long_ago", "last", "not_yet", "never")):
+        (tmp_path / "tests" / f"test_{name}.py").write_text("")
+        git("add", "--all")
+        git("commit", "--message", str(number))
+    (tmp_path / "tests" / "test_last.py").write_text("changed")
+    git("commit", "--all", "--message", "changed")
+    (tmp_path / "tests" / "test_not_yet.py").write_text("changed")
+    assert turns.changed() == {"tests/test_last.py", "tests/test_not_yet.py"}
