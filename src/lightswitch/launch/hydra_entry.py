@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 import hydra
 import hydra._internal.hydra
-from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -86,7 +85,7 @@ class Entry:
             self.process.release_locks()
 
     def _run_hydra(self, config_path: str, config_name: str) -> None:
-        patches.replace(hydra._internal.hydra, "Hydra", _hydra_of(self.process))
+        patches.replace(hydra._internal.hydra, "Hydra", type("Hydra", (_Sweeping,), {"process": self.process}))
         environment.check()
         found = placement.detect()
         self.signals.catch(is_first=found.rank == 0)
@@ -140,21 +139,20 @@ class Entry:
         return None
 
 
-def _hydra_of(process: Process) -> type[Hydra]:
-    """Return the class of Hydra whose sweeps lightswitch.sweeps runs: Hydra calls no hook if a sweep ends early."""
+class _Sweeping(ComposesOnce):
+    """Hydra whose sweeps lightswitch.sweeps runs, as Hydra calls no hook if a sweep ends early."""
 
-    class HydraOfProcess(ComposesOnce):
-        def multirun(
-            self, config_name: str | None, task_function: Any, overrides: list[str], with_log_configuration: bool = True
-        ) -> None:
-            from lightswitch.sweeps import multirun
+    process: Process
 
-            def walk_jobs(pinned: list[str]) -> None:
-                super(HydraOfProcess, self).multirun(config_name, task_function, pinned, with_log_configuration)
+    def multirun(
+        self, config_name: str | None, task_function: Any, overrides: list[str], with_log_configuration: bool = True
+    ) -> None:
+        from lightswitch.sweeps import multirun
 
-            multirun.run(walk_jobs, self, config_name, overrides, process, _beside_one_another)
+        def walk_jobs(pinned: list[str]) -> None:
+            super(_Sweeping, self).multirun(config_name, task_function, pinned, with_log_configuration)
 
-    return HydraOfProcess
+        multirun.run(walk_jobs, self, config_name, overrides, self.process, _beside_one_another)
 
 
 def _beside_one_another(cfg: DictConfig, folder: Path) -> Iterator[str]:

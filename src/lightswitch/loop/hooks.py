@@ -22,7 +22,6 @@ from lightswitch.loop import first_steps
 from lightswitch.mixins import callbacks_of
 from lightswitch.strategies.writes import CarriesWrites
 
-log = logging.getLogger(__name__)
 _call_callbacks, _call_module, _call_strategy = (
     call._call_callback_hooks,
     call._call_lightning_module_hook,
@@ -120,33 +119,12 @@ def _call_lightning_module_hook(
     if module is None:
         return _call_module(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
     hook = getattr(module, hook_name)
-    ends_epoch = hook_name == "on_train_epoch_end"
-    with (
-        _around(trainer, module, hook_name) if _is_users(hook) else nullcontext(),
-        _lenient_if_unread(trainer) if ends_epoch else nullcontext(),
-    ):
+    with _around(trainer, module, hook_name) if _is_users(hook) else nullcontext():
         if is_observed(trainer):
             return _call_module(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
         if getattr(hook, "__func__", None) in _EMPTY_OF_MODULE:
             return None
         return _call(hook, module, hook_name, args, kwargs)
-
-
-@contextmanager
-def _lenient_if_unread(trainer: Trainer) -> Iterator[None]:
-    """Log an error at the end of an epoch whose batches another process has read, and continue.
-
-    Data that the module itself collects over an epoch, for example in a list, is lost with its process.
-    """
-    try:
-        yield
-    except Exception as error:
-        if getattr(trainer.fit_loop.epoch_loop, "has_read", True):  # a property of EpochLoop
-            raise
-        log.warning(
-            "epoch %d was interrupted before its end: on_train_epoch_end fails without the data that the module "
-            "had collected (%s: %s); the run continues without it", trainer.current_epoch, type(error).__name__, error,
-        )  # fmt: skip
 
 
 def _is_users(hook: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,6 +33,9 @@ from lightswitch.loop.hooks import is_observed
 from lightswitch.mixins import callbacks_of
 from lightswitch.monitoring.step_results import Results, is_logged
 from lightswitch.strategies.writes import CarriesWrites, Looks
+
+log = logging.getLogger(__name__)
+
 
 _ENDING = "ending"  # key in the loop's state in a checkpoint
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -81,7 +86,13 @@ class RunLoop(_FitLoop):
         if not is_whole:  # a longer run resumes here, within the epoch
             for callback in saves:
                 callback.save(self.trainer)
-        super().on_advance_end()
+        module = self.trainer.lightning_module
+        if self.is_resuming and not self.epoch_loop.has_read:
+            patches.replace(module, "on_train_epoch_end", _lenient(module.on_train_epoch_end, self.trainer))
+        try:
+            super().on_advance_end()
+        finally:
+            patches.restore(module, "on_train_epoch_end")
         if is_whole:
             for callback in saves:
                 callback.save_after_epoch(self.trainer)
@@ -98,6 +109,26 @@ class RunLoop(_FitLoop):
         self._epoch_end_begun = ending.get("epoch_end_begun", False)
         if ending.get("stopped_at") == _limits(trainer):
             trainer.should_stop = True
+
+
+def _lenient(end: Callable[[], None], trainer: Trainer) -> Callable[[], None]:
+    """Return the end of an epoch whose batches another process has read; an error is logged, and the run continues.
+
+    Data that the module itself collects over an epoch, for example in a list, is lost with its process.
+    """
+
+    @functools.wraps(end)  # its __module__ shows whether the method is the user's
+    def attempt() -> None:
+        try:
+            end()
+        except Exception as error:
+            log.warning(
+                "epoch %d was interrupted before its end: on_train_epoch_end fails without the data that the module "
+                "had collected (%s: %s); the run continues without it",
+                trainer.current_epoch, type(error).__name__, error,
+            )  # fmt: skip
+
+    return attempt
 
 
 def _limits(trainer: Trainer) -> list[float | None]:

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import LostRank
+from lightswitch.loop.loops import replace_loops
 from lightswitch.strategies.ddp import DDP
 from tests.engine.checkpoints import stalls
 from tests.engine.conftest import PLAIN, Train
@@ -35,6 +36,7 @@ def _told(folder: Path) -> str | None:
         accelerator="cpu", devices=2, strategy=DDP(), max_steps=2, logger=False, enable_progress_bar=False,
         callbacks=[LastCheckpoints(str(folder), every_n_steps=2)], enable_model_summary=False,
     )  # fmt: skip
+    replace_loops(trainer)
     try:
         trainer.fit(stalls.Raises(), PlainData())
     except (LostRank, RuntimeError) as error:

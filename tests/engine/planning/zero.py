@@ -86,9 +86,9 @@ def _held(case: Case) -> dict[str, Any]:
         accelerator="cpu", devices=RANKS, strategy=case.strategy(), callbacks=[tracking], max_steps=5,
         accumulate_grad_batches=case.accumulation, limit_val_batches=0, num_sanity_val_steps=0, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, **case.work().options,
+        use_distributed_sampler=False, check_val_every_n_epoch=None, val_check_interval=1_000, **case.work().options,
     )  # fmt: skip
-    replace_loops(trainer)  # as in a run
+    replace_loops(trainer)  # as in a run; before a validation, writes to weights would be looked for
     trainer.fit(model, _Endless(partial(case.batch, case.samples)))
     steps = tracking.steps()[3:]
     least = min((step.timeline.peak() for step in steps), key=lambda peak: peak.bytes)
