@@ -153,6 +153,7 @@ class ComposesOnce(Hydra):
     """Hydra that composes a run's config once; it would compose it to detect a sweep, and again to run."""
 
     def get_mode(self, config_name: str | None, overrides: list[str]) -> Any:
+        """Return whether the config asks for a run or a sweep, and keep the config of a run."""
         if asks_for_a_sweep(sys.argv[1:]):  # even with a single job
             return super().get_mode(config_name, overrides)
         try:

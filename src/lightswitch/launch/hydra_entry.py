@@ -147,6 +147,7 @@ class _Sweeping(ComposesOnce):
     def multirun(
         self, config_name: str | None, task_function: Any, overrides: list[str], with_log_configuration: bool = True
     ) -> None:
+        """Run a sweep, and print its table."""
         from lightswitch.sweeps import multirun
 
         def walk_jobs(pinned: list[str]) -> None:

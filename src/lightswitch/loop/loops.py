@@ -184,7 +184,7 @@ class EpochLoop(_TrainingEpochLoop):
 
     @property
     def has_read(self) -> bool:
-        """Whether this process has read a batch of the epoch; if not, it resumes after the epoch's last batch."""
+        """True if this process has read a batch of the epoch; if not, it resumes after the epoch's last batch."""
         return self.batch_progress.total.ready > self._read_before
 
     @property
