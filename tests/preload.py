@@ -13,7 +13,7 @@ from lightswitch.preflight.signatures import signature
 
 CONF = Path(__file__).parents[1] / "conf"
 MODULES = ["pytest", "lightning.pytorch", "torchmetrics.classification", "torch.utils.tensorboard"]
-MODULES += [f"lightswitch.launch.{name}" for name in ("auto", "build", "dry_run", "ending", "entry", "hydra_entry")]
+MODULES += [f"lightswitch.launch.{name}" for name in ("auto", "build", "dry_run", "entry", "hydra_entry")]
 MODULES += [f"lightswitch.launch.{name}" for name in ("plan", "report", "stages")]
 MODULES += ["lightswitch.runs.resume", "lightswitch.cluster.environments", "hydra._internal.logging_config"]
 MODULES += ["fsspec.implementations.chained", "torch.profiler._cupti_monitor", "torch.utils.serialization.config"]
