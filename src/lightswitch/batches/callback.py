@@ -100,7 +100,12 @@ class GlobalBatch(Callback):
 
     # Training
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def check_start(self, trainer: Trainer) -> None:
+        """Check that the loaders and optimizers fit the batches, and the data those that a resumed run was trained on.
+
+        Raises:
+            Refused: they don't.
+        """
         at, loaders = self._resumed, self._loaders.training
         loaders.check()
         if loaders.slices and (lost := at.other_dataset(loaders.samples)) is not None:
@@ -109,6 +114,10 @@ class GlobalBatch(Callback):
                 f"type init_from={trainer.ckpt_path} and another run_id"
             )
         accumulation.check_optimizers(trainer.optimizers, self.plan)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.check_start(trainer)
+        at = self._resumed
         self._counter.start_at(trainer, at)
         if at.step == 0:  # an epoch's start is no restart, although Lightning treats it as one if max_steps is set
             _end_restart(trainer)

@@ -102,7 +102,7 @@ class LogsOfRanks:
         dist.all_gather_object(of_ranks, {key: Logged.of(item) for key, item in own.items()})
         for key, whole in joined(of_ranks).items():
             if key not in own:
-                whole.log_name(results, self._trainer.strategy)
+                whole.log_name(results, self._trainer)
             item = results[key]
             item.reset()
             results.update_metrics(key, *_update(whole, item.value, self._share))

@@ -22,7 +22,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 from lightswitch import patches
 from lightswitch.batches.plan import Position, saved_position
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.monitoring.step_results import Logged, Results, joined, logged
+from lightswitch.monitoring.step_results import Logged, Results, joined
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +61,6 @@ class EpochMetrics(Callback):
         if position is None:
             return
         results = trainer.fit_loop.epoch_loop._results
-        values = {key: Logged.of(item) for key, item in logged(results).items()}
-        if isinstance(results, Results):
-            values |= results.before
-        so_far = {key: asdict(value) for key, value in values.items()} if position.step else {}
         anew = self._of_validation if trainer.validating and position.validation_due else frozenset()
         over = _over(trainer, position)
         states = {
@@ -72,6 +68,14 @@ class EpochMetrics(Callback):
             for name, metric in _metrics(pl_module)
             if metric.update_called and _is_kept(metric) and name not in anew and id(metric) not in over
         }
+        values = {
+            key: Logged.of(item)
+            for key, item in results.valid_items()
+            if item.meta.on_epoch and (item.is_tensor or item.meta.metric_attribute in states)
+        }
+        if isinstance(results, Results):
+            values |= results.before
+        so_far = {key: asdict(value) for key, value in values.items()} if position.step else {}
         if so_far or states:
             checkpoint[OF_RANKS] = [{"logged": so_far, "metrics": states}]
 
@@ -90,8 +94,13 @@ class EpochMetrics(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved, self._saved = self._saved, []
         results = trainer.fit_loop.epoch_loop._results
-        if trainer.is_global_zero and isinstance(results, Results):
-            results.before = joined([{key: Logged(**one) for key, one in of["logged"].items()} for of in saved])
+        if isinstance(results, Results):
+            whole = joined([{key: Logged(**one) for key, one in of["logged"].items()} for of in saved])
+            results.before = {
+                key: one
+                for key, one in whole.items()
+                if (trainer.is_global_zero if one.metric_attribute is None else one.metric_attribute in self._resumed)
+            }
         kept = {name: _state(metric) for name, metric in self._going_on(pl_module) if metric.update_called}
         strategy = HookedStrategy.of(trainer)
         strategy.on_start = partial(self._undo_resets, pl_module, kept)

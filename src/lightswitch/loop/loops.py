@@ -97,6 +97,15 @@ class RunLoop(_FitLoop):
             for callback in saves:
                 callback.save_after_epoch(self.trainer)
 
+    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        """Load the state of these loops; a run that resumes does not begin with a sanity check.
+
+        Its batches would count in metrics that go on over validations, such as the best value so far. Lightning omits
+        it only where the run resumes within an epoch.
+        """
+        super().load_state_dict(state_dict, prefix)
+        self.epoch_loop.val_loop.restarting = True
+
     def on_save_checkpoint(self) -> dict[str, Any]:
         epochs: Any = self.epoch_progress.current  # its type doesn't declare `processed`
         stopped_at = _limits(self.trainer) if self.trainer.should_stop else None
@@ -179,8 +188,7 @@ class EpochLoop(_TrainingEpochLoop):
             self._end_epoch(data_fetcher)
         else:
             super().run(data_fetcher)
-        for earlier in tuple(self._results.before.values()):  # and not logged since the run was resumed
-            earlier.log_name(self._results, self.trainer.strategy)
+        self._results.log_before(self.trainer)
 
     @property
     def has_read(self) -> bool:

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultCollection, _ResultMetric
 from torch import Tensor
+from torchmetrics import Metric
 
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
@@ -48,6 +48,7 @@ class Results(_ResultCollection):
 
     _of_step: _METRICS | None = None
     before: Mapping[str, Logged] = MappingProxyType({})
+    _named: frozenset[str] = frozenset()  # keys that this process has not logged itself
 
     @property
     def of_step(self) -> _METRICS:
@@ -66,14 +67,27 @@ class Results(_ResultCollection):
         self._of_step = None
         super().update_metrics(key, value, batch_size)
         if key in self.before:
-            self[key].add(self.before[key])
+            if self[key].is_tensor:  # a metric has its state restored by itself
+                self[key].add(self.before[key])
             self.before = {other: part for other, part in self.before.items() if other != key}
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
         self._of_step = None
+        super().reset(metrics, fx)
         if metrics is None and fx is None:  # the epoch is over
             self.before = {}
-        super().reset(metrics, fx)
+            for key in self._named:
+                del self[key]
+            self._named = frozenset()
+
+    def log_before(self, trainer: Trainer) -> None:
+        """Log, at an epoch's end, what was logged in it before the run was resumed, and not since."""
+        for earlier in tuple(self.before.values()):
+            earlier.log_name(self, trainer)
+
+    def forget_after_epoch(self, key: str) -> None:
+        """Forget a name with the epoch: in the next one, the process may log it itself, with other arguments."""
+        self._named |= {key}
 
     def to(self, *args: Any, **kwargs: Any) -> Results:
         self._of_step = None
@@ -137,6 +151,7 @@ class Logged:
         reduce_fx: mean, sum, min or max.
         value: the logged values reduced by ``reduce_fx``; for a mean, their sum over samples.
         samples: number of samples of a mean.
+        metric_attribute: name of the module's metric that was logged, which holds the value itself; None for a number.
     """
 
     fx: str
@@ -149,6 +164,7 @@ class Logged:
     reduce_fx: str
     value: float
     samples: float
+    metric_attribute: str | None = None
 
     @classmethod
     def of(cls, item: _ResultMetric) -> Logged:
@@ -164,8 +180,9 @@ class Logged:
             enable_graph=meta.enable_graph,
             add_dataloader_idx=meta.add_dataloader_idx,
             reduce_fx=meta.reduce_fx.__name__,
-            value=item.value.item(),
-            samples=item.cumulated_batch_size.item() if meta.is_mean_reduction else 1,
+            value=item.value.item() if item.is_tensor else _NEUTRAL[meta.reduce_fx.__name__],
+            samples=item.cumulated_batch_size.item() if item.is_tensor and meta.is_mean_reduction else 1,
+            metric_attribute=meta.metric_attribute,
         )
 
     def joined(self, other: Logged) -> Logged:
@@ -174,17 +191,21 @@ class Logged:
             return replace(self, value=(min if self.reduce_fx == "min" else max)(self.value, other.value))
         return replace(self, value=self.value + other.value, samples=self.samples + other.samples)
 
-    def log_name(self, results: _ResultCollection, strategy: Strategy) -> None:
-        """Log the name with a neutral value, so that Lightning knows a name that only other ranks logged."""
+    def log_name(self, results: _ResultCollection, trainer: Trainer) -> None:
+        """Log the name with a neutral value, or the metric: Lightning then knows what this process has not logged."""
         arguments = {key: value for key, value in asdict(self).items() if key not in ("value", "samples", "reduce_fx")}
+        strategy, metric = trainer.strategy, self.metric_attribute
+        neutral = torch.tensor(_NEUTRAL[self.reduce_fx], device=strategy.root_device)
         results.log(
-            value=torch.tensor(_NEUTRAL[self.reduce_fx], device=strategy.root_device),
+            value=neutral if metric is None else cast(Metric, trainer.lightning_module.get_submodule(metric)),
             on_epoch=True,
             reduce_fx=getattr(torch, self.reduce_fx),
             sync_dist_fn=strategy.reduce,
             batch_size=0,
             **arguments,
         )
+        if isinstance(results, Results):
+            results.forget_after_epoch(f"{self.fx}.{self.name}")
 
 
 def logged(results: _ResultCollection) -> dict[str, _ResultMetric]:

@@ -121,6 +121,7 @@ class RunRecord(Callback):
             self._begin_log(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _batch_of(trainer).check_start(trainer)  # before a file of an earlier run is changed
         self._go_on(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -149,9 +150,8 @@ class RunRecord(Callback):
         self._begin_log(trainer)
         if own and earlier and (change := own.change_from(earlier[-1])):
             log.info("world      %s", change)
-            (batch,) = (callback for callback in callbacks_of(trainer) if isinstance(callback, GlobalBatch))
             for logger in trainer.loggers:
-                logger.log_metrics({WORLD: trainer.world_size}, step=batch.first_logged_step(trainer))
+                logger.log_metrics({WORLD: trainer.world_size}, step=_batch_of(trainer).first_logged_step(trainer))
 
     def _start(self, trainer: Trainer) -> Start:
         hosts = self.run.process.hosts or [platform.node()]
@@ -178,6 +178,11 @@ class RunRecord(Callback):
             run_log.begin()
         if self._logs_hyperparameters:
             log_hyperparameters(trainer, self._cleaner, {**self._config, "sizes": _sizes(trainer, self.plan)})
+
+
+def _batch_of(trainer: Trainer) -> GlobalBatch:
+    (batch,) = (callback for callback in callbacks_of(trainer) if isinstance(callback, GlobalBatch))
+    return batch
 
 
 def _sizes(trainer: Trainer, plan: BatchPlan) -> dict[str, int]:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torchmetrics import SumMetric
+from torchmetrics import MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision
 
 from lightswitch.checkpoints.directory import read_state
 from tests.engine.conftest import PLAIN_DATA, Finished, Train, runs_in
@@ -50,16 +51,34 @@ class LateModel(AveragedModel):
 
 
 class WholeModel(PlainModel):
-    """Goes by what an epoch's end tells: a schedule of a metric, and a mean over the epoch."""
+    """Goes by what an epoch's end tells: a schedule of a metric, means over the epoch, and a count over the run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("ended", torch.zeros(()))
+        self.train_accuracy, self.seen = MulticlassAccuracy(4, average="micro"), SumMetric()
+        self.several = MetricCollection({"train/f1": MulticlassF1Score(4), "train/precision": MulticlassPrecision(4)})
+
+    def on_train_start(self) -> None:
+        self.seen.reset()  # as lightning-hydra-template does after the sanity check
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("train/mean", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]))
+        self.log("train/synced", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]), sync_dist=True)
+        logits = self.net(batch[0])
+        for metric in (self.train_accuracy, self.several):
+            metric.update(logits, batch[1])
+        self.log("train/accuracy", self.train_accuracy, on_step=False, on_epoch=True)
+        self.log_dict(dict(self.several), on_step=False, on_epoch=True)
         return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.seen.update(len(batch[0]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/seen", self.seen.compute())
 
     def on_train_epoch_end(self) -> None:
         self.ended += 1
@@ -142,7 +161,8 @@ WHOLE = (
     *("trainer.max_epochs=4", "trainer.log_every_n_steps=1", "callbacks.last_checkpoint.every_n_steps=1"),
     *("callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping", "callbacks.early.monitor=val/loss"),
 )
-AT_ENDS = ("samples", "train/loss", "train/mean", "train/end", "val/loss", "val/accuracy")
+AT_ENDS = ("samples", "train/loss", "train/mean", "train/synced", "train/accuracy", "train/f1", "train/precision")
+AT_ENDS += ("train/end", "val/loss", "val/accuracy", "val/seen")
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +174,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     ("hook", "step", "strategy", "ranks"),
     [
         *(("on_train_epoch_end", 10, "ddp", 2), ("on_validation_start", 10, "fsdp", 3)),
+        ("on_train_epoch_start", 10, "single", 0),
         *at_night(("on_validation_start", 10, "single", 0), ("on_train_epoch_end", 20, "single", 0)),
         *at_night(("on_validation_start", 20, "ddp", 2), ("on_train_epoch_end", 20, "deepspeed_stage_2", 2)),
     ],

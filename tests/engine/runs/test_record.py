@@ -29,6 +29,7 @@ REFUSED = {
     "another model's size": f"{MORE} model.width=32",
     "another optimizer": f"{MORE} model._target_=tests.engine.plain.SGDModel",
     "another seed": f"{MORE} seed=1",
+    "other data": f"{MORE} data.samples=30",
     "a run id that is none": "run_id=../mine",
 }
 

@@ -48,7 +48,7 @@ def test_an_array_task_without_overrides_is_refused(slurm_cluster: Cluster, chec
     script = CHECKOUT / "slurm/sweep.sh"
     job = Job(slurm_cluster, f"{submit(slurm_cluster, script, '--', 'seed=1', cwd=checkout, nodes=1, array=1).id}_1")
     assert job.wait() == "FAILED"
-    assert job.printed() == "error: found array task 1, and 1 lines of overrides after --; use --array=0-N\n"
+    assert job.printed() == "error: found array task 1, but 1 lines of overrides after --; use --array=0-N\n"
 
 
 def test_a_quote_that_is_not_closed_is_an_error(slurm_cluster: Cluster, checkout: Path) -> None:
