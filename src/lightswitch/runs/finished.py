@@ -66,6 +66,15 @@ def keep(cfg: DictConfig, run_dir: Path, step: int, go_on: str | None) -> None:
     regular_files.write_text(run_dir / _FILE, json.dumps(asdict(Mark(step, _limits(cfg), go_on)), indent=2) + "\n")
 
 
+def saved_at(run_dir: Path) -> int | None:
+    """Return the step at which a run ended with a checkpoint; None if it has not ended, or without one."""
+    try:
+        ended = regular_files.read_json(run_dir / _FILE)
+    except (OSError, ValueError):
+        return None
+    return int(ended["step"]) if _is_whole(ended) and ended["go_on"] else None
+
+
 def is_marked(run_dir: Path) -> bool:
     """Return whether fit and test of a run have ended, under the limits of that run."""
     return (run_dir / _FILE).is_file()

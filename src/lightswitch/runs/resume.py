@@ -11,7 +11,7 @@ from lightswitch.batches.plan import Position
 from lightswitch.checkpoints.last import newest, position_of
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, shown
-from lightswitch.runs import saved
+from lightswitch.runs import finished, saved, starts
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,19 @@ def _reached(position: Position) -> str:
 
 def _to_resume(resume: str, run_dir: Path) -> Start:
     if resume in ("auto", "last"):
-        return Start(*newest(run_dir) or ())
+        found = newest(run_dir)
+        if found is None and (lost := _saved_before(run_dir)):
+            raise Refused(
+                f"{shown(run_dir)} was saved at step {lost}, but has no checkpoint any more; put its folder "
+                "checkpoints back, or start over with resume=never"
+            )
+        return Start(*found or ())
     return Start() if resume == "never" else _read(saved.checkpoint(resume, run_dir))
+
+
+def _saved_before(run_dir: Path) -> int:
+    """Return the last step of which a run is known to have had a checkpoint: its end's, or one that it resumed from."""
+    return max([finished.saved_at(run_dir) or 0, *(start.step for start in starts.read(run_dir))])
 
 
 def _read(path: Path) -> Start:

@@ -89,6 +89,23 @@ def copied(earlier: Finished, tmp_path: Path) -> Finished:
     return Finished(0, "", "", tmp_path / "copied")
 
 
+@pytest.mark.parametrize("is_marked", [True, False])  # as ended; else run.json has the step that it went on from
+def test_a_run_that_has_lost_its_checkpoints_does_not_begin_anew_unasked(
+    is_marked: bool, copied: Finished, train: Train
+) -> None:
+    if not is_marked:
+        train(*RUN, MORE, folder=copied.folder)
+        (copied.run_dir / "ended.json").unlink()
+    shutil.rmtree(copied.run_dir / "checkpoints")
+    before = _state(copied.run_dir)
+    refused = train(*RUN, "trainer.max_steps=6", folder=copied.folder, check=False)
+    lost = "runs/plain/mine was saved at step 2, but has no checkpoint any more"
+    how = "put its folder checkpoints back, or start over with resume=never"
+    assert (refused.returncode, refused.err) == (2, f"error: {lost}; {how}\n")
+    assert _state(copied.run_dir) == before
+    train(*RUN, MORE, "resume=never", folder=copied.folder)
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "run.json", "results.json", ".hydra/hydra.yaml"])
 def test_a_directory_where_a_file_goes_is_refused_and_none_is_replaced(
     name: str, copied: Finished, train: Train
