@@ -164,13 +164,13 @@ def keep_disk_errors_of_threads(process: Process) -> None:
 def _file_of(error: OSError) -> str | None:
     """Return the file that an error concerns: the file it names, or an open file of the innermost frame with one."""
     if error.filename:
-        return str(error.filename)
+        return os.fsdecode(error.filename)
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         owner = frame.f_locals.get("self")
         for value in (*frame.f_locals.values(), *getattr(owner, "__dict__", {}).values()):
             name = getattr(value, "name", None) if isinstance(value, io.IOBase) else None
-            if isinstance(name, str) and not name.startswith("<"):
-                return name
+            if isinstance(name, str | bytes) and not os.fsdecode(name).startswith("<"):  # TensorBoard's are bytes
+                return os.fsdecode(name)
     return None
 
 

@@ -275,3 +275,11 @@ def test_who_runs_out_of_memory_is_no_victim_of_another_rank(whose: str) -> None
 def test_a_broken_connection_is_another_ranks_fault() -> None:
     found = failure_of(Rank(0, 2, "here", 1), RuntimeError("NCCL error: remote process exited or there was an error"))
     assert (found.lacks_memory, found.follows) == (False, True)
+
+
+@pytest.mark.parametrize("path", ["/dev/full", b"/dev/full"])  # a name in bytes is TensorBoard's
+def test_a_full_disk_is_told_from_a_bug_by_the_file_that_is_written(path: str | bytes) -> None:
+    with pytest.raises(OSError, match="No space left") as full, open(path, "wb") as file:
+        file.write(b"x")
+    assert full.value.filename is None
+    assert classify.is_of_disk(full.value)
