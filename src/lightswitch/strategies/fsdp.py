@@ -37,7 +37,13 @@ from lightswitch.errors import Refused
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.monitoring.grad_norm import by_mesh
 from lightswitch.strategies.elementwise import refuse_sharded
-from lightswitch.strategies.gathered_writes import GatheredWrites, WholeBesideShards, let_data_be_assigned, of_fsdp
+from lightswitch.strategies.gathered_writes import (
+    GatheredWrites,
+    WholeBesideShards,
+    let_data_be_assigned,
+    of_fsdp,
+    reduce_as_if_trained,
+)
 from lightswitch.strategies.replicas import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.sharded import (
     Sharded,
@@ -285,6 +291,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             ignored_params=self._replicated | others,
         )
         shards.set_force_sum_reduction_for_comms(self.only_sums)
+        reduce_as_if_trained(shards)
 
     def _policy(self, module: nn.Module) -> MixedPrecisionPolicy:
         if self._autocast_dtype is None:

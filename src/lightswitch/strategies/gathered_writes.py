@@ -251,11 +251,38 @@ def of_fsdp(root: nn.Module, names: Mapping[nn.Parameter, str]) -> dict[nn.Modul
     }
 
 
+def reduce_as_if_trained(module: FSDPModule) -> None:
+    """Reduce gradients in the dtype of the policy even if a module's parameters are all frozen at first.
+
+    torch reads the dtypes at the first forward pass from those that are trained then. Without any, gradients of a later
+    pass, as of a backbone that is unfrozen, would be reduced in the dtype of the computation, and not fit parameters.
+    """
+
+    def read_dtypes(*_: object) -> None:
+        hook.remove()
+        for group in _groups(module):
+            shards = [param.sharded_param for param in group.fsdp_params]
+            dtypes = {shard.dtype for shard in shards}
+            if len(dtypes) != 1 or not dtypes.pop().is_floating_point or any(shard.requires_grad for shard in shards):
+                continue
+            for shard in shards:
+                shard.requires_grad_(True)
+            group._init_mp_dtypes()
+            for shard in shards:
+                shard.requires_grad_(False)
+
+    hook = module.register_forward_pre_hook(read_dtypes)  # type: ignore[attr-defined]  # a module's class
+
+
+def _groups(module: FSDPModule) -> Iterator[Any]:
+    """Yield torch's groups of parameters that a module gathers at once."""
+    state = module._get_fsdp_state()
+    yield from filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])  # before 2.13: one
+
+
 def _params(module: FSDPModule) -> Iterator[Any]:
     """Yield torch's records of the parameters that a module gathers."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one before torch 2.13
-    for group in filter(None, groups):
+    for group in _groups(module):
         yield from group.fsdp_params
 
 

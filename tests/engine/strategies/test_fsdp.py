@@ -237,3 +237,30 @@ def test_an_average_by_hand_is_that_of_one_process(strategy: str, fits: Fits) ->
     (alone,) = fits(AVERAGED)
     for rank in fits(replace(AVERAGED, strategy=strategy), 2):
         torch.testing.assert_close(rank.end["mean"], alone.end["mean"], rtol=0, atol=1e-5)
+
+
+class FrozenFirst(LanguageModel):
+    """Trains its blocks from step 2 on, as whoever tunes a backbone, and is not validated before."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self._train_blocks(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._train_blocks(self.trainer.global_step >= 2)
+
+    def _train_blocks(self, are_trained: bool) -> None:
+        for parameter in self.transformer.blocks.parameters():
+            parameter.requires_grad = are_trained
+
+
+def test_units_that_are_frozen_at_first_train_later_in_a_mixed_precision(fits: Fits) -> None:
+    mixed = replace(
+        LANGUAGE, module=partial(FrozenFirst, ADAMW), arguments="precision=bf16-mixed num_sanity_val_steps=0"
+    )
+    sharded, (alone,) = fits(replace(mixed, strategy="fsdp"), 2), fits(mixed)
+    assert largest_difference(sharded[0], alone) <= 5e-3
+    frozen = fits(replace(mixed, module=partial(FrozenFirst, ADAMW), steps=2))[0]
+    changed = "transformer.blocks.0.mlp.input.weight"
+    assert torch.equal(frozen.end[changed], alone.start[changed])
+    assert not torch.equal(sharded[0].end[changed], alone.start[changed])
