@@ -57,6 +57,7 @@ ALLOWED = {
     "self.config_loader.cfg": "of _Composed, the engine's",
     "strategy.on_data": "of HookedStrategy, the engine's",
     "strategy.loss_weight": "of HookedStrategy, the engine's",
+    "self.epoch_loop.val_loop.restarting": "as Lightning's own loop sets it, of a run that resumes within an epoch",
     "self.val_loop.restarting": "as Lightning's own loop sets it, at the first batch after a resume",
     "generator.bit_generator.state": "NumPy documents it: how a generator is seeded again",
     "undivided.num_replicas": "of a copy of the user's sampler",
