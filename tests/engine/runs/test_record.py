@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from lightswitch.regular_files import remove_tree
 from lightswitch.runs import lock, record
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 from tests.engine.failures.pace import FAILS_ONCE
@@ -97,7 +96,7 @@ def test_a_run_that_has_lost_its_checkpoints_does_not_begin_anew_unasked(
     if not is_marked:
         train(*RUN, MORE, folder=copied.folder)
         (copied.run_dir / "ended.json").unlink()
-    remove_tree(copied.run_dir / "checkpoints")
+    (copied.run_dir / "checkpoints").rename(copied.folder / "moved")
     before = _state(copied.run_dir)
     refused = train(*RUN, "trainer.max_steps=6", folder=copied.folder, check=False)
     lost = "runs/plain/mine was saved at step 2, but has no checkpoint any more"
