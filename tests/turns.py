@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ def count_of_days() -> int:
 
 def changed(since: str = "HEAD~1") -> frozenset[str]:
     """Return the files of tests that a change touches, committed last or not yet, as git has it; none without git."""
+    if shutil.which("git") is None:
+        return frozenset()
     asked = ["git", "diff", "--name-only", "--relative", since, "--", TESTS.name]
     return frozenset(subprocess.run(asked, cwd=TESTS.parent, capture_output=True, text=True).stdout.splitlines())
 

@@ -335,35 +335,77 @@ PATCHES = (
 # would never be called.
 _PL = "lightning.pytorch"
 OVERRIDES = {
-    "deepspeed.runtime.zero.partition_parameters.Init": "_zero_init_param",
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl": "load_configuration",
-    "hydra._internal.hydra.Hydra": "get_mode multirun",
-    "lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin": "device",
-    f"{_PL}.callbacks.ModelCheckpoint": "_update_best_and_save",
-    f"{_PL}.callbacks.WeightAveraging": "_copy_average_to_current _swap_models",
-    f"{_PL}.loops._FitLoop": "done on_advance_end on_load_checkpoint on_save_checkpoint skip",
-    f"{_PL}.loops.loop._Loop": "load_state_dict",
+    "deepspeed.runtime.zero.partition_parameters.Init": ("_zero_init_param",),
+    "hydra._internal.config_loader_impl.ConfigLoaderImpl": ("load_configuration",),
+    "hydra._internal.hydra.Hydra": (
+        "get_mode",
+        "multirun",
+    ),
+    "lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin": ("device",),
+    f"{_PL}.callbacks.ModelCheckpoint": ("_update_best_and_save",),
+    f"{_PL}.callbacks.WeightAveraging": (
+        "_copy_average_to_current",
+        "_swap_models",
+    ),
+    f"{_PL}.loops._FitLoop": (
+        "done",
+        "on_advance_end",
+        "on_load_checkpoint",
+        "on_save_checkpoint",
+        "skip",
+    ),
+    f"{_PL}.loops.loop._Loop": ("load_state_dict",),
     f"{_PL}.loops._TrainingEpochLoop": (
-        "_broadcast_sigterm_tensor advance on_advance_end on_run_start run update_lr_schedulers"
+        "_broadcast_sigterm_tensor",
+        "advance",
+        "on_advance_end",
+        "on_run_start",
+        "run",
+        "update_lr_schedulers",
     ),
-    f"{_PL}.loops.optimization.automatic._AutomaticOptimization": "_training_step",
-    f"{_PL}.loops.optimization.manual._ManualOptimization": "run",
-    f"{_PL}.strategies.DDPStrategy": "_register_ddp_hooks _setup_model",
+    f"{_PL}.loops.optimization.automatic._AutomaticOptimization": ("_training_step",),
+    f"{_PL}.loops.optimization.manual._ManualOptimization": ("run",),
+    f"{_PL}.strategies.DDPStrategy": (
+        "_register_ddp_hooks",
+        "_setup_model",
+    ),
     f"{_PL}.strategies.DeepSpeedStrategy": (
-        "_format_config _init_optimizers _initialize_deepspeed_inference _load_config _setup_model_and_optimizer"
+        "_format_config",
+        "_init_optimizers",
+        "_initialize_deepspeed_inference",
+        "_load_config",
+        "_setup_model_and_optimizer",
     ),
-    f"{_PL}.strategies.ModelParallelStrategy": "_get_process_group_backend",
-    f"{_PL}.strategies.launchers._MultiProcessingLauncher": "_wrapping_function launch",
-    f"{_PL}.strategies.launchers._SubprocessScriptLauncher": "_call_children_scripts launch",
-    f"{_PL}.strategies.strategy._ForwardRedirection": "on_after_inner_forward",
+    f"{_PL}.strategies.ModelParallelStrategy": ("_get_process_group_backend",),
+    f"{_PL}.strategies.launchers._MultiProcessingLauncher": (
+        "_wrapping_function",
+        "launch",
+    ),
+    f"{_PL}.strategies.launchers._SubprocessScriptLauncher": (
+        "_call_children_scripts",
+        "launch",
+    ),
+    f"{_PL}.strategies.strategy._ForwardRedirection": ("on_after_inner_forward",),
     f"{_PL}.trainer.connectors.logger_connector.logger_connector._LoggerConnector": (
-        "epoch_end_reached on_batch_end on_epoch_end update_eval_step_metrics update_train_step_metrics"
+        "epoch_end_reached",
+        "on_batch_end",
+        "on_epoch_end",
+        "update_eval_step_metrics",
+        "update_train_step_metrics",
     ),
-    f"{_PL}.trainer.connectors.logger_connector.result._ResultCollection": "metrics reset to update_metrics",
-    f"{_PL}.trainer.connectors.logger_connector.result._ResultMetric": "to",
-    "torch.amp.GradScaler": "_unscale_grads_",
-    "torch.distributed.checkpoint.filesystem.FileSystemReader": "_slice_file",
-    "torch.distributed.checkpoint.filesystem._FileSystemWriter": "finish write_data",
+    f"{_PL}.trainer.connectors.logger_connector.result._ResultCollection": (
+        "metrics",
+        "reset",
+        "to",
+        "update_metrics",
+    ),
+    f"{_PL}.trainer.connectors.logger_connector.result._ResultMetric": ("to",),
+    "torch.amp.GradScaler": ("_unscale_grads_",),
+    "torch.distributed.checkpoint.filesystem.FileSystemReader": ("_slice_file",),
+    "torch.distributed.checkpoint.filesystem._FileSystemWriter": (
+        "finish",
+        "write_data",
+    ),
 }
 
 
@@ -467,7 +509,7 @@ def table() -> str:
         lines.append(f"| {patch.package} | `{patch.owner}.{patch.name}` | {on} | `{expected}` | {patch.why} |")
     lines += ["", "Methods that a class of the engine overrides, where the method or its class is private:", ""]
     for owner, names in OVERRIDES.items():
-        lines.append(f"- `{owner}`: {', '.join(f'`{name}`' for name in names.split())}")
+        lines.append(f"- `{owner}`: {', '.join(f'`{name}`' for name in names)}")
     return "\n".join([*lines, ""])
 
 

@@ -237,8 +237,8 @@ def _path(cls: type) -> str:
 
 def test_private_methods_that_are_overridden_are_listed_and_there() -> None:
     for owner, names in OVERRIDES.items():
-        assert not [name for name in names.split() if not hasattr(resolve_name(owner), name)], owner
-    listed = {f"{_path(resolve_name(owner))}.{name}" for owner, names in OVERRIDES.items() for name in names.split()}
+        assert not [name for name in names if not hasattr(resolve_name(owner), name)], owner
+    listed = {f"{_path(resolve_name(owner))}.{name}" for owner, names in OVERRIDES.items() for name in names}
     assert _private_overrides() == listed
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
@@ -49,24 +50,25 @@ class EpochMetrics(Callback):
     """
 
     def __init__(self) -> None:
-        self._of_validation: frozenset[str] = frozenset()  # metrics without updates when validation began
-        self._saved: list[dict[str, Any]] = []
+        self._at_validation: dict[str, State] = {}  # states when validation began
+        self._before: dict[str, Logged] = {}  # values of the resumed epoch, until training starts
         self._resumed: set[str] = set()  # names of restored metrics
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._of_validation = frozenset(name for name, metric in _metrics(pl_module) if not metric.update_called)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._at_validation = _states(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         position = saved_position(checkpoint)
         if position is None:
             return
         results = trainer.fit_loop.epoch_loop._results
-        anew = self._of_validation if trainer.validating and position.validation_due else frozenset()
+        begins_anew = trainer.validating and position.validation_due  # the validation, after the resume
         over = _over(trainer, position)
         states = {
-            name: _state(metric)
-            for name, metric in _metrics(pl_module)
-            if metric.update_called and _is_kept(metric) and name not in anew and id(metric) not in over
+            name: state
+            for name, state in (self._at_validation if begins_anew else _states(pl_module)).items()
+            if id(pl_module.get_submodule(name)) not in over
         }
         values = {
             key: Logged.of(item)
@@ -75,6 +77,7 @@ class EpochMetrics(Callback):
         }
         if isinstance(results, Results):
             values |= results.before
+        values |= self._before
         so_far = {key: asdict(value) for key, value in values.items()} if position.step else {}
         if so_far or states:
             checkpoint[OF_RANKS] = [{"logged": so_far, "metrics": states}]
@@ -82,25 +85,25 @@ class EpochMetrics(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restore metrics before a validation that was due; in an evaluation, only those with persistent states."""
         saved, is_fit = checkpoint.get(OF_RANKS, []), trainer.state.fn == TrainerFn.FITTING
-        self._saved, self._resumed = saved if is_fit else [], set()
+        self._resumed = set()
         for name, metric in _metrics(pl_module):
             states = [of["metrics"][name] for of in saved if name in of["metrics"]]
             is_wanted = _is_kept(metric) and (is_fit or any(metric._persistent.values()))
             if states and is_wanted and set(states[0]) == set(metric._defaults):
-                # metrics sum their states over ranks when computed, so only rank zero restores the saved values
-                _restore(metric, _whole(metric, states) if trainer.is_global_zero else {})
+                # metrics sum their states over ranks when computed, so only the first of these restores what was saved
+                _restore(metric, _whole(metric, states) if _is_first(metric, trainer) else {})
                 self._resumed.add(name)
+        whole = joined([{key: Logged(**one) for key, one in of["logged"].items()} for of in saved if is_fit])
+        self._before = {
+            key: one
+            for key, one in whole.items()
+            if (trainer.is_global_zero if one.metric_attribute is None else one.metric_attribute in self._resumed)
+        }
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        saved, self._saved = self._saved, []
         results = trainer.fit_loop.epoch_loop._results
         if isinstance(results, Results):
-            whole = joined([{key: Logged(**one) for key, one in of["logged"].items()} for of in saved])
-            results.before = {
-                key: one
-                for key, one in whole.items()
-                if (trainer.is_global_zero if one.metric_attribute is None else one.metric_attribute in self._resumed)
-            }
+            results.before, self._before = self._before, {}
         kept = {name: _state(metric) for name, metric in self._going_on(pl_module) if metric.update_called}
         strategy = HookedStrategy.of(trainer)
         strategy.on_start = partial(self._undo_resets, pl_module, kept)
@@ -128,6 +131,29 @@ def _over(trainer: Trainer, position: Position) -> set[int]:
     ended = [] if position.step else [loop._results]
     ended += [loop.val_loop._results] if trainer.validating else []
     return {id(item.value) for results in ended for item in results.values() if not item.is_tensor}
+
+
+def _states(module: LightningModule) -> dict[str, State]:
+    """Return the states of the metrics that this rank saves, by name.
+
+    Devices that share a layer have the same states, which the first of them saves.
+    """
+    return {
+        name: _state(metric)
+        for name, metric in _metrics(module)
+        if metric.update_called and _is_kept(metric) and _is_saved(metric)
+    }
+
+
+def _is_saved(metric: Metric) -> bool:
+    return metric.process_group is None or 0 in dist.get_process_group_ranks(metric.process_group)
+
+
+def _is_first(metric: Metric, trainer: Trainer) -> bool:
+    """Return whether this rank is the first of those over which a metric is computed."""
+    if metric.process_group is None:
+        return trainer.is_global_zero
+    return bool(dist.get_rank(metric.process_group) == 0)
 
 
 def _metrics(module: LightningModule) -> Iterator[tuple[str, Metric]]:

@@ -164,7 +164,7 @@ def keep_disk_errors_of_threads(process: Process) -> None:
 def _file_of(error: OSError) -> str | None:
     """Return the file that an error concerns: the file it names, or an open file of the innermost frame with one."""
     if error.filename:
-        return os.fsdecode(error.filename)
+        return os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         owner = frame.f_locals.get("self")
         for value in (*frame.f_locals.values(), *getattr(owner, "__dict__", {}).values()):

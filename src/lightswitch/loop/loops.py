@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -86,13 +86,8 @@ class RunLoop(_FitLoop):
         if not is_whole:  # a longer run resumes here, within the epoch
             for callback in saves:
                 callback.save(self.trainer)
-        module = self.trainer.lightning_module
-        if self.is_resuming and not self.epoch_loop.has_read:
-            patches.replace(module, "on_train_epoch_end", _lenient(module.on_train_epoch_end, self.trainer))
-        try:
+        with _lenient_end(self.trainer) if self.is_resuming and not self.epoch_loop.has_read else nullcontext():
             super().on_advance_end()
-        finally:
-            patches.restore(module, "on_train_epoch_end")
         if is_whole:
             for callback in saves:
                 callback.save_after_epoch(self.trainer)
@@ -120,11 +115,14 @@ class RunLoop(_FitLoop):
             trainer.should_stop = True
 
 
-def _lenient(end: Callable[[], None], trainer: Trainer) -> Callable[[], None]:
-    """Return the end of an epoch whose batches another process has read; an error is logged, and the run continues.
+@contextmanager
+def _lenient_end(trainer: Trainer) -> Iterator[None]:
+    """Log an error of the module at the end of an epoch whose batches another process has read, and continue.
 
     Data that the module itself collects over an epoch, for example in a list, is lost with its process.
     """
+    module = trainer.lightning_module
+    end, own = module.on_train_epoch_end, vars(module).get("on_train_epoch_end")
 
     @functools.wraps(end)  # its __module__ shows whether the method is the user's
     def attempt() -> None:
@@ -137,7 +135,13 @@ def _lenient(end: Callable[[], None], trainer: Trainer) -> Callable[[], None]:
                 trainer.current_epoch, type(error).__name__, error,
             )  # fmt: skip
 
-    return attempt
+    patches.replace(module, "on_train_epoch_end", attempt)
+    try:
+        yield
+    finally:
+        patches.restore(module, "on_train_epoch_end")
+        if own is not None:  # the module has set it itself
+            patches.replace(module, "on_train_epoch_end", own)
 
 
 def _limits(trainer: Trainer) -> list[float | None]:

@@ -182,7 +182,7 @@ class Logged:
             reduce_fx=meta.reduce_fx.__name__,
             value=item.value.item() if item.is_tensor else _NEUTRAL[meta.reduce_fx.__name__],
             samples=item.cumulated_batch_size.item() if item.is_tensor and meta.is_mean_reduction else 1,
-            metric_attribute=meta.metric_attribute,
+            metric_attribute=None if item.is_tensor else meta.metric_attribute,
         )
 
     def joined(self, other: Logged) -> Logged:

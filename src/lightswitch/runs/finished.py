@@ -66,13 +66,13 @@ def keep(cfg: DictConfig, run_dir: Path, step: int, go_on: str | None) -> None:
     regular_files.write_text(run_dir / _FILE, json.dumps(asdict(Mark(step, _limits(cfg), go_on)), indent=2) + "\n")
 
 
-def saved_at(run_dir: Path) -> int | None:
-    """Return the step at which a run ended with a checkpoint; None if it has not ended, or without one."""
+def last_step(run_dir: Path) -> int:
+    """Return the step at which a run ended; 0 if it has not ended, or its mark is damaged."""
     try:
         ended = regular_files.read_json(run_dir / _FILE)
     except (OSError, ValueError):
-        return None
-    return int(ended["step"]) if _is_whole(ended) and ended["go_on"] else None
+        return 0
+    return int(ended["step"]) if _is_whole(ended) else 0
 
 
 def is_marked(run_dir: Path) -> bool:

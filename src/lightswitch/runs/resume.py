@@ -58,18 +58,18 @@ def _reached(position: Position) -> str:
 def _to_resume(resume: str, run_dir: Path) -> Start:
     if resume in ("auto", "last"):
         found = newest(run_dir)
-        if found is None and (lost := _saved_before(run_dir)):
+        if found is None and (step := _trained_before(run_dir)):
             raise Refused(
-                f"{shown(run_dir)} was saved at step {lost}, but has no checkpoint any more; put its folder "
-                "checkpoints back, or start over with resume=never"
+                f"{shown(run_dir)} has trained at step {step}, but has no checkpoint; put its folder checkpoints back, "
+                "resume another one with resume=PATH, or start over with resume=never"
             )
         return Start(*found or ())
     return Start() if resume == "never" else _read(saved.checkpoint(resume, run_dir))
 
 
-def _saved_before(run_dir: Path) -> int:
-    """Return the last step of which a run is known to have had a checkpoint: its end's, or one that it resumed from."""
-    return max([finished.saved_at(run_dir) or 0, *(start.step for start in starts.read(run_dir))])
+def _trained_before(run_dir: Path) -> int:
+    """Return the last step that a run is known to have reached: where it ended, or from where it was resumed."""
+    return max([finished.last_step(run_dir), *(start.step for start in starts.read(run_dir))])
 
 
 def _read(path: Path) -> Start:

@@ -103,6 +103,14 @@ class Dies(pl.Callback):
             os._exit(9)
 
 
+class IsAskedToEnd(Dies):
+    """Is sent a signal, as by a scheduler, once the step's first validation batch is done."""
+
+    def _die(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step == self.step and trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 class CountEpochs(pl.Callback):
     def __init__(self) -> None:
         self.ended = 0
@@ -192,6 +200,30 @@ def test_an_epoch_whose_end_was_cut_off_ends_in_the_run_that_goes_on(
     for name in AT_ENDS:
         assert largest_difference(gone_on, whole, name) <= 1e-6 * max(1, *whole.column(name).values()), name
     assert ended(gone_on) == ended(whole)
+
+
+def test_an_end_is_cut_off_again_after_the_best_checkpoint_of_its_validation(whole: Finished, train: Train) -> None:
+    """Which the start after that goes on from; it is saved before training goes on."""
+    run = (*WHOLE, "callbacks.best_checkpoint.save_on_train_epoch_end=false", f"callbacks.dies._target_={HERE}.Dies")
+    folder = None
+    for hook in ("on_validation_start", "on_train_epoch_end"):
+        cut_off = train(*run, f"callbacks.dies.hook={hook}", "callbacks.dies.step=10", folder=folder, check=False)
+        assert cut_off.returncode == 9, cut_off.err
+        folder = cut_off.folder
+    gone_on = train(*run, "callbacks.dies.hook=on_train_end", "callbacks.dies.step=null", folder=folder)
+    assert "best.ckpt, at step 10" in gone_on.out
+    for name in AT_ENDS:
+        assert gone_on.column(name) == whole.column(name), name
+
+
+def test_a_validation_that_is_preempted_counts_once(whole: Finished, train: Train) -> None:
+    asked = (f"callbacks.asked._target_={HERE}.IsAskedToEnd", "callbacks.asked.hook=on_validation_batch_end")
+    run = (*WHOLE, *asked, "callbacks.last_checkpoint.every_n_steps=100", "data.batch_size=8")
+    preempted = train(*run, "callbacks.asked.step=10", check=False)
+    assert preempted.returncode == 143, preempted.err
+    gone_on = train(*run, "callbacks.asked.step=null", folder=preempted.folder)
+    for name in AT_ENDS:
+        assert largest_difference(gone_on, whole, name) <= 1e-6 * max(1, *whole.column(name).values()), name
 
 
 class GatheringModel(PlainModel):

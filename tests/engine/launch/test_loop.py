@@ -131,3 +131,13 @@ def test_an_error_at_the_end_of_an_epoch_without_a_batch_ends_a_run_that_was_not
     replace_loops(trainer)
     with pytest.raises(RuntimeError, match="non-empty"):
         trainer.fit(Gathering(), PlainData())
+
+
+def test_a_hook_that_the_module_has_set_itself_is_called_at_the_end_of_each_epoch(tmp_path: Path) -> None:
+    ended: list[int] = []
+    model = PlainModel()
+    model.on_train_epoch_end = lambda: ended.append(model.current_epoch)  # type: ignore[method-assign]
+    trainer = trained_by(tmp_path, [], max_epochs=3, limit_val_batches=0)
+    replace_loops(trainer)
+    trainer.fit(model, PlainData())
+    assert ended == [0, 1, 2]

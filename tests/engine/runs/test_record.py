@@ -99,8 +99,8 @@ def test_a_run_that_has_lost_its_checkpoints_does_not_begin_anew_unasked(
     (copied.run_dir / "checkpoints").rename(copied.folder / "moved")
     before = _state(copied.run_dir)
     refused = train(*RUN, "trainer.max_steps=6", folder=copied.folder, check=False)
-    lost = "runs/plain/mine was saved at step 2, but has no checkpoint any more"
-    how = "put its folder checkpoints back, or start over with resume=never"
+    lost = "runs/plain/mine has trained at step 2, but has no checkpoint"
+    how = "put its folder checkpoints back, resume another one with resume=PATH, or start over with resume=never"
     assert (refused.returncode, refused.err) == (2, f"error: {lost}; {how}\n")
     assert _state(copied.run_dir) == before
     train(*RUN, MORE, "resume=never", folder=copied.folder)
