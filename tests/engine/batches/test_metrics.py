@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric
+from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from tests.engine.conftest import PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
+from tests.engine.models.language import LanguageModel
 from tests.engine.plain import PlainModel
+from tests.engine.tiny import LANGUAGE
 from tests.night import at_night
 
 RUN = (
@@ -131,6 +133,34 @@ def test_they_go_on_under_another_strategy_and_world_size(alone: Finished, train
     resumed = train(*RUN, "strategy=fsdp", f"resume={stopped.run_dir}/checkpoints/step_3.ckpt", ranks=2)
     for name in TRAINING:
         assert largest_difference(resumed, alone, name) <= 2e-6 * max(1, *alone.column(name).values()), name
+
+
+class LogsOfLayers(LanguageModel):
+    """Logs metrics of what all devices of a group that shares layers have read."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.mean, self.total = MeanMetric(), SumMetric()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for metric in (self.mean, self.total):
+            metric.update(batch[1].float().mean())
+        self.log_dict({"train/bytes": self.mean, "train/total": self.total}, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.evaluation_loss.update(super().training_step(batch, batch_idx))
+
+
+def test_they_go_on_on_devices_that_share_layers(train: Train) -> None:
+    plan = "+trainer.strategy.plans.LogsOfLayers=tests.engine.models.language.tensor_parallel"
+    run = (f"model._target_={__name__}.LogsOfLayers", *LANGUAGE[1:], "strategy=fsdp_tp", plan, "trainer.max_steps=6")
+    run = (*run, "trainer.limit_train_batches=6", "callbacks.last_checkpoint.every_n_steps=4", "micro_batch_size=null")
+    whole = train(*run, ranks=4)
+    resumed = train(*run, f"resume={whole.run_dir}/checkpoints/step_4.ckpt", ranks=4)
+    for name in ("train/bytes", "train/total"):
+        assert resumed.column(name) == pytest.approx(whole.column(name), rel=1e-6), name
 
 
 class KeepsTheBest(PlainModel):
