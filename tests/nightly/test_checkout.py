@@ -49,7 +49,7 @@ def test_the_suite_removes_nothing_where_slurm_is_not_installed(clone: Path) -> 
 def test_the_suite_removes_nothing_without_root_and_in_a_home_that_is_read_only(clone: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir(mode=0o555)
-    assert "a Slurm cluster of namespaces needs root" in _run_suite(["unshare", "--user"], clone, home)
+    assert "machines of namespaces need root" in _run_suite(["unshare", "--user"], clone, home)
 
 
 def _run_suite(wrapper: list[str], clone: Path, home: Path) -> str:

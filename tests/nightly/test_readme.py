@@ -21,7 +21,7 @@ def test_the_plan_is_what_its_command_prints(train: Train, tmp_path: Path) -> No
     folder.mkdir()
     shutil.copy(CHECKOUT / "CHANGELOG.md", folder)  # its data
     printed = map(_cells, train(*shlex.split(PLAN)[1:], folder=folder).out.splitlines())
-    for row in map(_cells, TABLE.splitlines()):
+    for row in map(_cells, TABLE.removesuffix("    …\n").splitlines()):
         expected = [pytest.approx(cell, rel=0.02) if isinstance(cell, float) else cell for cell in row]
         assert any(found[: len(row)] == expected for found in printed), row  # in this order
 

@@ -91,12 +91,12 @@ def test_a_job_is_handed_an_interpolation_and_not_the_secret_that_it_gives(sweep
     assert done.returncode == 0, done.stdout + done.stderr
     (job,) = swept.parent.glob("runs/*/x/0/job.json")
     overrides = json.loads(job.read_text())["overrides"]  # and so is the job's command line, which all can read
-    assert [text.replace("\\", "") for text in overrides if "token" in text] == ["+model.token=${oc.env:API_TOKEN}"]
+    assert [text.replace("\\", "") for text in overrides if "token" in text] == ["++model.token=${oc.env:API_TOKEN}"]
     written = [path for path in swept.parent.glob("runs/**/*") if path.is_file()]
     assert not [path for path in written if b"hunter2-correct-horse" in path.read_bytes()]
     assert "hunter2-correct-horse" not in done.stdout + done.stderr
 
 
 def test_a_grid_trains_each_job_also_on_processes_that_lightning_starts(sweep: Sweep, tmp_path: Path) -> None:
-    grid = ("strategy=ddp,ddp_fork", "global_batch_size=24,25")
+    grid = ("strategy=ddp,ddp_fork", "global_batch_size=24,0")
     is_a_grid(sweep(*FAST, *grid, script=CHECKOUT / "train.py"), tmp_path, None, "fork")
