@@ -337,23 +337,11 @@ _PL = "lightning.pytorch"
 OVERRIDES = {
     "deepspeed.runtime.zero.partition_parameters.Init": ("_zero_init_param",),
     "hydra._internal.config_loader_impl.ConfigLoaderImpl": ("load_configuration",),
-    "hydra._internal.hydra.Hydra": (
-        "get_mode",
-        "multirun",
-    ),
+    "hydra._internal.hydra.Hydra": ("get_mode", "multirun"),
     "lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin": ("device",),
     f"{_PL}.callbacks.ModelCheckpoint": ("_update_best_and_save",),
-    f"{_PL}.callbacks.WeightAveraging": (
-        "_copy_average_to_current",
-        "_swap_models",
-    ),
-    f"{_PL}.loops._FitLoop": (
-        "done",
-        "on_advance_end",
-        "on_load_checkpoint",
-        "on_save_checkpoint",
-        "skip",
-    ),
+    f"{_PL}.callbacks.WeightAveraging": ("_copy_average_to_current", "_swap_models"),
+    f"{_PL}.loops._FitLoop": ("done", "on_advance_end", "on_load_checkpoint", "on_save_checkpoint", "skip"),
     f"{_PL}.loops.loop._Loop": ("load_state_dict",),
     f"{_PL}.loops._TrainingEpochLoop": (
         "_broadcast_sigterm_tensor",
@@ -365,10 +353,7 @@ OVERRIDES = {
     ),
     f"{_PL}.loops.optimization.automatic._AutomaticOptimization": ("_training_step",),
     f"{_PL}.loops.optimization.manual._ManualOptimization": ("run",),
-    f"{_PL}.strategies.DDPStrategy": (
-        "_register_ddp_hooks",
-        "_setup_model",
-    ),
+    f"{_PL}.strategies.DDPStrategy": ("_register_ddp_hooks", "_setup_model"),
     f"{_PL}.strategies.DeepSpeedStrategy": (
         "_format_config",
         "_init_optimizers",
@@ -377,14 +362,8 @@ OVERRIDES = {
         "_setup_model_and_optimizer",
     ),
     f"{_PL}.strategies.ModelParallelStrategy": ("_get_process_group_backend",),
-    f"{_PL}.strategies.launchers._MultiProcessingLauncher": (
-        "_wrapping_function",
-        "launch",
-    ),
-    f"{_PL}.strategies.launchers._SubprocessScriptLauncher": (
-        "_call_children_scripts",
-        "launch",
-    ),
+    f"{_PL}.strategies.launchers._MultiProcessingLauncher": ("_wrapping_function", "launch"),
+    f"{_PL}.strategies.launchers._SubprocessScriptLauncher": ("_call_children_scripts", "launch"),
     f"{_PL}.strategies.strategy._ForwardRedirection": ("on_after_inner_forward",),
     f"{_PL}.trainer.connectors.logger_connector.logger_connector._LoggerConnector": (
         "epoch_end_reached",
@@ -393,19 +372,11 @@ OVERRIDES = {
         "update_eval_step_metrics",
         "update_train_step_metrics",
     ),
-    f"{_PL}.trainer.connectors.logger_connector.result._ResultCollection": (
-        "metrics",
-        "reset",
-        "to",
-        "update_metrics",
-    ),
+    f"{_PL}.trainer.connectors.logger_connector.result._ResultCollection": ("metrics", "reset", "to", "update_metrics"),
     f"{_PL}.trainer.connectors.logger_connector.result._ResultMetric": ("to",),
     "torch.amp.GradScaler": ("_unscale_grads_",),
     "torch.distributed.checkpoint.filesystem.FileSystemReader": ("_slice_file",),
-    "torch.distributed.checkpoint.filesystem._FileSystemWriter": (
-        "finish",
-        "write_data",
-    ),
+    "torch.distributed.checkpoint.filesystem._FileSystemWriter": ("finish", "write_data"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Subclasses of Lightning's loops that end a resumed run like any other, and do less work in each batch."""
+"""Lightning's loops, which save after all hooks, end a resumed run like any other, and do less work in each batch."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def replace_loops(trainer: Trainer, explains: bool = True) -> None:
 class RunLoop(_FitLoop):
     """Loop over epochs that also completes a run that is resumed with no step left to train, and saves at epoch ends.
 
-    Lightning returns at once in this case, and skips what was due when the run was interrupted: a validation, the end
-    of an epoch, the last checkpoint. A run that was stopped, for example by early stopping, stops at the same point
-    again, unless its limits have changed.
+    Where no step is left, Lightning returns at once, and skips what was due when the run was interrupted: a validation,
+    the end of an epoch, the last checkpoint. A run that was stopped, for example by early stopping, stops at the same
+    point again, unless its limits have changed.
     """
 
     _epoch_end_begun = False  # at the point where the run resumes
