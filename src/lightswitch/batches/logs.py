@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,24 +105,26 @@ class LogsOfRanks:
             if key not in own:
                 whole.log_name(results, self._trainer)
             item = results[key]
-            item.reset()
-            results.update_metrics(key, *_update(whole, item.value, self._share))
+            vars(item).update(_attributes(whole, item.value, self._share))
             self._joined[key] = item.value
 
 
 def _is_left_to_lightning(item: _ResultMetric) -> bool:
-    """Return whether the user lets Lightning synchronize a value, or logs the value of rank zero alone."""
-    return bool(item.meta.sync.should or item.meta.sync.rank_zero_only)
+    """Return whether the user logs the value of rank zero alone, or that of a group of ranks."""
+    return bool(item.meta.sync.rank_zero_only or item.meta.sync.group is not None)
 
 
-def _update(whole: Logged, like: Tensor, share: float) -> tuple[Tensor, float]:
-    """Return the value and batch size that update an empty item of Lightning's to the value of all ranks."""
-    value = whole.value
+def _attributes(whole: Logged, like: Tensor, share: float) -> dict[str, Tensor]:
+    """Return the attributes of an item of Lightning's with the value of all ranks.
+
+    It counts as computed, so with `sync_dist` Lightning does not wait for ranks that have not logged the name.
+    """
+    tensor = partial(torch.tensor, device=like.device)
     if whole.reduce_fx == "mean":
-        value = value / whole.samples if whole.samples else float("nan")
-    elif whole.reduce_fx == "sum":
-        value *= share
-    return torch.tensor(value, dtype=like.dtype, device=like.device), whole.samples
+        value, samples = tensor(whole.value, dtype=like.dtype), tensor(whole.samples)
+        return {"value": value, "cumulated_batch_size": samples, "_computed": value / samples}
+    value = tensor(whole.value * share if whole.reduce_fx == "sum" else whole.value, dtype=like.dtype)
+    return {"value": value, "_computed": value}
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class EpochMetrics(Callback):
             key: Logged.of(item)
             for key, item in results.valid_items()
             if item.meta.on_epoch and (item.is_tensor or item.meta.metric_attribute in states)
+            if item.meta.sync.group is None and (trainer.is_global_zero or not item.meta.sync.rank_zero_only)
         }
         if isinstance(results, Results):
             values |= results.before

@@ -165,6 +165,8 @@ class Logged:
     value: float
     samples: float
     metric_attribute: str | None = None
+    sync_dist: bool = False
+    rank_zero_only: bool = False
 
     @classmethod
     def of(cls, item: _ResultMetric) -> Logged:
@@ -183,6 +185,8 @@ class Logged:
             value=item.value.item() if item.is_tensor else _NEUTRAL[meta.reduce_fx.__name__],
             samples=item.cumulated_batch_size.item() if item.is_tensor and meta.is_mean_reduction else 1,
             metric_attribute=None if item.is_tensor else meta.metric_attribute,
+            sync_dist=meta.sync.should,
+            rank_zero_only=meta.sync.rank_zero_only,
         )
 
     def joined(self, other: Logged) -> Logged:

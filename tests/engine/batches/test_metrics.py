@@ -28,12 +28,21 @@ RUN = (
     *("callbacks.last_checkpoint.every_n_steps=4", "callbacks.last_checkpoint.keep=9"),
 )
 TRAINING = (
-    *("train/mean", "train/sum", "train/min", "train/max", "train/both_epoch", "train/of_9", "train/end"),
+    *(
+        "train/mean",
+        "train/sum",
+        "train/min",
+        "train/max",
+        "train/both_epoch",
+        "train/of_9",
+        "train/synced_9",
+        "train/end",
+    ),
     *("train/accuracy", "train/Accuracy", "train/F1", "train/highest", "train/shown"),
 )
 OF_STEPS = ("train/both_step", "train/largest")
 IN_BATCHES = ("train/of_batches",)  # the mean over batches, of which more devices have more
-EVALUATION = ("val/loss", "val/both_epoch", "val/sum", "val/min", "val/of_36", "val/of_1", "val/end")
+EVALUATION = ("val/loss", "val/both_epoch", "val/sum", "val/min", "val/of_36", "val/of_1", "val/synced_1", "val/end")
 
 
 class LogsMuch(PlainModel):
@@ -74,6 +83,7 @@ class LogsMuch(PlainModel):
             self.log(f"{stage}/{name}", getattr(torch, name)(each), reduce_fx=name, **common)
         for index in {1, 9, 36} & set(indices.tolist()):  # only the rank that has read it
             self.log(f"{stage}/of_{index}", each[indices == index].sum(), batch_size=1, **common)
+            self.log(f"{stage}/synced_{index}", each[indices == index].sum(), batch_size=1, sync_dist=True, **common)
 
     def on_train_epoch_end(self) -> None:
         self.log("train/highest", self.highest.compute())
