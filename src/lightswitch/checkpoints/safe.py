@@ -9,13 +9,15 @@ import pickle
 import re
 import zipfile
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from enum import Enum
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _MOST_LEVELS = 64  # of nested mappings and lists
 _STATE: dict[str, type] = {  # types of the entries in a checkpoint's state, each of which is optional
@@ -146,37 +148,69 @@ def _why(path: Path, error: Exception) -> str:
 
 
 def safe(value: Any) -> tuple[Any, dict[str, str]]:
-    """Return ``value`` in plain types, and the type names of the values that have no plain type, by their paths."""
+    """Return ``value`` in plain types, and the type names of the values that have no plain type, by their paths.
+
+    Whatever is returned can be read by `load`: keys and converted values are made plain like all others.
+    """
     left_out: dict[str, str] = {}
     kept, plain = _plain(value, "", left_out)
     return plain if kept else None, left_out
 
 
-def _plain(value: Any, path: str, left_out: dict[str, str]) -> tuple[bool, Any]:
-    if isinstance(value, torch.Tensor):
-        return True, value.detach().cpu().clone()  # training may change it during the write
+def _plain(value: Any, path: str, left_out: dict[str, str], levels: int = _MOST_LEVELS - 1) -> tuple[bool, Any]:
+    inner = partial(_plain, left_out=left_out, levels=levels - 1)
     if value is None or type(value) in _KEPT:
         return True, value
-    if isinstance(value, Mapping):
-        parts = {
-            key: _plain(item, f"{path}.{key}", left_out)
-            for key, item in value.items()
-            if _plain(key, path, left_out)[0]
-        }
-        return True, {key: plain for key, (kept, plain) in parts.items() if kept}
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        items = [_plain(item, f"{path}.{index}", left_out) for index, item in enumerate(value)]
-        kind = type(value) if type(value) in (list, tuple, set) else list
-        return True, kind(plain for kept, plain in items if kept)
-    for known, converted in (
-        (np.generic, lambda: value.item()),
-        (np.ndarray, lambda: torch.from_numpy(value)),
-        (Enum, lambda: value.value),
-        (PurePath, lambda: str(value)),
-        ((bool, int, float, str), lambda: next(kind(value) for kind in (int, float, str) if isinstance(value, kind))),
-    ):
-        if isinstance(value, known):
-            return True, converted()
+    if levels > 0:
+        if isinstance(value, torch.Tensor):
+            return True, _plain_tensor(value)
+        for known, converted in _CONVERTED:
+            if isinstance(value, known):
+                return inner(converted(value), path)
+        if isinstance(value, Mapping):
+            items = [(inner(key, path), inner(item, f"{path}.{key}")) for key, item in value.items()]
+            kept = {key: item for (has_key, key), (has_item, item) in items if has_key and has_item and _is_key(key)}
+            return True, kept
+        if isinstance(value, Sequence | Set | deque):
+            found = [inner(item, f"{path}.{index}") for index, item in enumerate(value)]
+            return True, _collection(value, [plain for kept, plain in found if kept])
     public = (kind for kind in type(value).__mro__ if not kind.__name__.startswith("_"))  # not Hydra's private partials
     left_out[path.lstrip(".")] = next(public).__name__
     return False, None
+
+
+def _plain_tensor(value: torch.Tensor) -> torch.Tensor:
+    copy: torch.Tensor = value.detach().cpu().clone()  # training may change it during the write
+    is_wrapper: bool = is_traceable_wrapper_subclass(copy)
+    return copy if is_wrapper else copy.as_subclass(torch.Tensor)
+
+
+def _plain_array(value: np.ndarray) -> Any:
+    """Return an array as a tensor, or as lists if torch has no such dtype, for example of strings."""
+    try:
+        return torch.from_numpy(value.copy())
+    except (TypeError, ValueError):
+        return value.tolist()
+
+
+def _collection(value: Any, items: list[Any]) -> Any:
+    if isinstance(value, set) and all(map(_is_key, items)):
+        return set(items)
+    return tuple(items) if isinstance(value, tuple | frozenset) else items
+
+
+def _is_key(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+_CONVERTED: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any]], ...] = (
+    (np.generic, lambda value: value.item()),
+    (np.ndarray, _plain_array),
+    (Enum, lambda value: value.value),
+    (PurePath, str),
+    ((int, float, str), lambda value: next(kind(value) for kind in (int, float, str) if isinstance(value, kind))),
+)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dis
 import errno
+import inspect
 import io
 import linecache
 import os
@@ -324,5 +325,5 @@ def _workers(owners: list[Any]) -> list[BaseProcess]:
 
 
 def _workers_of(owner: Any) -> Iterator[BaseProcess]:
-    found = getattr(owner, "_workers", None)
+    found = inspect.getattr_static(owner, "_workers", None)  # calls no __getattr__ of the user's, which may raise
     return (worker for worker in found if isinstance(worker, BaseProcess)) if isinstance(found, list) else iter(())

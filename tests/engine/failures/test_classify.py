@@ -283,3 +283,20 @@ def test_a_full_disk_is_told_from_a_bug_by_the_file_that_is_written(path: str | 
         file.write(b"x")
     assert full.value.filename is None
     assert classify.is_of_disk(full.value)
+
+
+class Attributes:
+    """Raises for an unknown attribute as a dictionary does, like many classes of configs."""
+
+    def __getattr__(self, name: str) -> object:
+        raise KeyError(name)
+
+    def fail(self) -> None:
+        raise ValueError(REFUSED)
+
+
+def test_an_object_that_raises_for_what_it_has_not_does_not_hide_the_error() -> None:
+    with pytest.raises(ValueError, match=REFUSED) as raised:
+        Attributes().fail()
+    told = failure_of(Rank(1, 2, "node1", 7), raised.value)
+    assert told.line == f"rank 1 of 2 on node1 failed: ValueError: {REFUSED}"
