@@ -48,6 +48,7 @@ ALLOWED = {
     "self.run.process.crash_folder": "of Process, the engine's",
     "self.process.failure_file": "of Process, the engine's",
     "run.process.refusal": "of Process, the engine's",
+    "config.frequency": "Lightning documents it: how often a schedule steps",
     "trainer.ckpt_path": "Lightning documents it: the checkpoint that a fit goes on from",
     "model.trainer": "Lightning documents it: how a module is given its Trainer",
     "trainer.should_stop": "Lightning documents it: how a callback ends training",

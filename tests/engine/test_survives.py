@@ -144,17 +144,20 @@ def test_a_schedule_by_validation_steps_at_the_end_of_the_epoch_that_a_checkpoin
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ends", "halved"),  # five steps are an epoch; a schedule's steps are counted in each
-    [("epoch every 2", (5, 10, 12), {10}), ("step every 2", (2, 8), {2, 4, 7})],
+    ("schedule", "ends", "halved", "batches"),  # five steps are an epoch; a schedule's steps are counted in each
+    [
+        *(("epoch every 2", (5, 10, 12), {10}, ()), ("step every 5", (5, 12), {5, 10}, ())),
+        ("step every 2", (2, 8), {2, 4, 7}, ("micro_batch_size=10", "data.samples=190")),  # the fifth has 30 samples
+    ],
 )
 def test_a_schedule_by_validation_keeps_its_frequency_over_a_resume(
-    schedule: str, ends: tuple[int, ...], halved: set[int], train: Train
+    schedule: str, ends: tuple[int, ...], halved: set[int], batches: tuple[str, ...], train: Train
 ) -> None:
     interval, _, frequency = schedule.split()
     run = ("++model._target_=tests.engine.plain.PlateauModel", "~model", PLAIN_DATA, "global_batch_size=40")
     run += (f"+model.interval={interval}", f"+model.frequency={frequency}", "run_id=mine")
     run += ("trainer.check_val_every_n_epoch=null", "trainer.val_check_interval=1", "trainer.log_every_n_steps=1")
-    run += (f"callbacks.last_checkpoint.every_n_steps={ends[0]}",)
+    run += (f"callbacks.last_checkpoint.every_n_steps={ends[0]}", *batches)
     folder, rates = None, {}
     for end in ends:
         resumed = train(*run, f"trainer.max_steps={end}", folder=folder)

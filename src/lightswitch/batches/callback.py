@@ -117,6 +117,9 @@ class GlobalBatch(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.check_start(trainer)
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step":  # of the optimizer; Lightning counts micro-batches
+                config.frequency *= trainer.accumulate_grad_batches
         at = self._resumed
         self._counter.start_at(trainer, at)
         if at.step == 0:  # an epoch's start is no restart, although Lightning treats it as one if max_steps is set

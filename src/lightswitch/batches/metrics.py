@@ -268,5 +268,7 @@ def _is_due(config: LRSchedulerConfig, trainer: Trainer, position: Position) -> 
     if config.interval == "epoch":
         is_ahead, count = loop.epoch_progress.current.completed < position.epoch, trainer.current_epoch + 1
     else:
-        is_ahead, count = loop.epoch_loop._batches_that_stepped < position.steps, loop.epoch_loop.batch_idx + 1
+        is_last = loop.epoch_loop.batch_progress.is_last_batch  # after it, the resumed loop ends the epoch and steps
+        is_ahead = not is_last and loop.epoch_loop._batches_that_stepped < position.steps
+        count = loop.epoch_loop.batch_idx + 1
     return is_ahead and count % config.frequency == 0
