@@ -194,6 +194,20 @@ def checkpoints_up_to(path: Path, run_dir: Path) -> list[Path]:
     return readable[readable.index(path) :] if path in readable else [path]
 
 
+def later_than(step: int, run_dir: Path) -> list[Path]:
+    """Return the readable checkpoints of a run that are further in training than a step of the loop."""
+    return [path for path, position in _found(run_dir)[0] if position.global_step > step]
+
+
+def is_up_to(path: Path, position: Position | None) -> bool:
+    """Return whether a checkpoint is there and was saved no later in training than a position, if it has one."""
+    try:
+        found = position_of(path if path.exists() else directory.previous(path))
+    except UnfitCheckpoint:
+        return False
+    return found is None or position is None or found.global_step <= position.global_step
+
+
 def first_whole(candidates: list[Path], group: dist.ProcessGroup | None) -> Reader:
     """Return a reader of the first undamaged checkpoint. Collective.
 

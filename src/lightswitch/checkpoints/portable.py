@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightswitch.batches.plan import saved_position
 from lightswitch.checkpoints import names, optimizers, writing
 from lightswitch.checkpoints.finetuning import LEFT_OUT, Finetuned, unfreeze_again
-from lightswitch.checkpoints.last import checkpoints_up_to, first_whole
+from lightswitch.checkpoints.last import checkpoints_up_to, first_whole, is_up_to
 from lightswitch.checkpoints.reader import Reader, is_hub
 from lightswitch.checkpoints.shards import Piece, Stored, laid_out
 from lightswitch.checkpoints.writing import TRANSIENT, WrittenTogether
@@ -97,7 +97,9 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
             self._reader = Reader(self.broadcast(path), self.checkpoint_group)
         state = {**self._reader.state, "state_dict": {}}  # the tensors are read later, see `load_model_state_dict`
         if "callbacks" in state:
-            state["callbacks"] = writing.trusted_states(state["callbacks"], callbacks_of(trainer))
+            is_best = partial(is_up_to, position=saved_position(state))
+            is_of_run = writing.is_within(self._reader.path, Path(trainer.default_root_dir))
+            state["callbacks"] = writing.trusted_states(state["callbacks"], callbacks_of(trainer), is_of_run, is_best)
         return laid_out(state, names.parameters(module))
 
     def start_from(self, path: Path, renamed: Mapping[str, str]) -> None:

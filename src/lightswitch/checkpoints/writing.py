@@ -32,6 +32,7 @@ _STEP, _WRITE = 1 / 3, 2 / 3
 _TRAINED = "current_model_state"  # Lightning's key for the trained weights, if the model holds their averages
 TRANSIENT = "transient"  # key of non-persistent buffers that training changes
 _MODEL = ("model", "trained", TRANSIENT)  # prefixes of the names of the model's tensors in a checkpoint
+_PATHS = ("best_model_path", "last_model_path", "kth_best_model_path")  # in the state of a ModelCheckpoint
 _PATIENCE_SECONDS = 60  # for a checkpoint that is being written when a run fails; another rank may hang
 
 
@@ -264,21 +265,45 @@ def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]
     return tensors, checkpoint
 
 
-def trusted_states(states: Mapping[str, Any], callbacks: Iterable[Callback]) -> dict[str, Any]:
+def trusted_states(
+    states: Mapping[str, Any], callbacks: Iterable[Callback], is_of_run: bool, is_best: Callable[[Path], bool]
+) -> dict[str, Any]:
     """Return the states of callbacks, without paths outside of the folder in which a callback saves checkpoints.
 
     Lightning removes and reads the files at these paths. A state with other paths, for example from another run, is
-    replaced by one without any checkpoint.
+    replaced by one without any checkpoint; so is one whose best checkpoint is no longer there.
 
     Args:
         states: the states in a checkpoint, by the callbacks' state keys.
         callbacks: the callbacks of this run.
+        is_of_run: whether the checkpoint lies in this run's directory, which may have been moved since.
+        is_best: returns whether a path still has the checkpoint that was the best one.
     """
-    own = {callback.state_key: callback for callback in callbacks if isinstance(callback, ModelCheckpoint)}
-    return {
-        key: _empty_state(own[key]) if key in own and not _is_of(own[key], state) else state
-        for key, state in states.items()
-    }
+    trusted = dict(states)
+    for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.state_key in states:
+            state = states[callback.state_key]
+            state = _moved(callback, state) if is_of_run else state
+            is_trusted = _is_of(callback, state) and (not (best := state["best_model_path"]) or is_best(Path(best)))
+            trusted[callback.state_key] = state if is_trusted else _empty_state(callback)
+    return trusted
+
+
+def _moved(callback: ModelCheckpoint, state: Any) -> Any:
+    """Return a callback's state with paths in the folder in which it saves now, in place of its former folder."""
+    if not isinstance(state, dict) or not isinstance(before := state.get("dirpath"), str) or callback.dirpath is None:
+        return state
+    now = callback.dirpath
+
+    def moved(path: Any) -> Any:
+        is_there = isinstance(path, str) and Path(before) in Path(path).parents
+        return str(Path(now, Path(path).relative_to(before))) if is_there else path
+
+    named = {name: moved(state[name]) for name in _PATHS if name in state}
+    best = state.get("best_k_models", {})
+    if isinstance(best, dict):
+        named["best_k_models"] = {moved(path): score for path, score in best.items()}
+    return {**state, **named, "dirpath": now}
 
 
 def is_within(path: Any, folder: Path) -> bool:
@@ -290,13 +315,13 @@ def is_within(path: Any, folder: Path) -> bool:
 
 
 def _is_of(callback: ModelCheckpoint, state: Any) -> bool:
-    if not isinstance(state, dict) or callback.dirpath is None:
+    if not isinstance(state, dict) or callback.dirpath is None or "best_model_path" not in state:
         return False
     best = state.get("best_k_models", {})
     kth = state.get("kth_best_model_path", "")
     if not isinstance(best, dict) or (kth not in best and (kth or 0 < callback.save_top_k <= len(best))):
         return False
-    named = [state.get("best_model_path", ""), state.get("last_model_path", ""), kth, *best]
+    named = [*(state.get(name, "") for name in _PATHS), *best]
     return all(path == "" or is_within(path, Path(callback.dirpath)) for path in named)
 
 

@@ -37,7 +37,7 @@ from lightswitch.failures.crash_report import CrashReport, print_once
 from lightswitch.launch import commands
 from lightswitch.preflight import environment, own_batch, targets
 from lightswitch.process import REQUEUED, Process, Signals, ignore_signals, stopped_with
-from lightswitch.runs import claim
+from lightswitch.runs import claim, starts
 from lightswitch.runs.claim import new_run_id, slurm_job
 
 log = logging.getLogger(__name__)
@@ -119,6 +119,8 @@ class Entry:
         self.is_composed = True
         classify.keep_disk_errors_of_threads(self.process)
         run = RunContext.of(cfg, HydraConfig.get(), found, self.process, self.signals)
+        if cfg.get("mode") == "fit":
+            _resume_restarted(cfg, run)
         if not OmegaConf.is_missing(run.hydra.job, "num"):
             from lightswitch.sweeps import job
 
@@ -137,6 +139,16 @@ class Entry:
         except BaseException as error:  # also a SystemExit raised by the model: the run is not finished
             _answer(error, cfg, run)
         return None
+
+
+def _resume_restarted(cfg: DictConfig, run: RunContext) -> None:
+    """Resume a run that its launcher has started again: its command says where the first start was to begin."""
+    typed = [f"{name}={value}" for name in ("ckpt_path", "resume") if (value := cfg.get(name)) not in (None, "auto")]
+    job = claim.job()
+    if typed and starts.has_saved(run.run_dir, job):
+        if run.is_first:
+            log.info("restart    of %s, which has begun with %s: it resumes what it has saved since", job, typed[0])
+        cfg.ckpt_path, cfg.resume = None, "auto"
 
 
 class _Sweeping(ComposesOnce):

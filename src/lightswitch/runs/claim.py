@@ -94,6 +94,18 @@ def new_run_id(environ: Mapping[str, str] = os.environ) -> str:
     return f"{time.strftime(_CLOCK)}_{secrets.token_hex(3)}"  # two runs may start in one second
 
 
+def job(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the job that this process belongs to, if its launcher starts its command again: Slurm's, or torchrun's."""
+    if (of_slurm := _of_slurm(environ)) is not None:
+        return f"Slurm job {of_slurm}"
+    found = placement.detect(environ)
+    if found.launcher != "torchrun":
+        return None
+    if found.nodes > 1 and environ["TORCHELASTIC_RUN_ID"] == "none":
+        return f"torchrun at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    return f"torchrun {_of_torchrun(found, environ['TORCHELASTIC_RUN_ID'])}"
+
+
 def slurm_job(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the job's id as scontrol accepts it; SLURM_JOB_ID of an array's last task would mean the whole array."""
     if "SLURM_ARRAY_JOB_ID" in environ:

@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,17 @@ from lightswitch import regular_files, versions
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints import directory
+from lightswitch.checkpoints.last import later_than
 from lightswitch.config import confidential
 from lightswitch.config.confidential import Cleaner
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, shown
 from lightswitch.mixins import callbacks_of
 from lightswitch.monitoring.metrics import WORLD
 from lightswitch.monitoring.notices import ModelSize
-from lightswitch.runs import claim, finished, starts
+from lightswitch.runs import claim, finished, saved, starts
 from lightswitch.runs import log as run_log
-from lightswitch.runs.saved import set_aside
 from lightswitch.runs.starts import Start
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class RunRecord(Callback):
     def __init__(self, cfg: DictConfig, run: RunContext, plan: BatchPlan) -> None:
         self.run, self.plan = run, plan
         self.run_dir = run.run_dir
-        self.mode, self.resume = cfg.mode, cfg.resume
+        self.mode, self.resume = cfg.mode, cfg.ckpt_path or cfg.resume
         self.files = _files(cfg, run) if run.is_first else {}
         self._lock: Any = None
         self._goes_on = False
@@ -146,6 +146,8 @@ class RunRecord(Callback):
         own = self._start(trainer) if trainer.is_global_zero and self.mode == "fit" else None
         if trainer.is_global_zero:
             self._write([*earlier, *([own] if own else [])])
+            if own and self.resume not in ("auto", "last", "never"):
+                _set_others_aside(self.run_dir, Path(str(trainer.ckpt_path)), trainer.global_step)
         _open(logger for logger in trainer.loggers if isinstance(logger, _LOCAL))
         self._begin_log(trainer)
         if own and earlier and (change := own.change_from(earlier[-1])):
@@ -155,7 +157,8 @@ class RunRecord(Callback):
 
     def _start(self, trainer: Trainer) -> Start:
         hosts = self.run.process.hosts or [platform.node()]
-        return starts.of_next(self.run_dir, trainer.global_step, hosts[:: trainer.num_devices], trainer.num_devices)
+        start = starts.of_next(self.run_dir, trainer.global_step, hosts[:: trainer.num_devices], trainer.num_devices)
+        return replace(start, job=claim.job() or "")
 
     def _write(self, of_run: list[Start]) -> None:
         files = {self.run_dir / name: text for name, text in self.files.items()}
@@ -272,7 +275,25 @@ def _files(cfg: DictConfig, run: RunContext) -> dict[str, str]:
 def _set_checkpoints_aside(run_dir: Path) -> None:
     """Rename the checkpoints of the previous run, whose later steps would make them appear as this run's newest."""
     if (checkpoints := run_dir / "checkpoints").exists():
-        set_aside(checkpoints)
+        saved.set_aside(checkpoints)
+
+
+def _set_others_aside(run_dir: Path, start: Path, step: int) -> None:
+    """Move the checkpoints that are not of the training that a start goes on with: all, or those of later steps.
+
+    Args:
+        start: the checkpoint that it resumes.
+        step: where that is in training.
+    """
+    is_own = run_dir.resolve() in start.resolve().parents
+    others = later_than(step if is_own else -1, run_dir)
+    if not others:
+        return
+    folder = saved.vacant(run_dir / "checkpoints")
+    folder.mkdir()
+    for path in others:
+        path.rename(folder / path.name)
+    log.info("aside      %s: what was saved %s", shown(folder), f"after step {step}" if is_own else "before")
 
 
 def git_of_code(*arguments: str) -> str | None:
@@ -312,8 +333,8 @@ def log_hyperparameters(trainer: Trainer, cleaner: Cleaner, config: Mapping[str,
     Raises:
         Refused: module and data have saved an argument of the same name, with different values.
     """
-    saved = [module.hparams_initial for module in _modules(trainer) if module._log_hyperparams]
-    first, last = (saved[0], saved[-1]) if saved else ({}, {})
+    arguments = [module.hparams_initial for module in _modules(trainer) if module._log_hyperparams]
+    first, last = (arguments[0], arguments[-1]) if arguments else ({}, {})
     if differing := [name for name in first if name in last and repr(first[name]) != repr(last[name])]:
         raise Refused(
             f"model and data have both saved {', '.join(differing)}, with different values, but loggers store only "

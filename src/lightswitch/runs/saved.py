@@ -44,9 +44,14 @@ def checkpoint(name: str, run_dir: Path) -> Path:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a path to the first free numbered name: `checkpoints` to `checkpoints_1`, `checkpoints_2`, …"""
+    """Rename a path to the first free numbered name."""
+    path.rename(vacant(path))
+
+
+def vacant(path: Path) -> Path:
+    """Return the first free numbered name beside a path: for `checkpoints`, `checkpoints_1`, `checkpoints_2`, …"""
     others = (path.with_name(f"{path.stem}_{number}{path.suffix}") for number in itertools.count(1))
-    path.rename(next(other for other in others if not other.exists()))
+    return next(other for other in others if not other.exists())
 
 
 def changes_since(run_dir: Path, cfg: DictConfig) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import csv
 import itertools
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightswitch import regular_files
+from lightswitch.cluster.placement import elastic_group
 from lightswitch.errors import listed
 
 _RECORD = "run.json"
@@ -29,12 +31,14 @@ class Start:
         hosts: machine of each node, in rank order.
         devices: devices of each node.
         trained_twice: steps that the previous start trained after that checkpoint, and that are trained again.
+        job: the job whose launcher may start it again, see `claim.job`; empty for a command that someone has typed.
     """
 
     step: int
     hosts: list[str]
     devices: int
     trained_twice: int = 0
+    job: str = ""
 
     @property
     def world(self) -> str:
@@ -80,6 +84,22 @@ def read(run_dir: Path) -> list[Start]:
         return [regular_files.as_record(one, Start) for one in found["starts"]]
     except (OSError, ValueError, TypeError, KeyError):
         return []
+
+
+def has_saved(run_dir: Path, job: str | None, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this is a restart of a job whose last start has saved checkpoints in a directory.
+
+    An elastic torchrun doesn't count the restarts of its processes after a node has joined or left; any other does.
+    """
+    if job is None or not any(start.job == job for start in read(run_dir)[-1:]):
+        return False
+    if not any(path.is_dir() for path in (run_dir / "checkpoints").glob("*.ckpt")):
+        return False
+    return (
+        "SLURM_JOB_ID" in environ
+        or elastic_group(environ) != ""
+        or environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    )
 
 
 def of_next(run_dir: Path, step: int, hosts: list[str], devices: int) -> Start:

@@ -92,11 +92,54 @@ def test_a_path_that_leads_elsewhere_makes_all_of_it_unknown(name: str, path: An
         path = str(tmp_path / path)
     good = str(tmp_path / "checkpoints" / "best.ckpt")
     state = callback.state_dict() | {"best_k_models": {good: torch.tensor(1.0)}, "kth_best_model_path": good}
-    states = trusted_states({callback.state_key: {**state, "best_model_path": good}, "other": 3}, [callback])
+    both = {callback.state_key: {**state, "best_model_path": good}, "other": 3}
+    states = trusted_states(both, [callback], is_of_run=False, is_best=_is_there)
     assert states == {callback.state_key: {**state, "best_model_path": good}, "other": 3}
-    found = trusted_states({callback.state_key: {**state, "best_model_path": good, name: path}}, [callback])
+    odd = {callback.state_key: {**state, "best_model_path": good, name: path}}
+    found = trusted_states(odd, [callback], is_of_run=False, is_best=_is_there)
     if path == "" and name != "kth_best_model_path":
         return  # as it is before the first one
-    assert found[callback.state_key] == {
-        "dirpath": callback.dirpath, "best_model_score": None, "best_model_path": ""
-    }  # fmt: skip
+    assert found[callback.state_key] == _empty(callback)
+
+
+def _is_there(path: Path) -> bool:
+    return path.name == "best.ckpt"
+
+
+def _empty(callback: ModelCheckpoint) -> dict[str, Any]:
+    return {"dirpath": callback.dirpath, "best_model_score": None, "best_model_path": ""}
+
+
+@pytest.mark.parametrize("inner", ["best.ckpt", "epoch=1/best.ckpt"])
+def test_the_best_of_a_run_that_was_moved_is_where_it_is_now(inner: str, tmp_path: Path) -> None:
+    before = ModelCheckpoint(tmp_path / "before", monitor="val/loss")
+    callback = ModelCheckpoint(tmp_path / "now", monitor="val/loss")
+    path, score = str(tmp_path / "before" / inner), torch.tensor(1.0)
+    state = before.state_dict() | {"best_model_path": path, "best_k_models": {path: score}, "kth_best_model_path": path}
+    now = str(tmp_path / "now" / inner)
+    moved = trusted_states({callback.state_key: state}, [callback], is_of_run=True, is_best=_is_there)
+    assert moved[callback.state_key] == state | {
+        **{"dirpath": callback.dirpath, "best_model_path": now},
+        **{"best_k_models": {now: score}, "kth_best_model_path": now},
+    }
+    of_another = trusted_states({callback.state_key: state}, [callback], is_of_run=False, is_best=_is_there)
+    gone = trusted_states({callback.state_key: state}, [callback], is_of_run=True, is_best=lambda path: False)
+    assert of_another[callback.state_key] == gone[callback.state_key] == _empty(callback)
+
+
+def test_a_run_that_was_moved_keeps_its_best(trained: Finished, tmp_path: Path, train: Train) -> None:
+    run_dir = tmp_path / "moved" / "runs/plainmodel/other"
+    shutil.copytree(trained.run_dir, run_dir, symlinks=True)
+    say(run_dir, best_model_score=torch.tensor(-1.0), **_paths(trained.run_dir))
+    before = (run_dir / "checkpoints" / "best.ckpt" / "SHA256SUMS").read_text()
+    resumed = train(*RUN, "run_id=other", "trainer.max_steps=8", folder=tmp_path / "moved")
+    assert "tests      runs/plainmodel/other/checkpoints/best.ckpt" in resumed.out
+    assert (run_dir / "checkpoints" / "best.ckpt" / "SHA256SUMS").read_text() == before
+
+
+def _paths(run_dir: Path) -> dict[str, Any]:
+    """Of the best checkpoint, as a run in that directory has recorded them."""
+    folder = run_dir / "checkpoints"
+    path = str(folder / "best.ckpt")
+    paths = {"best_model_path": path, "last_model_path": path, "kth_best_model_path": path, "dirpath": str(folder)}
+    return paths | {"best_k_models": {path: torch.tensor(-1.0)}}
