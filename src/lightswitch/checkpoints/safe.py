@@ -23,7 +23,7 @@ _MOST_LEVELS = 64  # of nested mappings and lists
 _STATE: dict[str, type] = {  # types of the entries in a checkpoint's state, each of which is optional
     **dict.fromkeys(("epoch", "global_step"), int),
     **dict.fromkeys(("loops", "callbacks", "hyper_parameters", "extra_state", "names_of_tied"), dict),
-    **dict.fromkeys(("frozen_since", "plateau", "epoch_end"), dict),
+    **dict.fromkeys(("frozen_since", "plateau", "epoch_end", "configured"), dict),
     **dict.fromkeys(("optimizer_states", "lr_schedulers", "left_out", "streams", "of_ranks", "places_of_shards"), list),
     "pytorch-lightning_version": str,
 }

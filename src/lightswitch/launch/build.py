@@ -23,6 +23,7 @@ from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import InitialWeights, TransientBuffers
+from lightswitch.checkpoints.reconfiguration import Reconfiguration
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
@@ -181,7 +182,7 @@ def callbacks_of_engine(
     """
     engine: list[Callback] = [record, watchdog, Ending(), batch]
     engine += [PlateauState(), EpochMetrics(), Preemption(run.signals)]
-    engine += [PredictionWriter(), ModelSize(), Freezing(), TransientBuffers()]
+    engine += [PredictionWriter(), ModelSize(), Freezing(), TransientBuffers(), Reconfiguration()]
     engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]
     engine += [StepsByHand(), StepsAreCounted(), GarbageBetweenSteps()]
