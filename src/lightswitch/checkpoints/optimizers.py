@@ -14,6 +14,7 @@ from lightswitch.errors import Refused, UnfitCheckpoint
 
 Groups = list[dict[str, Any]]  # an optimizer's param_groups, with names in place of parameters
 
+_COMMON = "common_state"  # key of an optimizer in a checkpoint
 _COMPUTED = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -24,6 +25,11 @@ def groups_of(optimizer: Optimizer, module: nn.Module) -> Groups:
         Refused: the optimizer holds a tensor that is not a parameter of the module.
     """
     of = names.names_of(module)
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise Refused(
+            "ZeroRedundancyOptimizer keeps the state of a part of the parameters on each device, which checkpoints do "
+            "not gather; use its inner optimizer with strategy=deepspeed_stage_1 or strategy=fsdp, which shard states"
+        )
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if id(parameter) not in of:
             raise Refused(
@@ -67,29 +73,34 @@ def state_of(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     of = names.names_of(module)
     groups = groups_of(optimizer, module)
     state: dict[str, dict[str, Any]] = {}
+    common: dict[Any, Any] = {}  # of no parameter, for example a count of steps
     for path, part in parts(optimizer):
         for parameter, values in part.state.items():
+            if id(parameter) not in of:
+                common |= {} if path else {parameter: values}
+                continue
             of_parameter = {f"{path}{key}" if path else key: value for key, value in values.items()}
             state.setdefault(of[id(parameter)], {}).update(of_parameter)
-    return {"class": described(optimizer), "state": state, "param_groups": groups}
+    return {"class": described(optimizer), "state": state, "param_groups": groups, _COMMON: common}
 
 
-def load(optimizer: Optimizer, live: Groups, state: Mapping[str, dict[str, Any]], saved: Groups) -> None:
+def load(optimizer: Optimizer, live: Groups, state: Mapping[str, dict[str, Any]], saved: Mapping[str, Any]) -> None:
     """Load an optimizer's state by parameter name: `load_state_dict` takes indices, which strategies may reorder.
 
     Args:
         live: the optimizer's current groups.
         state: the state of each parameter, by its name.
-        saved: the groups in the checkpoint, in the order of `live`.
+        saved: the optimizer in the checkpoint, with its groups in the order of `live`.
 
     Raises:
         UnfitCheckpoint: the optimizer class's `load_state_dict` needs entries that no checkpoint holds.
     """
-    groups = [{**group, **options_of(of_saved)} for group, of_saved in zip(live, saved, strict=True)]
+    groups = [{**group, **options_of(of_saved)} for group, of_saved in zip(live, saved["param_groups"], strict=True)]
     inside = list(parts(optimizer))[1:]
     if not inside:
         try:
-            optimizer.load_state_dict(_numbered(groups, state))
+            numbered = _numbered(groups, state)
+            optimizer.load_state_dict({**numbered, "state": {**numbered["state"], **saved.get(_COMMON, {})}})
         except KeyError as error:
             raise UnfitCheckpoint(
                 f"load_state_dict of {type(optimizer).__name__} requires {error}, but checkpoints contain only its "

@@ -175,7 +175,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
             saved = checkpoint["optimizer_states"][index]
             state = self._read_optimizer_state(f"optimizer.{index}.", saved["state"], parameters)
             groups = optimizers.groups_of(optimizer, self.lightning_module)
-            optimizers.load(optimizer, groups, state, saved["param_groups"])
+            optimizers.load(optimizer, groups, state, saved)
 
     def _read_optimizer_state(
         self, prefix: str, values: dict[str, Any], parameters: Mapping[str, nn.Parameter]

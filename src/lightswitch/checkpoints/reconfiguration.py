@@ -1,4 +1,4 @@
-"""What a resumed run's config changes in optimizers and schedules, whose options and states a checkpoint restores."""
+"""What a resumed run's config changes in optimizers, schedules and early stopping, which a checkpoint restores."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightswitch.checkpoints.optimizers import options_of
 from lightswitch.checkpoints.safe import safe
+from lightswitch.mixins import callbacks_of
 
 _KEY = "configured"  # in a checkpoint's state
 _RATES, _LAST_RATES = "base_lrs", "_last_lr"  # in a schedule's state, one for each group of parameters
 
 
 class Reconfiguration(Callback):
-    """Callback that lets a resumed run's config change optimizers and schedules.
+    """Callback that lets a resumed run's config change optimizers, schedules and the patience of early stopping.
 
     A checkpoint also has the options that its run began with. What is configured otherwise now takes the new value, the
     learning rate changes by the same factor, and all else is resumed.
@@ -39,6 +41,9 @@ class Reconfiguration(Callback):
         before, now = checkpoint.get(_KEY), self._at_start
         if before is None or trainer.state.fn != TrainerFn.FITTING:
             return
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, EarlyStopping) and callback.state_key in checkpoint["callbacks"]:
+                checkpoint["callbacks"][callback.state_key]["patience"] = callback.patience
         for saved, *configured in zip(checkpoint["optimizer_states"], before["groups"], now["groups"], strict=False):
             for group, was, then in zip(saved["param_groups"], *configured, strict=False):
                 group.update(regrouped(group, was, then))

@@ -183,9 +183,12 @@ class WrittenTogether(Strategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.finish_saving()
+        assert self.lightning_module is not None
+        run_dir = Path(self.lightning_module.trainer.default_root_dir)
         if self.is_global_zero:
             for folder in self._folders():
-                directory.finish_changes(folder)  # for checkpoints that could not be removed earlier
+                if is_within(folder / "_", run_dir):  # other runs may write to any other folder
+                    directory.finish_changes(folder)  # for checkpoints that could not be removed earlier
 
     def finish_saving(self) -> None:
         """Wait until the run's last checkpoint is written.

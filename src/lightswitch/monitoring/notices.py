@@ -10,13 +10,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightswitch import patches
 from lightswitch.errors import listed
 
 log = logging.getLogger(__name__)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class ModelSize(Callback):
@@ -58,7 +58,7 @@ def _log_draws_and_statistics(trainer: Trainer, model: LightningModule) -> None:
             "of micro batches, as it does on the seed"
         )
         log.info(message, listed(dropouts))
-    norms = [name for name, part in model.named_modules() if type(part) in _BATCH_NORMS]
+    norms = [name for name, part in model.named_modules() if _is_batch_norm(part)]
     message = (
         "batch norm %s: its statistics are computed over one micro batch of a device, so the training curve depends "
         "on %s"
@@ -73,6 +73,11 @@ def _log_draws_and_statistics(trainer: Trainer, model: LightningModule) -> None:
         )
     elif norms and trainer.accumulate_grad_batches > 1:
         log.warning(message, listed(norms), "micro_batch_size; leave that out if the memory allows it")
+
+
+def _is_batch_norm(part: nn.Module) -> bool:
+    """Return whether a module, for example a subclass of timm's, computes statistics over the samples of a device."""
+    return isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
 
 
 class StepsByHand(Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints import optimizers
-from lightswitch.errors import UnfitCheckpoint
+from lightswitch.errors import Refused, UnfitCheckpoint
 from tests.engine.checkpoints.damages import flip
 from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
@@ -116,10 +118,44 @@ class OwnForm(torch.optim.SGD):
         super().load_state_dict(state_dict["mine"])
 
 
+class CountsSteps(torch.optim.SGD):
+    """Keeps a state of no parameter, as MADGRAD does."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["k"] = self.state.get("k", torch.zeros(())) + 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_keeps_of_no_parameter_goes_on() -> None:
+    before, now = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, other = (CountsSteps(module.parameters(), lr=0.1, momentum=0.9) for module in (before, now))
+    for _ in range(3):
+        before(torch.ones(2)).sum().backward()
+        optimizer.step()
+    saved = optimizers.state_of(optimizer, before)
+    optimizers.load(other, optimizers.groups_of(other, now), saved["state"], saved)
+    assert other.state["k"] == 3
+    assert torch.equal(other.state[now.bias]["momentum_buffer"], optimizer.state[before.bias]["momentum_buffer"])
+
+
+def test_an_optimizer_whose_state_no_checkpoint_would_have_whole_is_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own use of torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    module = nn.Linear(2, 2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW)
+        with pytest.raises(Refused, match="keeps the state of a part of the parameters on each device"):
+            optimizers.groups_of(optimizer, module)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_state_that_an_optimizer_does_not_take_back_is_told_in_a_line() -> None:
     groups = optimizers.groups_of(optimizer := OwnForm((module := nn.Linear(2, 2)).parameters(), lr=0.1), module)
     with pytest.raises(UnfitCheckpoint, match="load_state_dict of OwnForm requires 'mine', but checkpoints contain"):
-        optimizers.load(optimizer, groups, {}, groups)
+        optimizers.load(optimizer, groups, {}, {"param_groups": groups})
 
 
 class OutsideModel(PlainModel):

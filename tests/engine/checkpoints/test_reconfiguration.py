@@ -96,6 +96,16 @@ def test_a_run_takes_another_rate(strategy: str, train: Train) -> None:
     assert [*again.column("lr-AdamW").values()] == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.01])
 
 
+def test_a_run_that_was_stopped_early_goes_on_with_more_patience(train: Train) -> None:
+    early = "callbacks.early"
+    run = (*RUN, f"{early}._target_=lightning.pytorch.callbacks.EarlyStopping", f"{early}.monitor=val/loss")
+    run += (f"{early}.mode=max", "trainer.val_check_interval=1")  # no validation is better than the first
+    stopped = train(*run, f"{early}.patience=1", "trainer.max_steps=10")
+    assert max(stopped.column("val/loss")) == 1
+    resumed = train(*run, f"{early}.patience=3", "trainer.max_steps=20", folder=stopped.folder)
+    assert max(resumed.column("val/loss")) == 3
+
+
 def test_a_run_goes_on_by_a_longer_schedule(train: Train) -> None:
     run = ("model._target_=tests.engine.plain.CosineModel", *RUN[1:])
     whole = train(*run, "trainer.max_steps=8")

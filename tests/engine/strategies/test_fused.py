@@ -103,7 +103,7 @@ def test_a_checkpoint_does_not_say_how_the_run_that_reads_it_steps() -> None:
     optimizer = AdamW([nn.Parameter(torch.ones(2))], lr=0.1, fused=False)
     group = {**optimizer.param_groups[0], "params": ["weight"]}
     state = {"weight": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}
-    optimizers.load(optimizer, [group], state, [{**group, "lr": 0.2, "fused": True}])
+    optimizers.load(optimizer, [group], state, {"param_groups": [{**group, "lr": 0.2, "fused": True}]})
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["fused"]) == (0.2, False)
 
 
@@ -116,7 +116,7 @@ def test_the_count_of_steps_is_read_to_where_the_kernel_wants_it(tmp_path: Path)
     fuse(on_gpu)
     group = {**on_gpu.param_groups[0], "params": ["weight"]}
     state = {"weight": dict(saved.state[saved.param_groups[0]["params"][0]])}
-    optimizers.load(on_gpu, [group], state, [{**saved.param_groups[0], "params": ["weight"]}])
+    optimizers.load(on_gpu, [group], state, {"param_groups": [{**saved.param_groups[0], "params": ["weight"]}]})
     parameter = on_gpu.param_groups[0]["params"][0]
     parameter.grad = torch.ones_like(parameter)
     on_gpu.step()
