@@ -11,7 +11,7 @@ from datetime import date
 import pytest
 
 from tests import turns
-from tests.runs import GPUS
+from tests.runs import skip_without_gpus
 
 # the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between
 FIRST = ("slurm/test_preemption.py", "faults/", "slurm/test_multinode.py", "tours/", "test_promises.py", "slurm/")
@@ -46,9 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = wanted
     items.sort(key=_turn)
-    for item in items:
-        if (marker := item.get_closest_marker("gpu")) and (needed := marker.args[0] if marker.args else 1) > GPUS:
-            item.add_marker(pytest.mark.skip(reason=f"it needs {needed} CUDA devices, and {GPUS} are here"))
+    skip_without_gpus(items)
 
 
 def _is_of_the_day(item: pytest.Item, changed: frozenset[str]) -> bool:

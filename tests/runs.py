@@ -13,7 +13,7 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -64,6 +64,13 @@ Train = Callable[..., Finished]
 
 TIMEOUT_SECONDS = 800  # bounds a hang; on a quiet machine, no run takes a minute
 _SETTLE_SECONDS = 60  # for the other ranks, once one has failed: they say what they know of it, and end by themselves
+
+
+def skip_without_gpus(items: Iterable[pytest.Item]) -> None:
+    """Skip tests marked `gpu`, or `gpu(2)`, where fewer devices are here."""
+    for item in items:
+        if (marker := item.get_closest_marker("gpu")) and (needed := marker.args[0] if marker.args else 1) > GPUS:
+            item.add_marker(pytest.mark.skip(reason=f"it needs {needed} CUDA devices, and {GPUS} are here"))
 
 
 @pytest.fixture(autouse=True, scope="session")

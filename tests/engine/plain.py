@@ -113,6 +113,11 @@ class PlainModel(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.hparams.halved}}
 
 
+class AbsentData(PlainData):
+    def setup(self, stage: str) -> None:
+        raise FileNotFoundError("/data/train.bin is not there")
+
+
 class UntestedModel(PlainModel):
     test_step = pl.LightningModule.test_step  # as where a module has none
 

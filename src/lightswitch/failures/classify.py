@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from multiprocessing.connection import wait
@@ -53,6 +53,7 @@ _OF_DISKS = {  # errors of reading and writing files that the user can fix
     errno.EACCES: "a permission is missing",
 }
 _SAMPLER = "torch.utils.data.sampler"  # raises for an empty dataset when a shuffling DataLoader is created
+_LOADERS = (_SAMPLER, "torch.utils.data.dataloader")
 _SEVERAL_OPTIMIZERS = "_validate_multiple_optimizers_support"  # Lightning's: it steps only one by itself
 _INTERVAL = "val_check_interval"  # checked by Lightning's fit loop once it knows the number of batches
 _SCHEDULES = "torch.optim.lr_scheduler"  # some schedulers have a fixed number of steps
@@ -133,9 +134,11 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
         return []
     if frame is not None and frame.f_globals.get("__name__") == _SAMPLER and str(error).endswith("num_samples=0"):
         return ["data: a DataLoader that shuffles has no samples, because its dataset is empty"]
+    if frame is not None and frame.f_globals.get("__name__") in _LOADERS and not steps_have_begun:
+        return [f"data: {error}"]
     in_worker = _raised_by_worker(error)
     module, text = in_worker or (str(frame.f_globals.get("__name__")) if frame is not None else "", str(error))
-    node = _owner(module, cfg) if module else None
+    node = _owner(module, cfg, {type(owner).__name__ for owner in _owners(error)}) if module else None
     if node is None or (steps_have_begun and node != "data"):
         return []
     return [f"{node}: {' '.join(text.split())}"]
@@ -207,15 +210,19 @@ def raised_in(error: BaseException) -> FrameType | None:
     return at.tb_frame if at is not None and is_raise else None
 
 
-def _owner(module: str, cfg: DictConfig) -> str | None:
-    """Return the config node (model or data) whose `_target_` shares the longer dotted prefix with a module, if any."""
+def _owner(module: str, cfg: DictConfig, classes: Set[str]) -> str | None:
+    """Return the config node (model or data) whose `_target_` shares the longer dotted prefix with a module, if any.
+
+    Args:
+        classes: names of the classes that the error passed through, which decide between two targets in one module.
+    """
     shared = {}
     for node in ("model", "data"):
         target = str(OmegaConf.select(cfg, f"{node}._target_", default="")).split(".")
         same = (one == other for one, other in zip(target, module.split("."), strict=False))
-        shared[node] = len(list(takewhile(bool, same)))
+        shared[node] = (len(list(takewhile(bool, same))), target[-1] in classes)
     nearest = max(shared, key=lambda node: shared[node])
-    return nearest if shared[nearest] else None
+    return nearest if shared[nearest][0] else None
 
 
 def failure_of(rank: Rank, error: BaseException) -> Failure:

@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightswitch import patches
 from lightswitch.checkpoints.last import LastCheckpoints
+from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.loop import first_steps
 from lightswitch.loop.hooks import is_observed
@@ -64,6 +65,16 @@ class RunLoop(_FitLoop):
         given = trainer.fit_loop
         super().__init__(trainer, given.min_epochs, given.max_epochs)
         self.epoch_loop = EpochLoop(trainer, given.epoch_loop.min_steps, given.epoch_loop.max_steps, explains)
+
+    def setup_data(self) -> None:
+        """Set up the training loader.
+
+        Raises:
+            Refused: it has no batches; Lightning would end such a run as if it had trained.
+        """
+        super().setup_data()
+        if self.max_batches == 0 and self.trainer.limit_train_batches != 0:
+            raise Refused("data: train_dataloader has no batches; trainer.limit_train_batches=0 leaves training out")
 
     @property
     def skip(self) -> bool:

@@ -42,6 +42,12 @@ def problems(trainer: Mapping[str, Any], typed: Set[str]) -> Iterator[str]:
     for argument in ("val_check_interval", "check_val_every_n_epoch"):
         if (interval := trainer.get(argument)) == 0 and type(interval) is not float:
             yield f"trainer.{argument}=0: use a number from 1; trainer.limit_val_batches=0 disables validation"
+    counts_steps = "check_val_every_n_epoch" in trainer and trainer["check_val_every_n_epoch"] is None
+    if counts_steps and type(interval := trainer.get("val_check_interval")) is float:
+        yield (
+            f"trainer.val_check_interval={interval} is a part of an epoch; type trainer.check_val_every_n_epoch=1 as "
+            "well, or a number of steps"
+        )
     if "trainer.default_root_dir" in typed:
         yield "trainer.default_root_dir: a run writes to runs/NAME/RUN_ID; type name=NAME and run_id=RUN_ID instead"
 

@@ -1,8 +1,14 @@
-"""Below the tests: which strategies each model trains under, and what refuses it."""
+"""Around the tests: what needs a GPU; and which strategies each model trains under, and what refuses it."""
 
 from __future__ import annotations
 
 import pytest
+
+from tests.runs import skip_without_gpus
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip_without_gpus(items)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

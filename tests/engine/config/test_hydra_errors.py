@@ -112,6 +112,8 @@ MISTAKES = {
     "trainer.num_nodes=null": "trainer.num_nodes=None: found NoneType, expected int",
     "trainer.val_check_interval=0": "trainer.val_check_interval=0: use a number from 1; trainer.limit_val_batches=0 "
     "disables validation",
+    "trainer.val_check_interval=0.25": "trainer.val_check_interval=0.25 is a part of an epoch; type "
+    "trainer.check_val_every_n_epoch=1 as well, or a number of steps",
     "trainer.check_val_every_n_epoch=0": "trainer.check_val_every_n_epoch=0: use a number from 1; "
     "trainer.limit_val_batches=0 disables validation",
     f"trainer.gradient_clip_val={'9' * 400}": "trainer.gradient_clip_val: found a number of 400 digits; use one of "

@@ -162,6 +162,27 @@ def test_data_that_are_not_there_are_told_once_and_as_the_datas(where: str, trai
     assert (refused.err, refused.returncode) == (f"error: data: {REFUSED}\n", 2)
 
 
+NO_BATCHES = "train_dataloader has no batches; trainer.limit_train_batches=0 leaves training out"
+NO_SIZE = "batch_size should be a positive integer value, but got batch_size=0"
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ((FAILING_DATA, "data.how=has no batches", "data.where=sample"), NO_BATCHES),
+        ((PLAIN_DATA, "data.batch_size=0"), NO_SIZE),
+    ],
+)
+def test_data_without_batches_are_told_in_a_line(data: tuple[str, ...], line: str, train: Train) -> None:
+    refused = train(PLAIN_MODEL, *data, *SHORT, "strategy=single", check=False)
+    _is_a_line(refused, f"data: {line}")
+
+
+def test_of_model_and_data_in_one_module_the_one_that_raises_is_named(train: Train) -> None:
+    both = ("model._target_=tests.engine.plain.PlainModel", "data._target_=tests.engine.plain.AbsentData")
+    _is_a_line(train(*both, *SHORT, "strategy=single", check=False), "data: /data/train.bin is not there")
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_data_that_turn_out_to_be_damaged_later_are_told_in_a_line(workers: int, train: Train) -> None:
     sample = ("data.where=sample", f"data.workers={workers}")

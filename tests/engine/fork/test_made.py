@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -60,6 +61,16 @@ def test_a_fork_is_one_commit_that_names_nothing_of_ours(
     for command in (["check"], ["format", "--check"]):
         checked = subprocess.run([sys.executable, "-m", "ruff", *command, "."], cwd=folder, capture_output=True)
         assert checked.returncode == 0, checked.stdout
+
+
+def test_what_needs_a_gpu_is_skipped_where_there_is_none(clone: Path, tmp_path: Path) -> None:
+    folder = made(clone, tmp_path / "birdsong")
+    tests = ["tests/birdsong/examples/test_gpt.py", "-k", "test_a_gpu_skips"]
+    environ = {**os.environ, "PYTHONPATH": f"{folder / 'src'}:{folder}", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    assert "it needs 1 CUDA devices, and 0 are here" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0
 
 
 def test_make_fork_prints_what_its_page_shows(clone: Path, tmp_path: Path) -> None:
