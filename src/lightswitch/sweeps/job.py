@@ -58,7 +58,7 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement) -> float | None
         earlier is not None
         and earlier.state == FINISHED
         and earlier.overrides == job.overrides
-        and cfg.resume != "never"
+        and (cfg.resume != "never" or _are_of_one_job(earlier.start, job.start))
     ):
         print(f"job {job.number:<6} has already finished", flush=True)
         return earlier.objective
@@ -71,6 +71,11 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement) -> float | None
         chosen = (override for override in job.overrides if override not in typed and not override.startswith("~"))
         print(f"job {job.number:<6} {' '.join(chosen)}", flush=True)
     return _run([sys.executable, script, *own, *job.overrides], cwd, job, folder, str(cfg.objective), placement)
+
+
+def _are_of_one_job(one: str, other: str) -> bool:
+    """Return whether two starts are of the same cluster job, which was requeued in between."""
+    return one.partition(".")[0] == other.partition(".")[0] != ""
 
 
 def _start() -> str:

@@ -105,6 +105,14 @@ def test_what_has_finished_is_not_run_again(sweep: Sweep, tmp_path: Path) -> Non
     assert [(runs / number / "starts").read_text() for number in "01"] == ["RUN\n", "RUN\nRUN\n"]
 
 
+def test_what_has_finished_is_not_run_again_by_a_requeued_job(sweep: Sweep) -> None:
+    first, requeued, another = (
+        sweep(*FAST, "seed=1,2", "resume=never", ENVIRONMENT="BATCH", SLURM_JOB_ID=job, SLURM_RESTART_COUNT=count)
+        for job, count in (("17", "0"), ("17", "1"), ("18", "0"))
+    )
+    assert [done.stdout.count("has already finished") for done in (first, requeued, another)] == [0, 2, 0]
+
+
 def test_a_directory_of_another_job_is_left_as_it_is(sweep: Sweep, tmp_path: Path) -> None:
     assert sweep(*SWEPT, "seed=1,2").returncode == 0
     other = sweep(*SWEPT, "seed=1,3")
