@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from lightswitch.batches import accumulation
 from lightswitch.batches.accumulation import CountedSamples, Items
 from lightswitch.batches.combined import Fractions
+from lightswitch.batches.generators import mix, seed_generators
 from lightswitch.batches.loaders import SharedLoaders, data_rank
 from lightswitch.batches.logs import Connector, LogsOfRanks, RepeatedSamples, StepLogs
-from lightswitch.batches.order import is_repeated, mix, seed_generators
+from lightswitch.batches.order import is_repeated
 from lightswitch.batches.plan import (
     STREAMS,
     BatchPlan,
