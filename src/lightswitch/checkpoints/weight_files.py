@@ -129,7 +129,8 @@ def _as_lightning(state: dict[str, Any], weights: Weights, config: Mapping[str, 
     kept = {name: value for name, value in weights.state.items() if name not in _OF_TRAINING}
     if transient := weights.read_transient():
         kept[TRANSIENT] = transient
-    return {**kept, _ARGUMENTS: arguments | weights.state.get(_ARGUMENTS, {}), "state_dict": state}
+    plain, _ = safe.safe({**kept, _ARGUMENTS: arguments | weights.state.get(_ARGUMENTS, {})})
+    return {**plain, "state_dict": state}
 
 
 def _is_plain(value: Any) -> bool:
