@@ -341,7 +341,14 @@ OVERRIDES = {
     "lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin": ("device",),
     f"{_PL}.callbacks.ModelCheckpoint": ("_update_best_and_save",),
     f"{_PL}.callbacks.WeightAveraging": ("_copy_average_to_current", "_swap_models"),
-    f"{_PL}.loops._FitLoop": ("done", "on_advance_end", "on_load_checkpoint", "on_save_checkpoint", "skip"),
+    f"{_PL}.loops._FitLoop": (
+        "done",
+        "on_advance_end",
+        "on_load_checkpoint",
+        "on_save_checkpoint",
+        "setup_data",
+        "skip",
+    ),
     f"{_PL}.loops.loop._Loop": ("load_state_dict",),
     f"{_PL}.loops._TrainingEpochLoop": (
         "_broadcast_sigterm_tensor",

@@ -89,7 +89,9 @@ CALLS_ALLOWED = {
     "vars(item).update(_attributes(whole, item.value, self._share))": "of a logged value: as all ranks have it",
     "setattr(metric, name, _without(getattr(metric, name), before))": "torchmetrics documents it: a metric's states",
     "vars(self).update(dataset=dataset, cursor=cursor)": "of Reader, the engine's, past its own __setattr__",
-    "vars(self).update(dataset=dataset, seed=seed)": "of SeededSamples, the engine's, past its own __setattr__",
+    "vars(self).update(dataset=dataset, seed=seed, _kept=KeptGenerators(dataset))": (
+        "of SeededSamples, the engine's, past its own __setattr__"
+    ),
     "super().__setattr__(name, vars(self).get('_shown', {}).get(name, value))": "of RankLoader, the engine's",
     "setattr(self.dataset, name, value)": "a hook or a worker_init_fn sets it, on the user's dataset",
     "vars(part).update({name: value.clone() for name, value in shared.items()})": "a module's tensors, by equal ones",

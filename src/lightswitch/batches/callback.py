@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from lightswitch.batches import accumulation
 from lightswitch.batches.accumulation import CountedSamples, Items
 from lightswitch.batches.combined import Fractions
+from lightswitch.batches.generators import generators_of_module, mix, seed_generators, seed_own
 from lightswitch.batches.loaders import SharedLoaders, data_rank
 from lightswitch.batches.logs import Connector, LogsOfRanks, RepeatedSamples, StepLogs
-from lightswitch.batches.order import is_repeated, mix, seed_generators
+from lightswitch.batches.order import is_repeated
 from lightswitch.batches.plan import (
     STREAMS,
     BatchPlan,
@@ -65,6 +66,7 @@ class GlobalBatch(Callback):
         self._samples = CountedSamples(plan)
         self._step_logs: StepLogs | None = None
         self._repeated: RepeatedSamples | None = None
+        self._kept: list[Any] = []  # random generators of the module
         self._drawn = torch.random.get_rng_state()  # random state after model, data, callbacks and loggers are created
 
     # Changes to strategy and module, in every process, from setup to teardown
@@ -120,6 +122,7 @@ class GlobalBatch(Callback):
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step":  # of the optimizer; Lightning counts micro-batches
                 config.frequency *= trainer.accumulate_grad_batches
+        self._kept = generators_of_module(pl_module)
         at = self._resumed
         self._counter.start_at(trainer, at)
         if at.step == 0:  # an epoch's start is no restart, although Lightning treats it as one if max_steps is set
@@ -142,6 +145,8 @@ class GlobalBatch(Callback):
         at = self._counter
         seed = mix(self.seed, at.epoch_start.global_step, at.micro_batches, data_rank(trainer), *of)
         seed_generators(seed, trainer.strategy.root_device)
+        # alike on all ranks, as a module that has seeded them itself may rely on
+        seed_own(self._kept, mix(self.seed, at.epoch_start.global_step, at.micro_batches, *of))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if not loss.requires_grad:

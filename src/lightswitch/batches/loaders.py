@@ -225,7 +225,7 @@ def training_loader(
             f"the training set has {samples} samples and its loader drops the last batch, so no batch of "
             f"global_batch_size={plan.global_batch} remains; use global_batch_size={samples} or fewer"
         )
-    slices = TrainingSlices(base, samples, drop_last, plan, rank, seed, at.epoch, at.step, combined)
+    slices = TrainingSlices(base, samples, drop_last, plan, rank, seed, at.epoch, at.step, combined, loader.dataset)
     samples_of_epoch = SeededSamples(loader.dataset, seed)
     return copy_of_loader(RankLoader, loader, samples_of_epoch, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
 

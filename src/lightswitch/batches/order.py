@@ -7,19 +7,16 @@ in any loader worker.
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
 
 from lightswitch.batches.combined import Combined
+from lightswitch.batches.draws import Draws
+from lightswitch.batches.generators import KeptGenerators, mix
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.errors import Refused
-
-_MASK = (1 << 64) - 1
 
 
 class TrainingSlices(Sampler[Any]):
@@ -39,6 +36,7 @@ class TrainingSlices(Sampler[Any]):
         epoch: epoch in which the run starts.
         step: optimizer steps of that epoch that have been taken already.
         combined: the other training loaders of the run; None if there are none.
+        dataset: the loader's dataset, if the sampler draws from one.
     """
 
     def __init__(
@@ -52,8 +50,10 @@ class TrainingSlices(Sampler[Any]):
         epoch: int,
         step: int,
         combined: Combined | None = None,
+        dataset: Any = None,
     ) -> None:
         self.base = sampler
+        self._draws = Draws(sampler, samples, dataset, tells=rank == 0)
         self.samples = samples  # of an epoch, over all ranks
         self.plan = plan
         self.rank = rank
@@ -117,8 +117,18 @@ class TrainingSlices(Sampler[Any]):
         return self._chosen(self._order(self.epoch, step // self.own_steps), step, micro)
 
     def _order(self, epoch: int, cycle: int) -> Sequence[Any]:
-        key, epoch_told = self._pass_key(epoch, cycle), self._told_epoch(epoch, cycle)
-        return epoch_order(self.base, self.samples, self.seed, key, epoch_told)
+        order = _order_of_torch(self.base, self.samples, mix(self.seed, self._pass_key(epoch, cycle)))
+        return order if order is not None else self._draws.order(epoch * self._passes + cycle, self._place)
+
+    @property
+    def _passes(self) -> int:
+        """Passes over the samples in an epoch; several next to a longer loader."""
+        return -(-self.steps // self.own_steps)
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Return the seed of a pass, by its number in the run, and the epoch for `set_epoch`."""
+        epoch, cycle = divmod(number, self._passes)
+        return mix(self.seed, self._pass_key(epoch, cycle)), self._told_epoch(epoch, cycle)
 
     @staticmethod
     def _told_epoch(epoch: int, cycle: int) -> int:
@@ -221,26 +231,31 @@ def samples_of(sampler: Any, dataset: Any) -> int:
     return len(dataset) if type(sampler) is DistributedSampler else len(sampler)
 
 
-def epoch_order(sampler: Any, samples: int, seed: int, key: int, epoch: int | None = None) -> Sequence[Any]:
-    """Return the sample indices of an epoch as a sampler draws them under (seed, key), the same on every rank.
+def epoch_order(sampler: Any, samples: int, seed: int, key: int) -> Sequence[Any]:
+    """Return the sample indices of the first pass that a sampler draws under (seed, key), the same on every rank.
 
     Args:
         sampler: any sampler; for a DistributedSampler, only whether it shuffles matters.
         samples: number of samples of an epoch, over all ranks.
-        key: the epoch's number, or a number that represents it.
-        epoch: passed to the sampler's `set_epoch`; None for the key.
+        key: the epoch's number, passed to the sampler's `set_epoch`, or a number that represents it.
 
     Raises:
         Refused: the sampler draws another number of samples than its `len()`.
     """
-    generator = torch.Generator().manual_seed(mix(seed, key) >> 1)
+    order = _order_of_torch(sampler, samples, mix(seed, key))
+    return order if order is not None else Draws(sampler, samples).order(0, lambda number: (mix(seed, key), key))
+
+
+def _order_of_torch(sampler: Any, samples: int, seed: int) -> Sequence[Any] | None:
+    """Return the order of a sampler that torch makes for a loader, without drawing from it; None for another one."""
+    generator = torch.Generator().manual_seed(seed >> 1)
     if type(sampler) is DistributedSampler:  # its share has another size; only whether it shuffles matters
         return _permutation(samples, generator) if sampler.shuffle else range(samples)
     if type(sampler) is SequentialSampler:
         return range(samples)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples:
         return _permutation(samples, generator)
-    return _drawn(sampler, samples, mix(seed, key), key if epoch is None else epoch)
+    return None
 
 
 def _undivided(sampler: Any, dataset: Any) -> Any:
@@ -261,84 +276,17 @@ def _permutation(samples: int, generator: torch.Generator) -> Sequence[int]:
     return torch.randperm(samples, generator=generator).numpy()  # type: ignore[return-value]  # acts as a Sequence
 
 
-def _drawn(sampler: Any, samples: int, seed: int, epoch: int) -> list[Any]:
-    if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-        set_epoch(epoch)
-    for own in getattr(sampler, "__dict__", {}).values():
-        _seed(own, seed)
-    with torch.random.fork_rng(devices=[]):
-        seed_generators(seed)
-        order = list(sampler)
-    if len(order) != samples:
-        raise Refused(
-            f"the sampler {type(sampler).__name__} draws {len(order)} samples, but its len() is {samples}; correct "
-            "its __len__"
-        )
-    return order
-
-
-def _seed(generator: object, seed: int) -> None:
-    """Seed an attribute of a sampler if it is a generator; its state would differ by rank and after a resume."""
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed >> 1)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
-    elif isinstance(generator, np.random.RandomState):
-        generator.seed(seed & 0xFFFFFFFF)
-    elif isinstance(generator, random.Random):
-        generator.seed(seed)
-
-
 def is_repeated(loaders: Any, dataloader_idx: int) -> bool:
     """Return whether this rank has no sample of its own in one of an evaluation's loaders."""
     slices = unwrapped(getattr(loaders.flattened[dataloader_idx], "batch_sampler", None))
     return isinstance(slices, EvaluationSlices) and slices.is_repeated
 
 
-def mix(*numbers: int) -> int:
-    """Return a 64-bit hash of integers, equal in every process (SplitMix64's finaliser; Steele et al. 2014)."""
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state
-
-
-def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed the generators of Python, NumPy and torch's CPU.
-
-    Args:
-        device: the device in use, whose generator is seeded as well: CUDA, Apple's MPS, or another backend.
-    """
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds every backend: 20 times slower
-    if device is not None and device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
-
-
-def generator_states(device: torch.device) -> tuple[Any, ...]:
-    """Return the states of the generators of Python, NumPy, torch's CPU and a device."""
-    of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    return random.getstate(), np.random.get_state(), torch.random.get_rng_state(), of_device
-
-
-def restore_generators(states: tuple[Any, ...], device: torch.device) -> None:
-    """Restore the states that `generator_states` has returned."""
-    of_python, of_numpy, of_torch, of_device = states
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
-    torch.random.set_rng_state(of_torch)
-    if of_device is not None:
-        torch.get_device_module(device).set_rng_state(of_device, device)
-
-
 class SeededSamples(Dataset[Any]):
     """Map-style dataset that seeds the generators before it reads a sample, by (seed, epoch, index).
 
-    A dataset with a batched `__getitems__` is seeded once per batch, by its first index.
+    These are the global ones, and those that the dataset keeps: in its attributes, its transforms, the datasets that it
+    is made of. A dataset with a batched `__getitems__` is seeded once per batch, by its first index.
 
     Args:
         dataset: the user's dataset, whose attributes can be read and set here as well.
@@ -346,9 +294,10 @@ class SeededSamples(Dataset[Any]):
 
     dataset: Any
     seed: int
+    _kept: KeptGenerators
 
     def __init__(self, dataset: Any, seed: int) -> None:
-        vars(self).update(dataset=dataset, seed=seed)
+        vars(self).update(dataset=dataset, seed=seed, _kept=KeptGenerators(dataset))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -359,13 +308,11 @@ class SeededSamples(Dataset[Any]):
     def __getitems__(self, key: tuple[int, list[Any]]) -> Any:
         epoch, indices = key
         if _reads_batches(self.dataset):
-            seed_generators(mix(self.seed, epoch, _number(indices[0])))
-            return self.dataset.__getitems__(indices)
-        return [self._sample(epoch, index) for index in indices]
+            return self._read(epoch, indices[0], self.dataset.__getitems__, indices)
+        return [self._read(epoch, index, self.dataset.__getitem__, index) for index in indices]
 
-    def _sample(self, epoch: int, index: Any) -> Any:
-        seed_generators(mix(self.seed, epoch, _number(index)))
-        return self.dataset[index]
+    def _read(self, epoch: int, index: Any, read: Callable[[Any], Any], what: Any) -> Any:
+        return self._kept.seeded(mix(self.seed, epoch, _number(index)), epoch, read, what)
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":  # while unpickling, there is no dataset yet
@@ -374,6 +321,7 @@ class SeededSamples(Dataset[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:  # a hook or a worker_init_fn may set attributes
         setattr(self.dataset, name, value)
+        self._kept.forget()
 
 
 class EvaluatedSamples(SeededSamples):

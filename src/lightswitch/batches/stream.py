@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, _utils, get_worker_info
 
 from lightswitch import patches
-from lightswitch.batches.order import mix, seed_generators
+from lightswitch.batches.generators import mix, seed_generators
 from lightswitch.batches.plan import BatchPlan
 
 _COMPARED_SAMPLES = 16  # first samples of a reader, whose digest is compared among readers

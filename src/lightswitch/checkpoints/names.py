@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from lightswitch.checkpoints.shards import Piece
 
 Kept = TypeVar("Kept")
 
+TRANSIENT = "transient"  # key of non-persistent buffers that training changes
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
@@ -50,6 +51,26 @@ def tied(module: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(value), name) for name, value in _saved(module)}
     return {name: other for name, other in names.items() if name != other}
+
+
+def transient(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the full name of each non-persistent buffer, the submodule that has it, and its name there."""
+    for prefix, part in module.named_modules():
+        for own in sorted(part._non_persistent_buffers_set):
+            if part._buffers.get(own) is not None:
+                yield own_name(f"{prefix}.{own}" if prefix else own), part, own
+
+
+def set_transient(module: nn.Module, saved: Mapping[str, Callable[[], Tensor]]) -> None:
+    """Set the non-persistent buffers for which there is a function that returns the saved value, by name."""
+    for name, part, own in transient(module):
+        if name not in saved:
+            continue
+        buffer, value = part.get_buffer(own), saved[name]()
+        if buffer.shape == value.shape:
+            buffer.copy_(value)  # in place: ddp and DeepSpeed hold a reference to the tensor
+        else:
+            part.register_buffer(own, value.to(buffer.device), persistent=False)
 
 
 def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

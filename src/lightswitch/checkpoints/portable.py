@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -21,9 +21,10 @@ from lightswitch.batches.plan import saved_position
 from lightswitch.checkpoints import names, optimizers, writing
 from lightswitch.checkpoints.finetuning import LEFT_OUT, Finetuned, unfreeze_again
 from lightswitch.checkpoints.last import checkpoints_up_to, first_whole, is_up_to
+from lightswitch.checkpoints.names import TRANSIENT
 from lightswitch.checkpoints.reader import Reader, is_hub
 from lightswitch.checkpoints.shards import Piece, Stored, laid_out
-from lightswitch.checkpoints.writing import TRANSIENT, WrittenTogether
+from lightswitch.checkpoints.writing import WrittenTogether
 from lightswitch.errors import Refused, listed
 from lightswitch.mixins import callbacks_of
 
@@ -296,31 +297,13 @@ class TransientBuffers(Callback):
             checkpoint[TRANSIENT] = changed
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        strategy = trainer.strategy
-        if not isinstance(strategy, PortableCheckpoints):
-            return
-        saved = strategy.saved(TRANSIENT)
-        for name, part, own in _places(pl_module):
-            if name not in saved:
-                continue
-            buffer, value = part.get_buffer(own), saved[name]()
-            if buffer.shape == value.shape:
-                buffer.copy_(value)  # in place: ddp and DeepSpeed hold a reference to the tensor
-            else:
-                part.register_buffer(own, value.to(buffer.device), persistent=False)
+        if isinstance(trainer.strategy, PortableCheckpoints):
+            names.set_transient(pl_module, trainer.strategy.saved(TRANSIENT))
 
 
 def _transient(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that are not persistent, by name."""
-    return {name: part.get_buffer(own) for name, part, own in _places(module)}
-
-
-def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the full name of each non-persistent buffer, the submodule that has it, and its name there."""
-    for prefix, part in module.named_modules():
-        for own in sorted(part._non_persistent_buffers_set):
-            if part._buffers.get(own) is not None:
-                yield names.own_name(f"{prefix}.{own}" if prefix else own), part, own
+    return {name: part.get_buffer(own) for name, part, own in names.transient(module)}
 
 
 def _checksum(buffer: Tensor) -> int:

@@ -23,7 +23,7 @@ from lightswitch import regular_files
 from lightswitch.checkpoints import directory, safe
 from lightswitch.checkpoints.index import Index
 from lightswitch.checkpoints.manifest import is_plain_name
-from lightswitch.checkpoints.names import own_name
+from lightswitch.checkpoints.names import TRANSIENT, own_name
 from lightswitch.checkpoints.ranks import describe_failure
 from lightswitch.checkpoints.shards import Piece
 from lightswitch.errors import UnfitCheckpoint, listed, shown
@@ -70,8 +70,10 @@ class Reader:
         """Read index and state. Each rank compares the checksums of some files, without waiting for another rank."""
         if is_foreign(self.path):
             weights, state = weights_and_state(self.path)
-            self._take(weights)
-            return state
+            transient = transient_of(state)
+            self._take({**_under("model", weights), **_under(TRANSIENT, transient)})
+            # without "callbacks", Lightning calls no callback, and one sets these buffers
+            return {"callbacks": {}, **state} if transient else state
         rank, ranks = (dist.get_rank(self._group), dist.get_world_size(self._group)) if self._group else (0, 1)
         self._index = directory.read_index(self._files, slice(rank, None, ranks))
         self.like = self._index.tensors()
@@ -84,10 +86,11 @@ class Reader:
 
     def take(self, translate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
         """Replace the weights of a foreign file by the result of a function of them, by name."""
-        self._take(translate({name.removeprefix("model."): value for name, value in self._loaded.items()}))
+        weights = {name: self._loaded[f"model.{name}"] for name in self.names("model.")}
+        self._take(_under("model", translate(weights)))
 
-    def _take(self, weights: Mapping[str, Tensor]) -> None:
-        self._loaded = {f"model.{name}": value for name, value in weights.items()}
+    def _take(self, loaded: dict[str, Tensor]) -> None:
+        self._loaded = loaded
         self.like = {name: value.to("meta") for name, value in self._loaded.items()}
 
     def names(self, prefix: str) -> set[str]:
@@ -384,6 +387,18 @@ def weights_and_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tied = {name: first[name] for name in tensors if first[name] != name}
     weights = {name: value for name, value in tensors.items() if name not in tied}
     return weights, {**state, "extra_state": extra, "names_of_tied": tied}
+
+
+def _under(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{kind}.{name}": value for name, value in tensors.items()}
+
+
+def transient_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Remove the non-persistent buffers from the content of an export's file, and return them by name."""
+    found = state.get(TRANSIENT)
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        return {}  # of a checkpoint from elsewhere, what its module calls so
+    return {str(name): value for name, value in state.pop(TRANSIENT).items()}
 
 
 def read_foreign(path: Path) -> dict[str, Any]:

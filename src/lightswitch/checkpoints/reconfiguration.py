@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,18 +85,22 @@ def changed(saved: Any, before: Any, now: Any) -> Any:
         before: state that the run which saved it began with.
         now: state that this run begins with.
     """
+    if _equal(before, now):
+        return saved
     values = (saved, before, now)
     if all(isinstance(value, Mapping) for value in values):
         both = saved.keys() & before.keys() & now.keys()
-        state = {**saved, **{key: changed(saved[key], before[key], now[key]) for key in both}}
+        state = {key: value for key, value in saved.items() if key in now or key not in before}
+        state |= {key: value for key, value in now.items() if key not in before}
+        state |= {key: changed(saved[key], before[key], now[key]) for key in both}
         if _LAST_RATES in both:
             rates = _RATES if _RATES in both else _LAST_RATES
             scaled = zip(saved[_LAST_RATES], before[rates], now[rates], strict=False)
             state[_LAST_RATES] = [_scaled(*rate) for rate in scaled]
-        return state
+        return Counter(state) if isinstance(saved, Counter) else state  # milestones
     if all(isinstance(value, list) for value in values) and len(saved) == len(before) == len(now):
         return [changed(*parts) for parts in zip(*values, strict=True)]
-    return saved if _equal(before, now) else now
+    return now
 
 
 def _scaled(saved: Any, before: Any, now: Any) -> Any:
@@ -107,4 +112,8 @@ def _scaled(saved: Any, before: Any, now: Any) -> Any:
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
     return type(one) is type(other) and bool(one == other)

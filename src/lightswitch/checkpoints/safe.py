@@ -8,8 +8,9 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path, PurePath
@@ -20,13 +21,16 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _MOST_LEVELS = 64  # of nested mappings and lists
+KINDS = "kinds_of_values"  # in a state: what was an array and the like, by the keys and indices that lead to it
 _STATE: dict[str, type] = {  # types of the entries in a checkpoint's state, each of which is optional
     **dict.fromkeys(("epoch", "global_step"), int),
     **dict.fromkeys(("loops", "callbacks", "hyper_parameters", "extra_state", "names_of_tied"), dict),
     **dict.fromkeys(("frozen_since", "plateau", "epoch_end", "configured"), dict),
     **dict.fromkeys(("optimizer_states", "lr_schedulers", "left_out", "streams", "of_ranks", "places_of_shards"), list),
     "pytorch-lightning_version": str,
+    KINDS: dict,
 }
+_Place = tuple[Any, ...]
 _KEPT = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
 
 
@@ -111,9 +115,15 @@ def _children(value: Any) -> Iterable[Any]:
 def checked_state(state: Any, name: str) -> dict[str, Any]:
     """Return the state of a run, after checking that its entries have the types that Lightning and the engine use.
 
+    Values that `safe` has converted from one of a few types, such as an array, have that type again.
+
     Raises:
         UnsafeFile: an entry has another type, or a value out of range.
     """
+    if not isinstance(state, dict):
+        raise UnsafeFile(f"{name} does not contain the state of a run")
+    if isinstance(kinds := state.get(KINDS), dict):
+        state = _restored({key: value for key, value in state.items() if key != KINDS}, (), kinds)
     if not isinstance(state, dict):
         raise UnsafeFile(f"{name} does not contain the state of a run")
     for key, kind in _STATE.items():
@@ -133,6 +143,36 @@ def checked_state(state: Any, name: str) -> dict[str, Any]:
     return state
 
 
+def _restored(value: Any, place: _Place, kinds: Mapping[Any, Any]) -> Any:
+    """Return a value with those in it that have a kind in their own types again."""
+    if type(value) is dict:
+        value = {key: _restored(item, (*place, key), kinds) for key, item in value.items()}
+    elif type(value) in (list, tuple):
+        value = type(value)(_restored(item, (*place, index), kinds) for index, item in enumerate(value))
+    if place not in kinds:
+        return value
+    try:
+        name, *argument = kinds[place]
+        return _OF_KIND[name](value, *argument)
+    except Exception:  # in a file from elsewhere, a kind may be anything
+        return value
+
+
+def _text_array(value: Any) -> np.ndarray:
+    return np.array(value, dtype=str)
+
+
+_FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set)}
+_OF_KIND: dict[str, Callable[..., Any]] = {  # nothing else is called for a file
+    "array": torch.Tensor.numpy,
+    "text array": _text_array,
+    "deque": deque,
+    "defaultdict": lambda value, factory: defaultdict(_FACTORIES[factory], value),
+    "Counter": Counter,
+    "frozenset": frozenset,
+}
+
+
 def called(error: BaseException) -> str | None:
     """Return a text with the name that `torch.load` refused to call; torch's own text advises to allow it."""
     found = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
@@ -150,14 +190,58 @@ def _why(path: Path, error: Exception) -> str:
 def safe(value: Any) -> tuple[Any, dict[str, str]]:
     """Return ``value`` in plain types, and the type names of the values that have no plain type, by their paths.
 
-    Whatever is returned can be read by `load`: keys and converted values are made plain like all others.
+    Whatever is returned can be read by `load`: keys and converted values are made plain like all others. A dict gets
+    the entry `KINDS`, by which `checked_state` converts arrays, deques and the like back.
     """
     left_out: dict[str, str] = {}
-    kept, plain = _plain(value, "", left_out)
-    return plain if kept else None, left_out
+    kinds: dict[_Place, tuple[Any, ...]] = {}
+    kept, marked = _plain(value, "", left_out)
+    plain = _taken(marked, (), kinds) if kept else None
+    return {**plain, KINDS: kinds} if kinds and isinstance(plain, dict) else plain, left_out
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """Value in plain types, and the kind that it was: a key of `_OF_KIND`, and its argument."""
+
+    plain: Any
+    kind: tuple[Any, ...]
+
+
+def _taken(value: Any, place: _Place, kinds: dict[_Place, tuple[Any, ...]]) -> Any:
+    """Return a value without marks, and put the kinds into a dict by place; keys and members of sets have no place."""
+    if isinstance(value, _Marked):
+        kinds[place] = value.kind
+        return _taken(value.plain, place, kinds)
+    if type(value) is dict:
+        items = [(_taken(key, (), {}), item) for key, item in value.items()]
+        return {key: _taken(item, (*place, key), kinds) for key, item in items}
+    if type(value) is set:
+        return {_taken(item, (), {}) for item in value}
+    if type(value) in (list, tuple):
+        return type(value)(_taken(item, (*place, index), kinds) for index, item in enumerate(value))
+    return value
 
 
 def _plain(value: Any, path: str, left_out: dict[str, str], levels: int = _MOST_LEVELS - 1) -> tuple[bool, Any]:
+    kept, plain = _unmarked(value, path, left_out, levels)
+    kind = _kind(value, plain) if kept else None
+    return kept, plain if kind is None else _Marked(plain, kind)
+
+
+def _kind(value: Any, plain: Any) -> tuple[Any, ...] | None:
+    if isinstance(value, np.ndarray):
+        is_text = value.dtype.kind == "U"
+        return ("array",) if isinstance(plain, torch.Tensor) else ("text array",) if is_text else None
+    if isinstance(value, deque):
+        return "deque", value.maxlen
+    if isinstance(value, defaultdict):
+        name = getattr(value.default_factory, "__name__", "")
+        return ("defaultdict", name) if value.default_factory in _FACTORIES.values() else None
+    return next(((kind.__name__,) for kind in (Counter, frozenset) if isinstance(value, kind)), None)
+
+
+def _unmarked(value: Any, path: str, left_out: dict[str, str], levels: int) -> tuple[bool, Any]:
     inner = partial(_plain, left_out=left_out, levels=levels - 1)
     if value is None or type(value) in _KEPT:
         return True, value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -135,9 +136,11 @@ def _whole(value: Any, place: _Place, places: list[_Place]) -> Any:
         places.append(place)
         return value.full_tensor()
     if isinstance(value, Mapping):
-        return {key: _whole(item, (*place, key), places) for key, item in value.items()}
+        items = {key: _whole(item, (*place, key), places) for key, item in value.items()}
+        return items if any(item is not value[key] for key, item in items.items()) else value
     if type(value) in (list, tuple):
-        return type(value)(_whole(item, (*place, index), places) for index, item in enumerate(value))
+        found = [_whole(item, (*place, index), places) for index, item in enumerate(value)]
+        return type(value)(found) if any(map(operator.is_not, found, value)) else value
     return value
 
 

@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightswitch.checkpoints import directory, safe
-from lightswitch.checkpoints.reader import OnRead, Reader, hub_weights, read_foreign, unreadable, why
+from lightswitch.checkpoints.names import TRANSIENT
+from lightswitch.checkpoints.reader import OnRead, Reader, hub_weights, read_foreign, transient_of, unreadable, why
 from lightswitch.errors import Refused, UnfitCheckpoint
 from lightswitch.regular_files import MARK, make_tree, remove_tree
 
@@ -85,7 +86,7 @@ def write(
             else:
                 others = {other: tensors[first] for other, first in weights.first_names.items()}
                 state = {**tensors, **others, **weights.extra_state}
-                _save(partial / name, state if file.suffix == ".pt" else _as_lightning(state, weights.state, config))
+                _save(partial / name, state if file.suffix == ".pt" else _as_lightning(state, weights, config))
             shutil.copymode(partial / config_of(file).name, partial / name)  # safetensors makes it owner-readable only
             _compare(partial / name, tensors)
         if len(shards) > 1:
@@ -94,8 +95,9 @@ def write(
     return [file.with_name(name) for name in written]
 
 
-def read(path: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the file that was passed to `write`, and the state dict; None if ``path`` is not an export.
+def read(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]] | None:
+    """Return the file that was passed to `write`, the state dict, and, of a .ckpt file, the non-persistent buffers that
+    training changed; None if ``path`` is not an export.
 
     Raises:
         UnfitCheckpoint: a file can't be read.
@@ -108,23 +110,27 @@ def read(path: Path) -> tuple[Path, dict[str, Any]] | None:
         return None
     try:
         if file.suffix == ".ckpt":
-            return file, read_foreign(file)["state_dict"]
+            found = read_foreign(file)
+            return file, found["state_dict"], transient_of(found)
         if file.suffix == ".pt":
-            return file, _checked(safe.load(file))
-        return file, hub_weights(file if file.is_file() else index_of(file))
+            return file, _checked(safe.load(file)), {}
+        return file, hub_weights(file if file.is_file() else index_of(file)), {}
     except Exception as error:  # torch raises many kinds of errors for a file that is not its own, or truncated
         raise UnfitCheckpoint(f"{file} can't be read: {why(error)}") from error
 
 
-def _as_lightning(state: dict[str, Any], of_run: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _as_lightning(state: dict[str, Any], weights: Weights, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a Lightning checkpoint without training state.
 
     For arguments that the module has not saved, it contains the plain values of the config. The caller of
     `load_from_checkpoint` has to pass others, such as an optimizer.
     """
     arguments = {name: value for name, value in config.items() if name[:1] != "_" and _is_plain(value)}
-    kept = {name: value for name, value in of_run.items() if name not in _OF_TRAINING}
-    return {**kept, _ARGUMENTS: arguments | of_run.get(_ARGUMENTS, {}), "state_dict": state}
+    kept = {name: value for name, value in weights.state.items() if name not in _OF_TRAINING}
+    if transient := weights.read_transient():
+        kept[TRANSIENT] = transient
+    plain, _ = safe.safe({**kept, _ARGUMENTS: arguments | weights.state.get(_ARGUMENTS, {})})
+    return {**plain, "state_dict": state}
 
 
 def _is_plain(value: Any) -> bool:
@@ -258,6 +264,7 @@ class Weights:
             only the first.
         lists_tied: whether the checkpoint lists tied tensors; checkpoints of earlier versions do not.
         like: meta tensors by name, with the shapes and dtypes of the stored tensors.
+        transient: names of the non-persistent buffers that training changed.
 
     Raises:
         UnfitCheckpoint: the checkpoint can't be read, or is damaged.
@@ -269,6 +276,7 @@ class Weights:
         self.extra_state = self._mapping("extra_state")
         names = sorted(self._reader.names(_PREFIX))
         self.like = {name: self._reader.like[_PREFIX + name] for name in names}
+        self.transient = sorted(self._reader.names(f"{TRANSIENT}."))
         self.lists_tied = "names_of_tied" in self.state
         tied = self._mapping("names_of_tied")
         self.first_names = {other: first for other, first in tied.items() if first in self.like}
@@ -289,6 +297,10 @@ class Weights:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process reads, as intended
             self._reader.fill({_PREFIX + name: tensor for name, tensor in tensors.items()}, on_read)
         return tensors
+
+    def read_transient(self) -> dict[str, Tensor]:
+        """Return the non-persistent buffers that training changed, on the CPU, by name."""
+        return {name: self._reader.read(f"{TRANSIENT}.{name}") for name in self.transient}
 
     def _mapping(self, key: str) -> dict[str, Any]:
         found = self.state.get(key, {})

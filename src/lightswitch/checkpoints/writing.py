@@ -18,6 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightswitch.batches.metrics import OF_RANKS
 from lightswitch.checkpoints import directory, names
+from lightswitch.checkpoints.names import TRANSIENT
 from lightswitch.checkpoints.ranks import Ranks, Steps
 from lightswitch.checkpoints.safe import safe
 from lightswitch.checkpoints.saver import Saver, fingerprint, share
@@ -30,7 +31,6 @@ log = logging.getLogger(__name__)
 # write. They expire before it does, and before the watchdog ends a run that starts no batch.
 _STEP, _WRITE = 1 / 3, 2 / 3
 _TRAINED = "current_model_state"  # Lightning's key for the trained weights, if the model holds their averages
-TRANSIENT = "transient"  # key of non-persistent buffers that training changes
 _MODEL = ("model", "trained", TRANSIENT)  # prefixes of the names of the model's tensors in a checkpoint
 _PATHS = ("best_model_path", "last_model_path", "kth_best_model_path")  # in the state of a ModelCheckpoint
 _PATIENCE_SECONDS = 60  # for a checkpoint that is being written when a run fails; another rank may hang

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightswitch.errors import Command, Refused
+from lightswitch.errors import Command, Refused, listed
 from lightswitch.monitoring.display import Line
 
 if TYPE_CHECKING:
@@ -119,6 +119,15 @@ def _export(arguments: argparse.Namespace) -> None:
     print(f"load       {_call(file)}")
     if file.suffix == ".ckpt":
         print(f'Lightning  {config.target.rpartition(".")[2]}.load_from_checkpoint("{file}")')
+    if weights.transient:
+        print(f"left out   {_left_out(weights.transient, file.suffix)}")
+
+
+def _left_out(transient: Sequence[str], suffix: str) -> str:
+    """Return what other readers of a file do without: a state dict has no place for non-persistent buffers."""
+    where = "by load_from_checkpoint" if suffix == ".ckpt" else "of this format; -o NAME.ckpt keeps them"
+    named = listed(list(transient), "buffers", shown=8)
+    return f"{named}, which training has changed and the module registers with persistent=False, {where}"
 
 
 def _export_hf(arguments: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -59,7 +60,7 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
     """
     builder = "the one given" if model else "its config builds"
     if (found := weight_files.read(Path(path))) is not None:
-        file, state = found
+        file, state, transient = found
         model = (
             _configured(model) if model else build_model(read_config(weight_files.config_of(file), trust=trust), trust)
         )
@@ -74,11 +75,13 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
         own = names.parameters(model)
         brought = {name: own[name].detach() for name in left_out if name in own}
         state = {**brought, **weights.read(weights.like), **weights.extra_state}
+        transient = weights.read_transient()
     try:
         model.load_state_dict(_under_names_of(model, state), assign=True)
     except RuntimeError as error:
         problem = "; ".join(str(error).splitlines()[1:2]).strip() or str(error)
         raise UnfitCheckpoint(f"{path} was saved from a different model than {builder}: {problem}") from error
+    names.set_transient(model, {name: partial(transient.__getitem__, name) for name in transient})
     _convert(model, {value.dtype for value in state.values() if isinstance(value, Tensor)})
     model.freeze()
     return model

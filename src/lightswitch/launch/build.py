@@ -17,8 +17,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
 from lightswitch.batches.callback import GlobalBatch
+from lightswitch.batches.generators import mix, seed_generators
 from lightswitch.batches.metrics import Ending, EpochMetrics, PlateauState
-from lightswitch.batches.order import mix, seed_generators
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints

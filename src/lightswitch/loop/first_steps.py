@@ -19,7 +19,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightswitch.batches.order import generator_states, restore_generators
+from lightswitch.batches.generators import generator_states, restore_generators
 from lightswitch.errors import NeedsValues, Refused
 from lightswitch.failures.classify import raised_in
 from lightswitch.strategies.replicas import broadcast_in_place

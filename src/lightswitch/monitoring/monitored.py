@@ -149,7 +149,12 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
                 found_metrics = f"validation has logged {', '.join(logged) or 'no metric'}"
                 log.warning("best       is not saved: %s; type callbacks.best_checkpoint.monitor=NAME", found_metrics)
             elif found != (self._given or objective.LOSS):
-                log.info("best       is the %sest %s", {"min": "low", "max": "high"}[self.mode], found)
+                of_first = found != objective.of_all_loaders(found) and self._given != found
+                others = " of the first loader; type callbacks.best_checkpoint.monitor=NAME for another's"
+                log.info(
+                    "best       is the %sest %s%s",
+                    {"min": "low", "max": "high"}[self.mode], found, others if of_first else "",
+                )  # fmt: skip
         return found is not None
 
 
@@ -184,7 +189,8 @@ def _has_validated(trainer: Trainer) -> bool:
 def _logged_in_validation(trainer: Trainer) -> list[str]:
     """Return the names of the metrics that the last validation has logged."""
     results = trainer.fit_loop.epoch_loop.val_loop._results
-    return [name for name in trainer.callback_metrics if any(name == one.meta.name for one in results.values())]
+    logged = {name for one in results.values() for name in (one.meta.name, one.meta.forked_name(on_step=False))}
+    return [name for name in trainer.callback_metrics if objective.of_all_loaders(name) in logged]
 
 
 def _worst(mode: Mode) -> Tensor:

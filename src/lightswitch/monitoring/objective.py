@@ -10,16 +10,25 @@ from lightswitch.errors import listed, nearest
 
 LOSS = "val/loss"
 _VALIDATION = re.compile(r"^(validation|valid|val|eval|dev)(?=[^a-z])")
+_OF_LOADER = re.compile(r"/dataloader_idx_\d+$")
 _GROWS = re.compile(r"acc|auc|auroc|bleu|dice|f1|iou|map|precision|psnr|r2|recall|rouge|score|ssim|top\d")
 
 
 def find(names: Iterable[str], wanted: str | None) -> str | None:
     """Return the metric that matches `wanted`: `val/loss` also matches `val_loss` and `validation_loss`; None if none.
 
+    Of a metric that several loaders log, as `val/loss/dataloader_idx_0` and so on, the name without an index matches
+    that of the first loader.
+
     Args:
         wanted: the metric in any spelling; None for the validation loss, or else for the only validation metric.
     """
-    spelt = {_plain(name): name for name in names}
+    exact = {_plain(name): name for name in names}
+    of_first = sorted((name for name in exact.values() if of_all_loaders(name) != name), key=_index, reverse=True)
+    others = (name for name in exact.values() if of_all_loaders(name) == name)
+    spelt = {_plain(of_all_loaders(name)): name for name in (*of_first, *others)}
+    if wanted is not None and (found := exact.get(_plain(wanted))):
+        return found
     if found := spelt.get(_plain(wanted or LOSS)):
         return found
     of_validation = [name for plain, name in spelt.items() if plain.startswith("val/")]
@@ -29,6 +38,15 @@ def find(names: Iterable[str], wanted: str | None) -> str | None:
 def mode(name: str) -> Literal["min", "max"]:
     """Return, by a metric's name, whether its lowest or its highest value is the best: the lowest for unknown names."""
     return "max" if _GROWS.search(_plain(name)) and "loss" not in name.lower() else "min"
+
+
+def of_all_loaders(name: str) -> str:
+    """Return a metric's name without the index of its loader, which Lightning appends if there are several."""
+    return _OF_LOADER.sub("", name)
+
+
+def _index(name: str) -> int:
+    return int(name.rpartition("_")[2])
 
 
 def absent(wanted: str, names: Iterable[str]) -> str:

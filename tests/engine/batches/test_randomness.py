@@ -1,15 +1,23 @@
 from __future__ import annotations
 
+import pickle
 import random
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lightswitch.batches.order import SeededSamples, mix, seed_generators
+from lightswitch.batches.generators import mix, own_generators, seed_generators
+from lightswitch.batches.order import SeededSamples
+from tests.engine.conftest import PLAIN_DATA, Train
+from tests.engine.plain import PlainModel
 from tests.runs import context
 
 
@@ -30,6 +38,91 @@ def test_a_sample_is_drawn_alike_in_whatever_batch_it_is_read() -> None:
     assert samples.__getitems__((2, [6])) != together[2:]
     assert SeededSamples(Noisy(), seed=4).__getitems__((1, [6])) != together[2:]
     assert len(set(together)) == 3
+
+
+class Transform:
+    """Keeps a generator, as those of Albumentations do."""
+
+    def __init__(self) -> None:
+        self.rng, self.py_random = np.random.default_rng(), random.Random()
+
+    def __call__(self, value: float) -> float:
+        return value + self.rng.random() + self.py_random.random()
+
+
+class Keeping(Dataset):
+    """Draws by generators of its own: one of them made on first use, others in its transforms."""
+
+    rng: np.random.RandomState | None = None
+
+    def __init__(self) -> None:
+        self.transforms = {"train": [Transform(), partial(Transform())]}
+        self.generator = torch.Generator()
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> float:
+        self.rng = self.rng or np.random.RandomState()
+        value = torch.rand((), generator=self.generator).item() + self.rng.rand()
+        return sum(transform(value) for transform in self.transforms["train"])
+
+
+class Batched(Keeping):
+    def __getitems__(self, indices: list[int]) -> list[float]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("made", [Keeping, lambda: Subset(ConcatDataset([Keeping()]), range(20)), Batched])
+def test_generators_that_a_dataset_keeps_are_seeded_as_the_global_ones(made: Callable[[], Any]) -> None:
+    """A resumed run, and each worker, has others, which have drawn another number of times."""
+    samples = SeededSamples(made(), seed=3)
+    first, second = samples.__getitems__((1, [4, 5])), samples.__getitems__((2, [4, 5]))
+    assert len({*first, *second}) == 4
+    worker = pickle.loads(pickle.dumps(samples))
+    for other in (samples, worker, SeededSamples(made(), seed=3)):
+        assert other.__getitems__((2, [4, 5])) == second
+        assert other.__getitems__((1, [4, 5])) == first
+
+
+def test_a_generator_that_a_hook_puts_into_a_dataset_is_seeded() -> None:
+    samples = [SeededSamples(Keeping(), seed=3) for _ in range(2)]
+    read = []
+    for one in samples:
+        one.__getitems__((1, [4]))
+        one.generator = torch.Generator().manual_seed(len(read))
+        read.append(one.__getitems__((1, [5])))
+    assert read[0] == read[1]
+
+
+def test_only_what_belongs_to_a_dataset_is_seeded() -> None:
+    dataset = Keeping()
+    dataset.module, dataset.random, dataset.itself = PlainModel(), random._inst, dataset
+    dataset.module.rng = dataset.default = torch.default_generator
+    dataset.module.rng = random.Random()
+    assert len(own_generators(dataset)) == 5
+    assert dataset.module.rng not in own_generators(dataset)
+
+
+class NoisyModel(PlainModel):
+    """Draws noise by generators of its own, as many a diffusion model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.schedule = torch.Generator().manual_seed(1), {"rng": np.random.default_rng(1)}
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        noise = torch.randn(batch[0].shape, generator=self.generator) * self.schedule["rng"].random()
+        return super().training_step((batch[0] + noise, *batch[1:]), batch_idx)
+
+
+def test_generators_that_a_module_keeps_go_on_over_a_resume(train: Train) -> None:
+    run = (f"model._target_={__name__}.NoisyModel", PLAIN_DATA, "trainer.accelerator=cpu", "run_id=mine")
+    run += ("trainer.log_every_n_steps=1", "callbacks.last_checkpoint.every_n_steps=2", "trainer.max_steps=4")
+    whole = train(*run)
+    resumed = train(*run, f"resume={whole.run_dir}/checkpoints/step_2.ckpt")
+    losses = whole.column("train/loss")
+    assert resumed.column("train/loss") == {step: losses[step] for step in (2, 3)}
 
 
 def test_a_wrapped_dataset_still_answers_for_itself() -> None:

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import (
     LambdaLR,
     LinearLR,
     LRScheduler,
+    MultiStepLR,
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
@@ -81,6 +82,15 @@ def test_an_option_that_is_configured_as_before_keeps_its_last_value() -> None:
     now.resume(before)
     (group,) = now.optimizer.param_groups
     assert (group["weight_decay"], group["betas"], group["eps"]) == (0.3, (0.9, 0.999), 1e-3)
+
+
+def test_other_milestones_are_those_that_are_configured() -> None:
+    before = Run(lambda optimizer: MultiStepLR(optimizer, [4, 12]), 0.1)
+    now = Run(lambda optimizer: MultiStepLR(optimizer, [4, 8]), 0.1)
+    before.steps(6)
+    now.resume(before)
+    assert now.steps(4) == pytest.approx([0.01, 0.01, 0.001, 0.001])
+    assert sorted(now.schedule.milestones.elements()) == [4, 8]
 
 
 RUN = (*PLAIN, "run_id=mine", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1")

@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from lightswitch.checkpoints.safe import load, safe
+from lightswitch.checkpoints.safe import KINDS, UnsafeFile, checked_state, load, safe
 
 
 class Split(Enum):
@@ -71,8 +71,76 @@ def test_what_is_kept_is_read(name: str, tmp_path: Path) -> None:
     value, expected = KEPT[name]
     plain, left_out = safe({"value": value})
     torch.save(plain, tmp_path / "state.pt")
-    assert load(tmp_path / "state.pt") == {"value": expected}
+    read = load(tmp_path / "state.pt")
+    read.pop(KINDS, None)
+    assert read == {"value": expected}
     assert left_out == {}
+
+
+ITSELF_AGAIN: dict[str, Any] = {  # by name, what is read as it was
+    "a table": np.arange(6, dtype=np.int16).reshape(2, 3),
+    "names": np.array(["cat", "dog"]),
+    "a generator's state": np.random.RandomState(3).get_state(),
+    "a window": deque([1.0, np.arange(2)], maxlen=5),
+    "an endless one": deque([{"x": deque()}]),
+    "lists by name": {"of": defaultdict(list, a=[np.zeros(1)])},
+    "counts": {0: Counter("aab"), 1: frozenset({1, frozenset({2})})},
+    "by odd keys": {(1, np.int64(2)): np.ones(2, dtype=bool), None: [(np.float64(1), np.zeros(()))]},
+}
+
+
+@pytest.mark.parametrize("name", ITSELF_AGAIN)
+def test_arrays_and_the_like_are_what_they_were(name: str, tmp_path: Path) -> None:
+    value = ITSELF_AGAIN[name]
+    plain, _ = safe({"value": value, "callbacks": {"own": {"value": value}}})
+    torch.save(plain, tmp_path / "state.pt")
+    read = checked_state(load(tmp_path / "state.pt"), "state.pt")
+    assert read.keys() == {"value", "callbacks"}
+    assert same(read["value"], value)
+    assert same(read["callbacks"]["own"]["value"], value)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(other, np.generic):
+        return one == other.item()
+    if type(one) is not type(other):
+        return False
+    if isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(other, dict):
+        factories = (getattr(each, "default_factory", None) for each in (one, other))
+        return len({*factories}) == 1 and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(other, deque) and one.maxlen != other.maxlen:
+        return False
+    if isinstance(other, list | tuple | deque):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def test_a_list_in_a_factory_that_is_the_users_own_stays_a_dict() -> None:
+    plain, _ = safe({"value": defaultdict(lambda: 3, a=1)})
+    assert type(checked_state(plain, "state.pt")["value"]) is dict
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        *({("value",): kind} for kind in (7, (), ("eval",), ("deque", -1), ("defaultdict", "eval"), ("array", 1, 2))),
+        *({"value": ("array",)}, {("value", 0, "x"): ("array",)}, {(): ("array",)}, {("value",): [["array"]]}),
+    ],
+)
+def test_a_forged_kind_changes_nothing(kinds: Any, tmp_path: Path) -> None:
+    torch.save({"value": [1], KINDS: kinds}, tmp_path / "state.pt")
+    assert checked_state(load(tmp_path / "state.pt"), "state.pt") == {"value": [1]}
+
+
+@pytest.mark.parametrize("place", [(), ("callbacks",), ("optimizer_states", 0), (KINDS,)])
+def test_a_forged_kind_of_what_lightning_reads_is_refused(place: tuple[Any, ...]) -> None:
+    state = {"callbacks": {}, "optimizer_states": [{}], KINDS: {place: ("deque", 3)}}
+    if place == (KINDS,):
+        state[KINDS] = 7
+    with pytest.raises(UnsafeFile):
+        checked_state(state, "state.pt")
 
 
 @pytest.mark.parametrize(

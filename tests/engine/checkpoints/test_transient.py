@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import lightswitch
+from lightswitch.export.__main__ import main
 from tests.engine.conftest import PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
 from tests.engine.plain import PlainModel
@@ -26,6 +28,11 @@ class Counts(PlainModel):
         self.seen += 1
         self.queue = torch.cat([self.queue, self.table[:2, None].expand(2, 2) + len(self.queue)])[-6:]
         return super().training_step(batch, batch_idx) * (1 + 0.1 * self.seen) + self.queue.mean()
+
+
+class Measured(Counts):
+    def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.log("test/seen", self.seen.float())
 
 
 RUN = (
@@ -48,6 +55,35 @@ def test_they_go_on_under_another_strategy(begun: str, ended: str, whole: Finish
     resumed = train(*RUN, f"strategy={ended}", ranks=0 if ended == "single" else 2, folder=stopped.folder)
     assert largest_difference(resumed, whole) <= 1e-5
     assert _transient(whole.run_dir) == {"transient.seen", "transient.queue"}
+
+
+@pytest.mark.parametrize("name", [".", "checkpoints/last.ckpt", "model.ckpt", "exported.ckpt"])
+def test_a_loaded_model_has_them(name: str, whole: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    if name == "exported.ckpt":
+        main([str(whole.run_dir), "-o", str(whole.run_dir / name), "--dtype", "bfloat16"])
+        assert "left out   queue, seen, which training has changed and the module regist" in capsys.readouterr().out
+    model = lightswitch.load(whole.run_dir / name)
+    assert int(model.seen) == 6
+    assert len(model.queue) == 6
+    assert model.table.tolist() == [0, 1, 2, 3]
+    assert model.queue.dtype == model.dtype
+
+
+@pytest.mark.parametrize("checkpoint", ["checkpoints/last.ckpt", "model.ckpt"])
+def test_an_evaluation_of_an_export_has_them(checkpoint: str, whole: Finished, train: Train) -> None:
+    test = ("mode=test", f"ckpt_path={whole.run_dir}/{checkpoint}", "run_id=tested")
+    tested = train(*(f"{word.replace('Counts', 'Measured')}" for word in RUN), *test)
+    assert [*tested.column("test/seen").values()] == [6.0]
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
+def test_a_format_without_a_place_for_them_is_told(
+    name: str, whole: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(whole.run_dir), "-o", str(tmp_path / name)])
+    assert "left out   queue, seen, which training has changed" in (printed := capsys.readouterr().out)
+    assert "of this format; -o NAME.ckpt keeps them" in printed
+    assert int(lightswitch.load(tmp_path / name).seen) == 0
 
 
 def _transient(run_dir: Path) -> set[str]:

@@ -1,0 +1,199 @@
+"""Orders that a sampler draws, each a function of the pass's number alone, whatever the sampler keeps between passes.
+
+A sampler may shuffle a list in place, count its epochs, or hold samplers that do. It is drawn from in copies, so that
+the user's own object is only changed by the user, and a resumed run draws first what the run before has drawn.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightswitch.batches.generators import is_generator, is_of_run, own_generators, seed_generators, seed_own, unseeded
+from lightswitch.errors import Refused
+
+log = logging.getLogger(__name__)
+_SHARED = (type, FunctionType, BuiltinFunctionType, ModuleType, Dataset, DataLoader, nn.Module)
+Place = Callable[[int], tuple[int, int]]  # returns a pass's seed, and the epoch for `set_epoch`
+
+
+class Draws:
+    """Orders of a sampler by the number of the pass.
+
+    The order of pass n is what a copy of the sampler, as it is at that time, draws after n others. For a sampler with
+    `set_epoch`, which tells it n, and for one that drawing does not change, these are not drawn.
+
+    Args:
+        samples: number of samples of a pass, over all ranks.
+        dataset: the loader's dataset, which is never copied.
+        tells: log what can't be copied; one rank does.
+
+    Raises:
+        Refused: by `order`: the sampler draws another number of samples than its `len()`.
+    """
+
+    def __init__(self, sampler: Any, samples: int, dataset: Any = None, tells: bool = False) -> None:
+        self._sampler, self._samples, self._dataset, self._tells = sampler, samples, dataset, tells
+        self._last: tuple[int, Sequence[Any]] | None = None  # number and order
+        self._begun: _Snapshot | None = None  # of the sampler, when `_copy` was made
+        self._copy: Any = None
+        self._next = 0  # number of the pass that `_copy` would draw
+
+    def order(self, number: int, place: Place) -> Sequence[Any]:
+        """Return the order of a pass.
+
+        Args:
+            place: returns the seed and the epoch of a pass by its number.
+        """
+        if self._last is None or self._last[0] != number:
+            self._last = number, self._checked(self._drawn(number, place))
+        return self._last[1]
+
+    def _drawn(self, number: int, place: Place) -> list[Any]:
+        if type(self._sampler).__module__.startswith("torch.utils.data"):  # keeps nothing but a generator
+            return _draw(self._sampler, *place(number))
+        snapshot = self._snapshot()
+        if snapshot is None:
+            return _draw(self._sampler, *place(number))
+        if callable(getattr(self._sampler, "set_epoch", None)):
+            return _draw(snapshot.copy(), *place(number))
+        if snapshot != self._begun or number < self._next:
+            self._begun, self._copy, self._next = snapshot, snapshot.copy(), 0
+        self._catch_up(number, place)
+        self._next = number + 1
+        return _draw(self._copy, *place(number))
+
+    def _catch_up(self, number: int, place: Place) -> None:
+        """Draw the passes before a pass, unless the first one leaves the sampler as it was."""
+        if self._next == 0 < number:
+            before = _Snapshot.of(self._copy, self._dataset)
+            _draw(self._copy, *place(0))
+            self._next = number if _Snapshot.of(self._copy, self._dataset) == before else 1
+        for earlier in range(self._next, number):
+            _draw(self._copy, *place(earlier))
+
+    def _snapshot(self) -> _Snapshot | None:
+        try:
+            snapshot = _Snapshot.of(self._sampler, self._dataset)
+        except Exception as error:  # whatever the sampler's own __getstate__ or __reduce__ raises
+            self._tell(f"can't be copied ({type(error).__name__}: {error})")
+            return None
+        for kind in snapshot.iterators:
+            self._tell(f"keeps a {kind}, which can't be copied")
+        return snapshot
+
+    def _tell(self, what: str) -> None:
+        if self._tells:
+            self._tells = False
+            log.warning(
+                "the sampler %s %s: the samples of an epoch depend on what it has drawn before, and a resumed run may "
+                "read others; let its __iter__ begin anew each time",
+                type(self._sampler).__name__, what,
+            )  # fmt: skip
+
+    def _checked(self, order: list[Any]) -> list[Any]:
+        if len(order) != self._samples:
+            raise Refused(
+                f"the sampler {type(self._sampler).__name__} draws {len(order)} samples, but its len() is "
+                f"{self._samples}; correct its __len__"
+            )
+        return order
+
+
+def _draw(sampler: Any, seed: int, epoch: int) -> list[Any]:
+    if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+        set_epoch(epoch)
+    seed_own(own_generators(sampler), seed)
+    with torch.random.fork_rng(devices=[]):
+        seed_generators(seed)
+        return list(sampler)
+
+
+@dataclass(frozen=True, eq=False)
+class _Snapshot:
+    """State of a sampler: what drawing may change as bytes, and the objects that copies share with it.
+
+    It is pickled, because `copy.deepcopy` takes ten times as long for a list of indices. Two are equal if their
+    samplers draw the same; the states of generators, which are seeded for each pass, do not count.
+
+    Attributes:
+        shared: the dataset, modules, functions, classes, what belongs to the run, and what can't be pickled.
+        iterators: type names of iterators that can't be pickled, so that a pass changes those of the user's sampler.
+    """
+
+    state: bytes
+    shared: tuple[Any, ...]
+    iterators: tuple[str, ...]
+
+    @classmethod
+    def of(cls, sampler: Any, dataset: Any) -> _Snapshot:
+        pickler = _Pickler(file := io.BytesIO(), sampler, dataset)
+        pickler.dump(sampler)
+        return cls(file.getvalue(), tuple(pickler.shared), tuple(pickler.iterators))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Snapshot)
+            and self.state == other.state
+            and [*map(id, self.shared)] == [*map(id, other.shared)]
+        )
+
+    def copy(self) -> Any:
+        """Return a sampler in this state."""
+        return _Unpickler(io.BytesIO(self.state), self.shared).load()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, sampler: Any, dataset: Any) -> None:
+        super().__init__(file, protocol=5)
+        self.shared: list[Any] = []
+        self.iterators: list[str] = []
+        self._sampler, self._dataset = sampler, dataset
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how a value is pickled. Python calls it for all but numbers, text, lists and their kind."""
+        if value is _shared:
+            return NotImplemented
+        if is_generator(value):
+            return unseeded(value)
+        if value is self._dataset or isinstance(value, _SHARED) or is_of_run(value):
+            return self._share(value)
+        try:
+            return value.__reduce_ex__(5)
+        except Exception:  # a lock, a file, an iterator; or raised by a user's __getstate__
+            if value is self._sampler:
+                raise
+            if isinstance(value, Iterator):
+                self.iterators.append(type(value).__name__)
+            return self._share(value)
+
+    def _share(self, value: Any) -> Any:
+        self.shared.append(value)
+        return _shared, (len(self.shared) - 1,)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler of bytes that this process has just pickled: they never come from a file."""
+
+    def __init__(self, file: io.BytesIO, shared: Sequence[Any]) -> None:
+        super().__init__(file)
+        self._objects = shared
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (__name__, _shared.__name__):
+            return self._objects.__getitem__
+        return super().find_class(module, name)
+
+
+def _shared(index: int) -> Any:
+    """Stand in the bytes for an object that copies share; `_Unpickler` puts the object in its place."""
+    raise NotImplementedError(index)

@@ -1,0 +1,186 @@
+"""Seeds of random generators: the global ones of Python, NumPy and torch, and those that samplers and datasets keep."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_MASK = (1 << 64) - 1
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_LEAVES: tuple[type, ...] = (type(None), bool, int, float, str, bytes, torch.Tensor, np.ndarray, np.generic)
+_LEAVES = (*_LEAVES, type, ModuleType, FunctionType, BuiltinFunctionType)
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes of torch's, which hold parameters, hooks and submodules
+_MOST_OBJECTS = 1000  # that are looked at, for a dataset may hold anything
+_MOST_ITEMS = 64  # of a list or dict: a list of transforms is shorter, a list of samples has nothing to seed
+
+
+def mix(*numbers: int) -> int:
+    """Return a 64-bit hash of integers, equal in every process (SplitMix64's finaliser; Steele et al. 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def seed_generators(seed: int, device: torch.device | None = None) -> None:
+    """Seed the generators of Python, NumPy and torch's CPU.
+
+    Args:
+        device: the device in use, whose generator is seeded as well: CUDA, Apple's MPS, or another backend.
+    """
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds every backend: 20 times slower
+    if device is not None and device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def generator_states(device: torch.device) -> tuple[Any, ...]:
+    """Return the states of the generators of Python, NumPy, torch's CPU and a device."""
+    of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return random.getstate(), np.random.get_state(), torch.random.get_rng_state(), of_device
+
+
+def restore_generators(states: tuple[Any, ...], device: torch.device) -> None:
+    """Restore the states that `generator_states` has returned."""
+    of_python, of_numpy, of_torch, of_device = states
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    torch.random.set_rng_state(of_torch)
+    if of_device is not None:
+        torch.get_device_module(device).set_rng_state(of_device, device)
+
+
+class KeptGenerators:
+    """Generators that a dataset keeps, which are looked for once an epoch and process.
+
+    Args:
+        owner: the dataset.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+        self.forget()
+
+    def __getstate__(self) -> dict[str, Any]:  # a worker process has its own
+        return {"_owner": self._owner, "_found": [], "_epoch": None}
+
+    def forget(self) -> None:
+        """Look for them again at the next sample."""
+        self._found: list[Any] = []
+        self._epoch: int | None = None
+
+    def seeded(self, seed: int, epoch: int, read: Callable[[Any], Any], what: Any) -> Any:
+        """Return ``read(what)``, with the global generators and these in the state of a seed."""
+        if self._epoch == epoch:
+            return self._seeded(seed, read, what)
+        self._found, self._epoch = own_generators(self._owner), epoch
+        sample = self._seeded(seed, read, what)
+        before, self._found = self._found, own_generators(self._owner)
+        # read again if a generator that was made just now, on first use, has drawn without a seed
+        return sample if self._found == before else self._seeded(seed, read, what)
+
+    def _seeded(self, seed: int, read: Callable[[Any], Any], what: Any) -> Any:
+        seed_generators(seed)
+        if self._found:
+            seed_own(self._found, seed)
+        return read(what)
+
+
+def own_generators(owner: object) -> list[Any]:
+    """Return the generators that an object keeps, at any depth of its attributes, lists, tuples and dicts.
+
+    A dataset has them in its transforms and in the datasets that it is made of, a sampler in the samplers inside of it.
+    What belongs to the run, such as a Trainer or a module, and the global generators are left out. The order is that of
+    the attributes, nearest first.
+    """
+    found: list[Any] = []
+    seen: set[int] = {id(one) for one in _global_generators()}
+    ahead = deque([owner])
+    while ahead and len(seen) < _MOST_OBJECTS:
+        one = ahead.popleft()
+        if id(one) in seen or isinstance(one, _LEAVES):
+            continue
+        seen.add(id(one))
+        if isinstance(one, _KINDS):
+            found.append(one)
+        elif not is_of_run(one):
+            ahead.extend(_parts(one))
+    return found
+
+
+def generators_of_module(module: nn.Module) -> list[Any]:
+    """Return the generators that a module and its submodules keep in their attributes, without torch's own."""
+    own = [value for part in module.modules() for name, value in vars(part).items() if name not in _OF_MODULES]
+    found = [one for value in own if not isinstance(value, nn.Module) for one in own_generators(value)]
+    return list({id(one): one for one in found}.values())
+
+
+def is_generator(value: object) -> bool:
+    """Return whether an object is a random generator of torch, NumPy or Python."""
+    return isinstance(value, _KINDS)
+
+
+def is_of_run(value: object) -> bool:
+    """Return whether an object's class is one of Lightning's, as that of a Trainer, module, data module or callback."""
+    return any(kind.__module__.startswith(("lightning.", "pytorch_lightning.")) for kind in type(value).__mro__)
+
+
+def _global_generators() -> tuple[Any, ...]:
+    return torch.default_generator, np.random.mtrand._rand, random._inst
+
+
+def _parts(one: Any) -> Iterable[Any]:
+    if isinstance(one, dict):
+        return [*islice(one.values(), _MOST_ITEMS)]
+    if isinstance(one, list | tuple | deque):
+        return [*islice(one, _MOST_ITEMS)]
+    if isinstance(one, functools.partial):
+        return one.func, one.args, one.keywords
+    if isinstance(one, MethodType):
+        return (one.__self__,)
+    try:
+        return [*object.__getattribute__(one, "__dict__").values()]  # a user's __getattr__ may raise anything
+    except AttributeError:
+        return ()
+
+
+def seed_own(generators: Sequence[Any], seed: int) -> None:
+    """Seed the generators that a sampler or dataset keeps, each by a seed of its own, so that they draw unlike numbers.
+
+    Their states would differ by process and after a resume.
+    """
+    for index, generator in enumerate(generators):
+        _seed(generator, mix(seed, index) if index else seed)
+
+
+def _seed(generator: object, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed >> 1)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed & 0xFFFFFFFF)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+
+
+def unseeded(generator: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return what makes a generator of the same kind whose state does not depend on this one's: class and arguments."""
+    if isinstance(generator, torch.Generator):
+        return torch.Generator, (generator.device.type,)
+    if isinstance(generator, np.random.Generator):
+        return type(generator), (type(generator.bit_generator)(0),)
+    return type(generator), (0,)
