@@ -46,6 +46,7 @@ from lightswitch.strategies.gathered_writes import (
 )
 from lightswitch.strategies.replicas import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.sharded import (
+    Attributes,
     Sharded,
     average_replicated,
     checkpoint_activations,
@@ -194,6 +195,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     def _shard(self) -> nn.Module:
         model = self.prepared()
+        attributes = Attributes(model)
         units = find_units(model, self.units)
         roots = self._roots(model)
         self._replicated: set[nn.Parameter] = set()
@@ -205,6 +207,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             broadcast_weights(of[module], self.root_device, done)
             if module in sharded:
                 self._shard_unit(module, of[module], is_root=module in roots)
+                attributes.restore_when_gathered(module)
+        attributes.restore()
         self._replicated |= {one for one in model.parameters() if not isinstance(one, DTensor)}
         if self.prefetch is not None:
             _gather_ahead([*roots, *units.values()], self.prefetch)
