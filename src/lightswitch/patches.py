@@ -247,6 +247,12 @@ PATCHES = (
         for_process=True,
     ),
     Patch(
+        "torch.distributed.tensor._dispatch.OpDispatcher",
+        "_custom_op_handlers",
+        "dict",
+        "item() of a DTensor reads its value: torch reads the rank's part of it, such as the norm of a shard",
+    ),
+    Patch(
         "torch._dynamo.config",
         "optimize_ddp",
         "bool",

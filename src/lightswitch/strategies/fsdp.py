@@ -41,6 +41,7 @@ from lightswitch.strategies.gathered_writes import (
     GatheredWrites,
     WholeBesideShards,
     let_data_be_assigned,
+    let_numbers_be_read,
     of_fsdp,
     reduce_as_if_trained,
 )
@@ -221,6 +222,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         self._trained = Trained(model)
         self._forward_redirection = WatchedForward(self._trained)
         let_data_be_assigned()
+        let_numbers_be_read()
         own_names = {parameter: name for name, parameter in names.parameters(model).items()}
         self._writes = GatheredWrites(of_fsdp(model, own_names), self.looks)
         return model
