@@ -45,6 +45,7 @@ from lightswitch.strategies.gathered_writes import (
     of_fsdp,
     reduce_as_if_trained,
 )
+from lightswitch.strategies.renormed import renorm_over_ranks
 from lightswitch.strategies.replicas import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.sharded import (
     Attributes,
@@ -225,6 +226,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         let_numbers_be_read()
         own_names = {parameter: name for name, parameter in names.parameters(model).items()}
         self._writes = GatheredWrites(of_fsdp(model, own_names), self.looks)
+        renorm_over_ranks(model, self.looks)
         return model
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
