@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -18,6 +20,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -47,6 +50,7 @@ from lightswitch.strategies.gathered_writes import (
 )
 from lightswitch.strategies.renormed import renorm_over_ranks
 from lightswitch.strategies.replicas import broadcast_metric_states, broadcast_weights
+from lightswitch.strategies.rounds import FIRST, Rounds
 from lightswitch.strategies.sharded import (
     Attributes,
     Sharded,
@@ -227,6 +231,9 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         own_names = {parameter: name for name, parameter in names.parameters(model).items()}
         self._writes = GatheredWrites(of_fsdp(model, own_names), self.looks)
         renorm_over_ranks(model, self.looks)
+        seconds = (self._timeout or default_pg_timeout).total_seconds()
+        self._rounds = Rounds(self.broadcast(secrets.token_hex(8)), seconds, "fsdp", "ddp")
+        self._calls: Counter[str] = Counter()
         return model
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
@@ -357,8 +364,12 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     @contextmanager
     def whole_weights(self, hook: str) -> Iterator[None]:
-        with WholeBesideShards(hook):
+        self._calls[hook] += 1
+        together = partial(self._rounds.together, hook) if self._calls[hook] <= FIRST else None
+        with WholeBesideShards(hook, together):
             yield
+        if together is not None:
+            together(None)
         self._writes.follow()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -74,11 +74,12 @@ class WholeBesideShards(TorchFunctionMode):
 
     Args:
         hook: description of the hook, for messages.
+        together: called with a name before this rank reads with the others, to check that they do; None for no check.
     """
 
-    def __init__(self, hook: str) -> None:
+    def __init__(self, hook: str, together: Callable[[str], None] | None = None) -> None:
         super().__init__()
-        self._hook = hook
+        self._hook, self._together = hook, together
         self._copies = WeakValueDictionary[int, Tensor]()  # by id, what is a view of a parameter in one process
 
     def __torch_function__(
@@ -115,14 +116,22 @@ class WholeBesideShards(TorchFunctionMode):
             return self._whole(func, args, kwargs, writes)
         if not writes and any(_is_in_parts(one, tensors[0]) for one in _flat(result)):
             # torch averages unequal shards as if they were equal
-            return _gathered(result) if all(map(_is_even, tensors)) else self._whole(func, args, kwargs, writes)
+            if not all(map(_is_even, tensors)):
+                return self._whole(func, args, kwargs, writes)
+            self._wait_for_others()
+            return _gathered(result)
         self._copies.update((id(one), one) for one in _flat(result) if _is_copied(one, tensors[0], name))
         return result
 
     def _is_copy(self, tensor: Tensor) -> bool:
         return id(tensor) in self._copies or id(_base(tensor)) in self._copies
 
+    def _wait_for_others(self) -> None:
+        if self._together is not None:
+            self._together("a weight")
+
     def _whole(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], writes: bool) -> Any:
+        self._wait_for_others()
         whole = [_gathered(value) for value in args]
         result = func(*whole, **{key: _gathered(value) for key, value in kwargs.items()})
         if not writes:

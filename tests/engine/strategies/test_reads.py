@@ -183,3 +183,20 @@ def test_a_write_to_a_gathered_copy_is_refused(part: str, fits: Fits) -> None:
         fits(fit(partial(WritesToCopies, part), "fsdp"), 2)
     assert isinstance(failed.value.error, Refused)
     assert "writes to a slice of a parameter with mul_, but under fsdp the slice is a copy" in str(failed.value.error)
+
+
+class ReadsAlone(PlainModel):
+    """Gives a weight to what one rank alone has, as a TensorBoard logger's `add_histogram`."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.is_global_zero:
+            self.net[0].weight.detach().cpu().numpy()
+
+
+def test_a_read_by_one_rank_alone_is_refused(fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(fit(ReadsAlone, "fsdp"), 2)
+    assert str(failed.value.error) == (
+        "on_train_batch_end of ReadsAlone accesses a weight on rank 0 but not on rank 1, and fsdp has a shard on each; "
+        "access it on all ranks, or use strategy=ddp"
+    )
