@@ -247,6 +247,24 @@ PATCHES = (
         for_process=True,
     ),
     Patch(
+        "torch.distributed.tensor._dispatch.OpDispatcher",
+        "_custom_op_handlers",
+        "dict",
+        "item() of a DTensor reads its value: torch reads the rank's part of it, such as the norm of a shard",
+    ),
+    Patch(
+        "torch.nn.Embedding",
+        "max_norm",
+        "float | int | None",
+        "the rows that any rank reads are scaled before its forward pass, which would scale the rank's; restored after",
+    ),
+    Patch(
+        "torch.nn.EmbeddingBag",
+        "max_norm",
+        "float | int | None",
+        "the rows that any rank reads are scaled before its forward pass, which would scale the rank's; restored after",
+    ),
+    Patch(
         "torch._dynamo.config",
         "optimize_ddp",
         "bool",

@@ -83,6 +83,7 @@ CALLS_ALLOWED = {
     ),
     "delattr(module, name)": "a parameter that was registered here, and keeps a group's place while an engine is made",
     "made.__dict__.update(parameter.__dict__)": "marks of the user's, onto a parameter made here",
+    "vars(getattr(part, name)).update(attributes)": "marks of the user's, onto what stands in for their parameter",
     "self.__dict__.update(state)": "its own, when it is unpickled",
     "vars(metric).update(state)": "of a metric, or a value that was logged: as it was before a forward pass",
     "vars(item).update(vars(before))": "of a value that was logged: as it was",

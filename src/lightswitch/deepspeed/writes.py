@@ -7,28 +7,24 @@ gathered before that hook. Touched weights are then copied to the optimizer's co
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from lightswitch.deepspeed.state import Part, parts
 from lightswitch.errors import Refused, listed
+from lightswitch.strategies.rounds import FIRST, Rounds
 from lightswitch.strategies.writes import Looks, carried, share, take_rank_0s
 
-_FIRST = 3  # calls of a hook in which ranks wait for each other at its end, so that a single rank may read a weight
 _LATER_SECONDS = 60.0  # how long, in later calls, a rank waits for the others to touch the same weight
 _STEP = "training_step"
 _METADATA = {  # attributes and methods of a tensor that do not access its values
@@ -54,7 +50,7 @@ class EngineWrites:
     ) -> None:
         self.engine, self._module = engine, module
         self._looks, self._looks_into_steps = looks, looks_into_steps
-        self._rounds = _Rounds(key, timeout_seconds)
+        self._rounds = Rounds(key, timeout_seconds, "DeepSpeed's stage 3", "deepspeed_stage_2")
         found = [(name, parameter, part) for name, parameter, part in parts(engine, module)]
         self._names = {id(parameter): name for name, parameter, _ in found}
         self._parameters = {name: parameter for name, parameter, _ in found}
@@ -88,8 +84,8 @@ class EngineWrites:
         self._gather(self._touched_before[hook])
         with _Touches(self._names, lambda name: self._touch(hook, name)):
             yield
-        while self._is_in_parts and self._calls[hook] <= _FIRST:
-            names = self._rounds.agree(hook, None, self._rounds.timeout_seconds)
+        while self._is_in_parts and self._calls[hook] <= FIRST:
+            names = _wanted(self._rounds.agree(hook, None, self._rounds.timeout_seconds))
             if not names:
                 break
             self._gather_first(hook, names)  # for another rank, which is still in the hook
@@ -208,9 +204,9 @@ class EngineWrites:
             self._touches_in_steps = True
         self._touched.add(name)
         while not _is_there(self._parameters[name]):
-            is_first = self._calls[hook] <= _FIRST
+            is_first = self._calls[hook] <= FIRST
             seconds = self._rounds.timeout_seconds if is_first else min(_LATER_SECONDS, self._rounds.timeout_seconds)
-            self._gather_first(hook, self._rounds.agree(hook, name, seconds))
+            self._gather_first(hook, _wanted(self._rounds.agree(hook, name, seconds)))
 
     def _is_at_hand(self, name: str, is_step: bool) -> bool:
         """Return whether DeepSpeed has gathered a weight for a running module.
@@ -310,54 +306,8 @@ class _Touches(TorchFunctionMode):
             self._touch(name)
 
 
-class _Rounds:
-    """Rounds in which ranks exchange the names of the weights that they touch, through the rendezvous store.
-
-    Args:
-        key: prefix of keys in the store, equal on all ranks.
-        timeout_seconds: how long to wait for a rank that is in the same hook.
-    """
-
-    def __init__(self, key: str, timeout_seconds: float) -> None:
-        self.timeout_seconds = timeout_seconds
-        self._store = PrefixStore(f"writes/{key}", _get_default_store())
-        self._round = 0
-
-    def agree(self, hook: str, wanted: str | None, seconds: float) -> set[str]:
-        """Return the names of the weights that any rank wants to touch in a hook.
-
-        Args:
-            wanted: name that this rank wants; None after its hook has ended.
-            seconds: how long to wait for each other rank.
-
-        Raises:
-            Refused: another rank is in another hook, or did not answer in time.
-        """
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        if world_size == 1:
-            return {wanted} if wanted is not None else set()
-        self._round += 1
-        self._store.set(f"{self._round}/{rank}", json.dumps([hook, wanted]))
-        self._store.delete_key(f"{self._round - 2}/{rank}")  # no rank is that far behind
-        found: set[str] = set()
-        for other in range(world_size):
-            key = f"{self._round}/{other}"
-            try:
-                self._store.wait([key], timedelta(seconds=seconds))
-            except Exception as error:  # torch's exception classes differ by version
-                raise _refusal(hook, wanted, rank, other) from error
-            its_hook, its_wanted = json.loads(self._store.get(key))
-            if its_hook != hook:
-                raise _refusal(hook, wanted, rank, other)
-            found |= {its_wanted} if its_wanted is not None else set()
-        return found
-
-
-def _refusal(hook: str, wanted: str | None, rank: int, other: int) -> Refused:
-    return Refused(
-        f"{hook} accesses {wanted or 'weights'} on rank {rank} but not on rank {other}, and DeepSpeed's stage 3 has a "
-        "shard on each; access it on all ranks, or use strategy=deepspeed_stage_2"
-    )
+def _wanted(found: Mapping[int, str | None]) -> set[str]:
+    return {name for name in found.values() if name is not None}
 
 
 def _is_there(parameter: Any) -> bool:

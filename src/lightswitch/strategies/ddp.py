@@ -26,6 +26,7 @@ from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused, listed
 from lightswitch.mixins import Mixin, with_mixin
+from lightswitch.strategies.renormed import renorm_over_ranks
 from lightswitch.strategies.trained import Trained
 from lightswitch.strategies.writes import CarriesWrites, share, take_rank_0s
 
@@ -112,6 +113,7 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         assert self.lightning_module is not None
         _refuse_unsendable(self.lightning_module, self.root_device)
         self._trained = Trained(self.lightning_module)
+        renorm_over_ranks(self.lightning_module, self.looks)
         super().configure_ddp()
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:

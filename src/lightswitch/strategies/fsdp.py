@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -18,6 +20,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -41,11 +44,15 @@ from lightswitch.strategies.gathered_writes import (
     GatheredWrites,
     WholeBesideShards,
     let_data_be_assigned,
+    let_numbers_be_read,
     of_fsdp,
     reduce_as_if_trained,
 )
+from lightswitch.strategies.renormed import renorm_over_ranks
 from lightswitch.strategies.replicas import broadcast_metric_states, broadcast_weights
+from lightswitch.strategies.rounds import FIRST, Rounds
 from lightswitch.strategies.sharded import (
+    Attributes,
     Sharded,
     average_replicated,
     checkpoint_activations,
@@ -70,6 +77,7 @@ _ROUNDED = {
 _CONV1D = "transformers.pytorch_utils.Conv1D"  # the linear layer of transformers' GPT-2
 _ROUNDS_TO = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _LEAST_ROUNDED_SHARE = 0.9  # of a unit's parameters: the root gathers the others, and they stay gathered for longer
+_MOST_ASKED = 64  # ranks that tell each other what they read: each of them asks for the answers of all others
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -194,6 +202,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     def _shard(self) -> nn.Module:
         model = self.prepared()
+        attributes = Attributes(model)
         units = find_units(model, self.units)
         roots = self._roots(model)
         self._replicated: set[nn.Parameter] = set()
@@ -205,6 +214,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             broadcast_weights(of[module], self.root_device, done)
             if module in sharded:
                 self._shard_unit(module, of[module], is_root=module in roots)
+                attributes.restore_when_gathered(module)
+        attributes.restore()
         self._replicated |= {one for one in model.parameters() if not isinstance(one, DTensor)}
         if self.prefetch is not None:
             _gather_ahead([*roots, *units.values()], self.prefetch)
@@ -217,8 +228,13 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         self._trained = Trained(model)
         self._forward_redirection = WatchedForward(self._trained)
         let_data_be_assigned()
+        let_numbers_be_read()
         own_names = {parameter: name for name, parameter in names.parameters(model).items()}
         self._writes = GatheredWrites(of_fsdp(model, own_names), self.looks)
+        renorm_over_ranks(model, self.looks)
+        seconds = (self._timeout or default_pg_timeout).total_seconds()
+        self._rounds = Rounds(self.broadcast(secrets.token_hex(8)), seconds, "fsdp", "ddp")
+        self._calls: Counter[str] = Counter()
         return model
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
@@ -349,8 +365,18 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     @contextmanager
     def whole_weights(self, hook: str) -> Iterator[None]:
-        with WholeBesideShards(hook):
+        """Let a hook read and write weights as in one process, and refuse one in which not all ranks read.
+
+        Raises:
+            Refused: a rank reads a weight alone.
+        """
+        self._calls[hook] += 1
+        is_asked = self._calls[hook] <= FIRST and self.world_size <= _MOST_ASKED
+        together = partial(self._rounds.together, hook) if is_asked else None
+        with WholeBesideShards(hook, together):
             yield
+        if together is not None:
+            together(None)
         self._writes.follow()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,15 @@
-"""Writes to weights that fsdp has gathered, carried over to their shards.
+"""Reads of sharded weights, and writes to weights that fsdp has gathered, carried over to their shards.
 
-Outside the forward pass, parameters are shards, and writes need no help except for `parameter.data = …`.
+Outside the forward pass, parameters are shards: DTensors. Writes to them need no help except for `parameter.data = …`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,12 +37,15 @@ class _Data:
         if value.shape != tensor.shape or value.dtype != tensor.dtype:
             _data_of_tensor.__set__(tensor, value)
             return
-        mesh, placements = tensor.device_mesh, tensor.placements
-        if isinstance(value, DTensor):
-            value = value.redistribute(mesh, placements)
-        else:
-            value = distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
-        tensor._local_tensor.copy_(value._local_tensor)
+        tensor._local_tensor.copy_(_as_shards(value, tensor)._local_tensor)
+
+
+def _as_shards(value: Tensor, like: DTensor) -> DTensor:
+    """Return a tensor that each rank has, or that is cut in another way, in shards like those of a DTensor."""
+    mesh, placements = like.device_mesh, like.placements
+    if isinstance(value, DTensor):
+        return value.redistribute(mesh, placements)
+    return distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
 
 
 def let_data_be_assigned() -> None:
@@ -49,50 +53,92 @@ def let_data_be_assigned() -> None:
     patches.replace(DTensor, "data", _Data())
 
 
-class WholeBesideShards(TorchFunctionMode):
-    """Mode that lets a hook combine whole tensors and DTensors, such as an average in buffers and a parameter.
+def let_numbers_be_read() -> None:
+    """Let `item`, `float` and conditions read the value of a DTensor in this process: torch reads the rank's part."""
+    dispatcher = DTensor._op_dispatcher
+    handlers = {**dispatcher._custom_op_handlers, torch.ops.aten._local_scalar_dense.default: _number}
+    patches.replace(dispatcher, "_custom_op_handlers", handlers)
 
-    It gathers DTensors if the first tensor is whole, if torch can't compute with shards, and if an element is set,
-    which torch would do in a copy.
+
+def _number(read: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the number of a DTensor's one element. Collective, unless each rank has it."""
+    return read(args[0].full_tensor(), **kwargs)
+
+
+class WholeBesideShards(TorchFunctionMode):
+    """Mode that gives a hook the results of one process for DTensors: reductions, and what torch can't compute on them.
+
+    It gathers DTensors if the first tensor is whole, if torch fails with shards, and if an element is set, which torch
+    would do in a copy. A result of which each rank has a part, such as a sum, is reduced at once: torch would read the
+    rank's part of it as a number, and computes wrong values with some of them.
 
     Args:
         hook: description of the hook, for messages.
+        together: called with a name before this rank reads with the others, to check that they do; None for no check.
     """
 
-    def __init__(self, hook: str) -> None:
+    def __init__(self, hook: str, together: Callable[[str], None] | None = None) -> None:
         super().__init__()
-        self._hook = hook
-        self._copies: dict[int, DTensor] = {}  # results that would be views, if their tensor were whole
+        self._hook, self._together = hook, together
+        self._copies = WeakValueDictionary[int, Tensor]()  # by id, what is a view of a parameter in one process
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [one for value in (*args, *kwargs.values()) for one in _flat(value) if isinstance(one, Tensor)]
-        if not any(isinstance(one, DTensor) for one in tensors):
-            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if writes and id(tensors[0]) in self._copies:
+        if writes and self._copies and tensors and self._is_copy(tensors[0]):
             raise Refused(
                 f"{self._hook} writes to a slice of a parameter with {name}, but under fsdp the slice is a copy; write "
                 "to the parameter itself (p[…] = …), or use strategy=ddp"
             )
-        if isinstance(tensors[0], DTensor) and name != "__setitem__":
-            try:
-                with implicit_replication():
-                    result = func(*args, **kwargs)
-            except NotImplementedError:  # torch can't compute it on shards
+        if not any(isinstance(one, DTensor) for one in tensors):
+            return func(*args, **kwargs)
+        if name == "__set__" and isinstance(args[0], DTensor):  # an attribute, such as a gradient
+            return func(args[0], *(_as_shards(one, args[0]) if isinstance(one, Tensor) else one for one in args[1:]))
+        if not isinstance(tensors[0], DTensor) or name == "__setitem__":
+            return self._whole(func, args, kwargs, writes)
+        if (
+            not writes
+            and name not in _OF_OBJECTS
+            and any(map(_may_be_empty, tensors))
+            and _computes(func, args, kwargs)
+        ):
+            return self._whole(func, args, kwargs, writes)  # an empty shard has no maximum: one rank alone would fail
+        try:
+            with implicit_replication():
+                result = func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except (NotImplementedError, RuntimeError, TypeError):  # torch can't compute it on shards
+            return self._whole(func, args, kwargs, writes)
+        if not writes and any(_is_in_parts(one, tensors[0]) for one in _flat(result)):
+            # torch averages unequal shards as if they were equal
+            if not all(map(_is_even, tensors)):
                 return self._whole(func, args, kwargs, writes)
-            if name in _PARTS:
-                self._copies.update((id(part), part) for part in _flat(result) if not _is_view(part, tensors[0]))
-            return result
-        return self._whole(func, args, kwargs, writes)
+            self._wait_for_others()
+            return _gathered(result)
+        self._copies.update((id(one), one) for one in _flat(result) if _is_copied(one, tensors[0], name))
+        return result
+
+    def _is_copy(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._copies or id(_base(tensor)) in self._copies
+
+    def _wait_for_others(self) -> None:
+        if self._together is not None:
+            self._together("a weight")
 
     def _whole(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], writes: bool) -> Any:
+        self._wait_for_others()
         whole = [_gathered(value) for value in args]
         result = func(*whole, **{key: _gathered(value) for key, value in kwargs.items()})
         if not writes:
+            pairs = zip(chain(*map(_flat, args)), chain(*map(_flat, whole)), strict=True)
+            copies = [copy for one, copy in pairs if isinstance(one, DTensor)]
+            parts = [one for one in _flat(result) if isinstance(one, Tensor) and any(_shares(one, of) for of in copies)]
+            self._copies.update((id(one), one) for one in [*map(_base, copies), *parts])
             return result
         for parameter, its_whole in zip(_flat(args[0]), _flat(whole[0]), strict=True):
             if isinstance(parameter, DTensor):
@@ -100,24 +146,92 @@ class WholeBesideShards(TorchFunctionMode):
         return args[0] if isinstance(args[0], DTensor) else result
 
 
-_PARTS = ("__getitem__", "narrow", "select", "chunk", "split", "unbind", "view", "reshape", "flatten")
+_OF_OBJECTS = ("__get__", "__deepcopy__", "__reduce_ex__")  # attributes and copies, which stay what they are
+_PARTS = (
+    "__getitem__",
+    "narrow",
+    "select",
+    "chunk",
+    "split",
+    "unbind",
+    "view",
+    "reshape",
+    "flatten",
+)  # also without autograd
 
 
-def _is_view(part: Any, of: DTensor) -> bool:
-    if not isinstance(part, DTensor):
+def _is_copied(part: Any, of: DTensor, name: str) -> bool:
+    """Return whether a DTensor that is a view of another for autograd, or by the name of its function, is none."""
+    if not isinstance(part, DTensor) or not (part._is_view() or name in _PARTS):
+        return False
+    return not _shares(part._local_tensor, of._local_tensor)
+
+
+def _shares(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _is_in_parts(result: Any, of: DTensor) -> bool:
+    """Return whether a result has to be reduced over ranks, or has left the devices that gather it, as by `cpu`."""
+    if not isinstance(result, DTensor):
+        return False
+    has_left = result._local_tensor.device.type != of._local_tensor.device.type
+    return has_left or any(placement.is_partial() for placement in result.placements)
+
+
+def _is_even(tensor: Tensor) -> bool:
+    """Return whether the ranks' shards of a tensor have one size."""
+    return not any(size % ranks for size, ranks in _cuts(tensor))
+
+
+def _may_be_empty(tensor: Tensor) -> bool:
+    """Return whether a rank's shard of a tensor may have no element: a dimension of 5 is cut in 2, 2, 1 and 0."""
+    return any((ranks - 1) * -(-size // ranks) >= size for size, ranks in _cuts(tensor) if ranks > 1)
+
+
+def _cuts(tensor: Tensor) -> list[tuple[int, int]]:
+    """Return the size of each dimension, and the number of ranks that it is cut over."""
+    ranks = [1] * tensor.ndim
+    if isinstance(tensor, DTensor):
+        for placement, count in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+            if placement.is_shard():
+                ranks[placement.dim] *= count  # type: ignore[attr-defined]  # a Shard's
+    return [*zip(tensor.shape, ranks, strict=True)]
+
+
+def _computes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function reads the values of its tensors: it returns neither views nor what shapes tell."""
+    there = [_mapped(value, _without_values) for value in args]
+    try:
+        result = func(*there, **{key: _mapped(value, _without_values) for key, value in kwargs.items()})
+    except Exception:  # whatever it needs values for
         return True
-    return part._local_tensor.untyped_storage().data_ptr() == of._local_tensor.untyped_storage().data_ptr()
+    own = {one.untyped_storage()._cdata for value in there for one in _flat(value) if isinstance(one, Tensor)}
+    return any(isinstance(one, Tensor) and one.untyped_storage()._cdata not in own for one in _flat(result))
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _flat(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else (value,)
 
 
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value, or the items of a list or tuple, with tensors changed."""
+    if isinstance(value, list | tuple):
+        return type(value)([_mapped(one, change) for one in value])
+    return change(value) if isinstance(value, Tensor) else value
+
+
 def _gathered(value: Any) -> Any:
     """Return a value, or the items of a list or tuple, with DTensors gathered. Collective."""
-    if isinstance(value, list | tuple):
-        return type(value)(map(_gathered, value))
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return _mapped(value, lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
 
 
 @dataclass(frozen=True)

@@ -58,10 +58,10 @@ class Sharded(CarriesWrites, ParallelStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        if hooked := [name for name, one in module.named_parameters() if one._backward_hooks]:
+        if hooked := [name for name, one in module.named_parameters() if _has_hook(one)]:
             raise Refused(
-                f"{listed(hooked)} has a hook on its gradient (register_hook), but a sharded strategy computes with a "
-                "different tensor, which has no hook; use strategy=ddp"
+                f"{listed(hooked)} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), but "
+                "a sharded strategy computes with a different tensor, which has no hook; use strategy=ddp"
             )
         if lost := self.broadcast(left_on_meta(module), src=self.world_size - 1):
             raise Refused(
@@ -118,6 +118,44 @@ class Sharded(CarriesWrites, ParallelStrategy):
 
     def on_predict_end(self) -> None:
         self.free_gathered()
+
+
+def _has_hook(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+class Attributes:
+    """Attributes that a module's code has set on its parameters, such as `weight._no_weight_decay = True`.
+
+    Sharding makes other tensors of the parameters, which do not have them.
+
+    Args:
+        module: module whose parameters are still its own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._of = [
+            (part, name, dict(attributes))
+            for part in module.modules()
+            for name, parameter in part._parameters.items()
+            if parameter is not None and not hasattr(parameter, "__tensor_flatten__")  # whose attributes are its data
+            if (attributes := vars(parameter))
+        ]
+
+    def restore(self) -> None:
+        """Set the attributes on the tensors that are the parameters now."""
+        for part, name, attributes in self._of:
+            vars(getattr(part, name)).update(attributes)
+
+    def restore_when_gathered(self, module: nn.Module) -> None:
+        """Set the attributes on the gathered parameters as well, which exist from a module's first forward pass on."""
+
+        def restore_once(*_: object) -> None:
+            hook.remove()
+            self.restore()
+
+        if self._of:
+            hook = module.register_forward_pre_hook(restore_once)
 
 
 def first_name(module: nn.Module) -> str:

@@ -99,13 +99,14 @@ class Looks:
         is_first: the step is examined and one of the first.
         written: names of the parameters that the last examined step wrote.
         shared: those of them that differ between ranks, because each rank wrote them from its share of the batch.
-        known: names that any examined step wrote.
+        known: names that any examined step wrote, or that steps are expected to write.
         are_set_from_shares: the last step is one of the first, and wrote new `shared` parameters.
     """
 
     def __init__(self) -> None:
         self._steps = 0
         self._is_asked = False
+        self._expected: set[str] = set()
         self.are_set_from_shares = False
         self.is_at_work, self.is_due, self.is_first = False, False, False
         self.written: set[str] = set()
@@ -121,6 +122,11 @@ class Looks:
     def is_unseen(self) -> bool:
         """Whether the last training step was not examined."""
         return self._steps > 0 and not self.is_due
+
+    def expect(self, written: set[str]) -> None:
+        """Record parameters that any training step may write, even if the first ones do not."""
+        self._expected |= written
+        self.known |= written
 
     def ask(self) -> None:
         """Request that the next training step is examined, because a save may follow it."""
@@ -140,7 +146,7 @@ class Looks:
             self.is_due = False
         self.is_first = self.is_due and self._steps <= _FIRST
         if self.is_due:
-            self.written, self.shared = set(), set()
+            self.written, self.shared = {*self._expected}, set()
         self.is_at_work = True
         try:
             yield

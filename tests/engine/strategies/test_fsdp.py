@@ -270,3 +270,44 @@ def test_what_is_frozen_in_the_first_pass_of_a_step_trains_in_the_next_in_a_mixe
     for name in ("train/before", "train/after", "val/loss"):
         assert largest_difference(sharded, alone, name) <= 5e-3, name
     assert len({round(loss, 3) for loss in alone.column("train/after").values()}) == 4  # it trains
+
+
+class Marked(LanguageModel):
+    """Marks weights by attributes: what is not decayed, as Mamba does, and a scale that a forward pass reads."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.transformer.blocks:
+            block.mlp.input.weight._no_weight_decay = True
+        self.tokens.weight.scale = 0.5
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.tokens.weight.scale * super().forward(ids)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        kept = [one for one in self.parameters() if hasattr(one, "_no_weight_decay")]
+        others = [one for one in self.parameters() if not hasattr(one, "_no_weight_decay")]
+        return torch.optim.AdamW([{"params": kept, "weight_decay": 0.0}, {"params": others, "weight_decay": 5.0}], 0.01)
+
+
+MARKED = replace(LANGUAGE, module=partial(Marked, ADAMW), micro_batch=None)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", TENSOR_PARALLEL.replace("LanguageModel", "Marked")])
+def test_attributes_of_parameters_stay(strategy: str, fits: Fits) -> None:
+    (alone,), sharded = fits(MARKED), fits(replace(MARKED, strategy=strategy), 2)[0]
+    assert largest_difference(sharded, alone) <= 1e-5
+
+
+class HooksGradients(LanguageModel):
+    def __init__(self, hook: str, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.free = nn.Parameter(torch.ones(4))
+        getattr(self.free, hook)(lambda _: None)
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_gradient_is_refused(hook: str, fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(LANGUAGE, module=partial(HooksGradients, hook, ADAMW), strategy="fsdp"), 2)
+    assert str(failed.value.error).startswith("free has a hook on its gradient (register_hook, register_post_")

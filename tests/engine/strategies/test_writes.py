@@ -81,6 +81,16 @@ def test_averages_of_a_module_that_is_called_stand_in_for_weights_in_an_evaluati
     assert distance(alone.end, alone.start) > 0.01
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+@pytest.mark.parametrize("max_norm", [0.5, 2.6])  # 2.6: rows reach it after the first steps
+def test_rows_of_an_embedding_are_bounded_as_in_one_process(max_norm: float, strategy: str, fits: Fits) -> None:
+    bounded = partial(writing.BoundedEmbedding, max_norm)
+    (alone,), ranks = fits(fit("Clamped", module=bounded)), fits(fit("Clamped", strategy, module=bounded), 2)
+    assert largest_difference(ranks[0], alone) <= 1e-5
+    assert distance(ranks[0].end, alone.end) <= 1e-5
+    assert distance(ranks[1].end, ranks[0].end) == 0
+
+
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_so_is_what_a_callback_writes(strategy: str, fits: Fits) -> None:
     following = {"callbacks": (writing.Follows,)}

@@ -198,6 +198,20 @@ class Renormed(PlainModel):
             self.net[3].weight.data = self.net[3].weight.data * 0.98
 
 
+class BoundedEmbedding(PlainModel):
+    """Of rows whose norm torch bounds where they are read: those of a sample, so each rank reads others."""
+
+    def __init__(self, max_norm: float = 0.5) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(200, 2, max_norm=max_norm)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0] + self.rows(batch[2] % 200)), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=2.0, momentum=0.9)
+
+
 class Normalized(PlainModel):
     """Sets scale and shift from the first batch, as ActNorm of normalizing flows does in its forward pass."""
 

@@ -1,0 +1,81 @@
+"""Rounds in which ranks tell each other what they read of sharded weights: a rank that reads alone would hang.
+
+A file of its own, because fsdp and DeepSpeed both import it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lightswitch.errors import Refused
+
+FIRST = 3  # calls of a hook in which ranks wait for each other at its end
+
+
+class Rounds:
+    """Exchanges, within a hook, of the names of the weights that ranks touch, through the rendezvous store.
+
+    Args:
+        key: prefix of keys in the store, equal on all ranks.
+        timeout_seconds: how long to wait for a rank that is in the same hook.
+        sharded_by: what has a shard on each rank, for messages.
+        instead: strategy under which a rank may read alone.
+    """
+
+    def __init__(self, key: str, timeout_seconds: float, sharded_by: str, instead: str) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._sharded_by, self._instead = sharded_by, instead
+        self._store = PrefixStore(f"writes/{key}", _get_default_store())
+        self._round = 0
+
+    def agree(self, hook: str, wanted: str | None, seconds: float) -> Mapping[int, str | None]:
+        """Return the names of the weights that ranks want to touch in a hook, by rank; None after its hook has ended.
+
+        Args:
+            wanted: name that this rank wants; None after its hook has ended.
+            seconds: how long to wait for each other rank.
+
+        Raises:
+            Refused: another rank is in another hook, or did not answer in time.
+        """
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if world_size == 1 or dist.get_backend() == "fake":  # a planned step's
+            return {rank: wanted}
+        self._round += 1
+        self._store.set(f"{self._round}/{rank}", json.dumps([hook, wanted]))
+        self._store.delete_key(f"{self._round - 2}/{rank}")  # no rank is that far behind
+        found: dict[int, str | None] = {}
+        for other in range(world_size):
+            key = f"{self._round}/{other}"
+            try:
+                self._store.wait([key], timedelta(seconds=seconds))
+            except Exception as error:  # torch's exception classes differ by version
+                raise self._refusal(hook, wanted, rank, other) from error
+            its_hook, found[other] = json.loads(self._store.get(key))
+            if its_hook != hook:
+                raise self._refusal(hook, wanted, rank, other)
+        return found
+
+    def together(self, hook: str, wanted: str | None) -> None:
+        """Check that all ranks read in a hook, or that all have ended it, before they go on.
+
+        Raises:
+            Refused: a rank reads that another does not read.
+        """
+        found = self.agree(hook, wanted, self.timeout_seconds)
+        reading = [rank for rank, name in found.items() if name is not None]
+        others = [rank for rank, name in found.items() if name is None]
+        if reading and others:
+            raise self._refusal(hook, found[reading[0]], reading[0], others[0])
+
+    def _refusal(self, hook: str, wanted: str | None, rank: int, other: int) -> Refused:
+        return Refused(
+            f"{hook} accesses {wanted or 'weights'} on rank {rank} but not on rank {other}, and {self._sharded_by} has "
+            f"a shard on each; access it on all ranks, or use strategy={self._instead}"
+        )
