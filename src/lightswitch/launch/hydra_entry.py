@@ -200,6 +200,8 @@ def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:
         log_error(error, cfg, run)
         _stop(stopped, cfg, run)
     code = report_failure(error, cfg, run)
+    if code != ExitCode.REFUSED and run.is_first and (run.run_dir / "checkpoints").is_dir():
+        log.info("go on      %s", commands.repeat(cfg, run.placement))
     if isinstance(error, BrokenPipeError):
         _leave_stdout()
     ignore_signals()  # from the launcher, which ends the remaining ranks when one has ended
