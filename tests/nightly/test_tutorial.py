@@ -27,7 +27,7 @@ TOLD = {  # of a command, by its beginning
     "python train.py model=listener data=calls trainer.max_steps=250 run_id=first": r"val/right 0\.9\d",
     "python train.py model=listener data=calls trainer.max_steps=350": r"resumes .*, at step 250",
     "python -m lightswitch.compare": r"train/loss differs by \d(\.\d+)?e-0[789] at most",
-    "python train.py mode=plan": r"take       fsdp_grad_op, bf16-mixed, micro batch 8",  # which send least
+    "python train.py mode=plan": r"take       ddp, 32-true, micro batch 8",  # of a step of microseconds, the simplest
     "python train.py -m": r"lr=0\.001 +0\.7\d+ +finished.*\n.*lr=0\.01 +0\.0\d+ +finished",
     "python -c": r"Listener\(",
 }

@@ -40,8 +40,8 @@ _LEAST_SHARE = 1e-3  # of the widest bar; thinner segments are invisible
 def ordered(estimates: Iterable[Estimate]) -> list[Estimate]:
     """Return estimates sorted from the most to the least recommended.
 
-    Estimates that fit come first, sorted by the lower bound of the step time, rounded to two digits; ties keep the
-    given order, the simplest strategy first. Those with 16-bit weights follow all others that fit. Estimates that do
+    Estimates that fit come first, sorted by the lower bound of the step time, rounded to two digits and to tenths of a
+    millisecond, which Python alone needs for a step; ties keep the given order, the simplest strategy first. Those with 16-bit weights follow all others that fit. Estimates that do
     not fit come last, sorted by memory.
     """
     return sorted(
@@ -50,7 +50,7 @@ def ordered(estimates: Iterable[Estimate]) -> list[Estimate]:
 
 
 def _rank(one: Estimate) -> float:
-    return float(f"{one.time.least_seconds or 0.0:.2g}") if one.memory.fits else one.memory.bytes
+    return float(f"{round(one.time.least_seconds or 0.0, 4):.2g}") if one.memory.fits else one.memory.bytes
 
 
 def table(estimates: Iterable[Estimate]) -> str:

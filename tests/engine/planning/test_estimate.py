@@ -134,6 +134,14 @@ def test_what_fits_comes_first_then_what_is_fast_then_what_is_simple(found: Esti
     ]  # fmt: skip
 
 
+def test_of_steps_of_microseconds_the_simplest_comes_first(found: Estimate) -> None:
+    simple, sends_less = (
+        replace(found, words=(name,), time=replace(found.time, seconds={"x": seconds}))
+        for name, seconds in (("simple", 3e-5), ("sends less", 2e-5))
+    )
+    assert [one.words[0] for one in report.ordered([simple, sends_less])] == ["simple", "sends less"]
+
+
 def test_weights_of_16_bits_come_after_those_of_32_and_before_what_does_not_fit(found: Estimate) -> None:
     rounded, large = (
         replace(one, words=(name,), run=replace(RUN, precision="bf16-true"))
