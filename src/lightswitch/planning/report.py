@@ -41,8 +41,8 @@ def ordered(estimates: Iterable[Estimate]) -> list[Estimate]:
     """Return estimates sorted from the most to the least recommended.
 
     Estimates that fit come first, sorted by the lower bound of the step time, rounded to two digits and to tenths of a
-    millisecond, which Python alone needs for a step; ties keep the given order, the simplest strategy first. Those with 16-bit weights follow all others that fit. Estimates that do
-    not fit come last, sorted by memory.
+    millisecond, which Python alone needs for a step; ties keep the given order, the simplest strategy first. Those
+    with 16-bit weights follow all others that fit. Estimates that do not fit come last, sorted by memory.
     """
     return sorted(
         estimates, key=lambda one: (not one.memory.fits, one.memory.fits and one.run.rounds_weights, _rank(one))
