@@ -10,8 +10,9 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +146,7 @@ class RunRecord(Callback):
         earlier = starts.read(self.run_dir) if trainer.is_global_zero and self.resume != "never" else []
         own = self._start(trainer) if trainer.is_global_zero and self.mode == "fit" else None
         if trainer.is_global_zero:
-            self._write([*earlier, *([own] if own else [])])
-            if own and self.resume not in ("auto", "last", "never"):
-                _set_others_aside(self.run_dir, Path(str(trainer.ckpt_path)), trainer.global_step)
+            self._write([*earlier, *([own] if own else [])], partial(self._set_aside, trainer))
         _open(logger for logger in trainer.loggers if isinstance(logger, _LOCAL))
         self._begin_log(trainer)
         if own and earlier and (change := own.change_from(earlier[-1])):
@@ -160,19 +159,24 @@ class RunRecord(Callback):
         start = starts.of_next(self.run_dir, trainer.global_step, hosts[:: trainer.num_devices], trainer.num_devices)
         return replace(start, job=claim.job() or "")
 
-    def _write(self, of_run: list[Start]) -> None:
+    def _set_aside(self, trainer: Trainer) -> None:
+        """Move checkpoints that are not of the training that this start goes on with: a later one would resume them."""
+        if self.resume == "never":
+            _set_checkpoints_aside(self.run_dir)
+        elif self.mode == "fit" and self.resume not in ("auto", "last"):
+            _set_others_aside(self.run_dir, Path(str(trainer.ckpt_path)), trainer.global_step)
+
+    def _write(self, of_run: list[Start], set_aside: Callable[[], None]) -> None:
         files = {self.run_dir / name: text for name, text in self.files.items()}
         record = self.run_dir / "run.json"
         files[record] = json.dumps({**json.loads(files[record]), "starts": starts.as_json(of_run)}, indent=2) + "\n"
         for path in (*files, *(self.run_dir / name for name in _IN_PLACE), *run_log.files()):
             regular_files.check_own(path)
-        _write_all(files)
+        _write_all(files, set_aside)
         _link_log_of_job(self.run_dir)
         if self.mode == "fit":
             finished.forget(self.run_dir)
             starts.forget_reached(self.run_dir)
-        if self.resume == "never":
-            _set_checkpoints_aside(self.run_dir)
         if self.mode == "fit":
             directory.finish_changes(self.run_dir / "checkpoints")
 
@@ -221,8 +225,11 @@ def _usage_errors() -> tuple[type[Exception], ...]:
     return (errors.UsageError,) if errors is not None else ()
 
 
-def _write_all(files: dict[Path, str]) -> None:
+def _write_all(files: dict[Path, str], before: Callable[[], None]) -> None:
     """Write all files, or none if one fails.
+
+    Args:
+        before: called before the first file replaces an earlier one, once all are written beside them.
 
     Raises:
         Refused: the files can't be written, for example on a full disk.
@@ -232,12 +239,13 @@ def _write_all(files: dict[Path, str]) -> None:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             regular_files.create_text(beside[path], text)
-        for path, partial in beside.items():
-            partial.replace(path)
+        before()
+        for path, written in beside.items():
+            written.replace(path)
     except OSError as error:
-        for partial in beside.values():
+        for written in beside.values():
             with contextlib.suppress(OSError):  # writing this file or creating its folder may be what failed
-                partial.unlink()
+                written.unlink()
         raise Refused(f"the run directory can't be written: {error}") from error
 
 
