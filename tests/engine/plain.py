@@ -298,16 +298,6 @@ class AutomaticGanModel(GanModel):
         self.automatic_optimization = True
 
 
-class CosineModel(PlainModel):
-    """Ends its schedule with the run, as Lightning's examples do."""
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
 class PlateauModel(PlainModel):
     """Halves its rate when a validation has improved nothing: a schedule by epochs, or by steps."""
 

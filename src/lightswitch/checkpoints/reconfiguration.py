@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from lightswitch.checkpoints.optimizers import options_of
 from lightswitch.checkpoints.safe import safe
 from lightswitch.mixins import callbacks_of
 
 _KEY = "configured"  # in a checkpoint's state
-_RATES, _LAST_RATES = "base_lrs", "_last_lr"  # in a schedule's state, one for each group of parameters
 
 
 class Reconfiguration(Callback):
     """Callback that lets a resumed run's config change optimizers, schedules and the patience of early stopping.
 
-    A checkpoint also has the options that its run began with. What is configured otherwise now takes the new value, the
-    learning rate changes by the same factor, and all else is resumed.
+    A checkpoint also has the options that its run began with. An option that is configured otherwise now takes its new
+    value. A schedule that is configured otherwise, or whose rate is, goes on as if it had been so from the start; one
+    that depends on a metric keeps what it has seen, and the rate changes by the same factor. All else is resumed.
     """
 
     def __init__(self) -> None:
         self._at_start: dict[str, Any] = {}
-        self._rescheduled: list[int] = []  # indices of schedules that have other options than before
+        self._is_resumed = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # before a checkpoint is read
-        schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
         groups = [[options_of(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+        schedules = [
+            {"class": type(one).__qualname__, "optimizer": _index(one, trainer), "state": one.state_dict()}
+            for one in _schedules(trainer)
+        ]
         self._at_start, _ = safe({"groups": groups, "schedules": schedules})
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -42,30 +46,68 @@ class Reconfiguration(Callback):
         before, now = checkpoint.get(_KEY), self._at_start
         if before is None or trainer.state.fn != TrainerFn.FITTING:
             return
+        self._is_resumed = True
         for callback in callbacks_of(trainer):
             if isinstance(callback, EarlyStopping) and callback.state_key in checkpoint["callbacks"]:
                 checkpoint["callbacks"][callback.state_key]["patience"] = callback.patience
-        for saved, *configured in zip(checkpoint["optimizer_states"], before["groups"], now["groups"], strict=False):
-            for group, was, then in zip(saved["param_groups"], *configured, strict=False):
+        scheduled = {schedule["optimizer"] for schedule in now["schedules"]}
+        for index, (optimizer, of_before, of_now) in enumerate(
+            zip(checkpoint["optimizer_states"], before["groups"], now["groups"], strict=False)
+        ):
+            had_schedule = any(schedule["optimizer"] == index for schedule in before["schedules"])
+            for group, was, then in zip(optimizer["param_groups"], of_before, of_now, strict=False):
                 group.update(regrouped(group, was, then))
-        states = zip(checkpoint["lr_schedulers"], before["schedules"], now["schedules"], strict=False)
-        for index, (state, was, then) in enumerate(states):
-            state.update(changed(state, was, then))
-            if any(
-                not _equal(was[key], value)
-                for key, value in then.items()
-                if key in was and key not in (_RATES, _LAST_RATES)
-            ):
-                self._rescheduled.append(index)
+                if had_schedule and index not in scheduled:
+                    group["lr"] = then["lr"]
+        self._reschedule(trainer, checkpoint, before["schedules"])
+
+    def _reschedule(self, trainer: Trainer, checkpoint: dict[str, Any], before: list[dict[str, Any]]) -> None:
+        """Replace the saved states of schedules that are configured otherwise than before."""
+        found = zip(_schedules(trainer), checkpoint["lr_schedulers"], before, self._at_start["schedules"], strict=False)
+        for index, (schedule, state, was, then) in enumerate(found):
+            if _equal(was, then):
+                continue
+            steps = _steps(state)
+            if isinstance(schedule, ReduceLROnPlateau) or steps is None:
+                checkpoint["lr_schedulers"][index] = changed(state, was["state"], then["state"])
+                continue
+            replay(schedule, steps)
+            checkpoint["lr_schedulers"][index] = schedule.state_dict()
+            saved = checkpoint["optimizer_states"][then["optimizer"]]["param_groups"]
+            for group, replayed in zip(saved, schedule.optimizer.param_groups, strict=False):
+                group.update({key: replayed[key] for key in ("lr", "momentum", "betas") if key in replayed})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the rates of schedules that have other options: some compute a rate from the last one."""
-        for index in self._rescheduled:
-            schedule = trainer.lr_scheduler_configs[index].scheduler
-            rates: list[float] = getattr(schedule, "_get_closed_form_lr", lambda: [])()
-            for group, rate in zip(schedule.optimizer.param_groups, rates, strict=False):
-                group["lr"] = rate
-        self._rescheduled = []
+        """Set the rates of schedules by functions, whose state does not show whether these are others than before."""
+        for schedule in _schedules(trainer) if self._is_resumed else ():
+            if type(schedule) is LambdaLR:
+                groups = zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=False)
+                for group, rate, factor in groups:
+                    group["lr"] = rate * factor(schedule.last_epoch)
+        self._is_resumed = False
+
+
+def _schedules(trainer: Trainer) -> list[Any]:
+    return [config.scheduler for config in trainer.lr_scheduler_configs]
+
+
+def _index(schedule: Any, trainer: Trainer) -> int:
+    """Return the index of a schedule's optimizer; DeepSpeed's, which wraps it, is the only one."""
+    return next((index for index, one in enumerate(trainer.optimizers) if one is schedule.optimizer), 0)
+
+
+def _steps(state: Mapping[str, Any]) -> int | None:
+    """Return the number of steps that a schedule has taken, by its state; None if that does not show it."""
+    found: Iterable[Any] = (state, *state.get("_schedulers", ())[:1])
+    return next((one["last_epoch"] for one in found if isinstance(one, Mapping) and "last_epoch" in one), None)
+
+
+def replay(schedule: Any, steps: int) -> None:
+    """Step a schedule that has just been made, without its optimizer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that the optimizer has not been stepped before
+        for _ in range(steps):
+            schedule.step()
 
 
 def regrouped(saved: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +119,7 @@ def regrouped(saved: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[
     return options
 
 
-def changed(saved: Any, before: Any, now: Any) -> Any:
+def changed(saved: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved state with what is configured otherwise than before.
 
     Args:
@@ -85,22 +127,8 @@ def changed(saved: Any, before: Any, now: Any) -> Any:
         before: state that the run which saved it began with.
         now: state that this run begins with.
     """
-    if _equal(before, now):
-        return saved
-    values = (saved, before, now)
-    if all(isinstance(value, Mapping) for value in values):
-        both = saved.keys() & before.keys() & now.keys()
-        state = {key: value for key, value in saved.items() if key in now or key not in before}
-        state |= {key: value for key, value in now.items() if key not in before}
-        state |= {key: changed(saved[key], before[key], now[key]) for key in both}
-        if _LAST_RATES in both:
-            rates = _RATES if _RATES in both else _LAST_RATES
-            scaled = zip(saved[_LAST_RATES], before[rates], now[rates], strict=False)
-            state[_LAST_RATES] = [_scaled(*rate) for rate in scaled]
-        return Counter(state) if isinstance(saved, Counter) else state  # milestones
-    if all(isinstance(value, list) for value in values) and len(saved) == len(before) == len(now):
-        return [changed(*parts) for parts in zip(*values, strict=True)]
-    return now
+    kept = now.keys() & before.keys() - {"_last_lr"}
+    return {**saved, **{key: now[key] for key in kept if not _equal(before[key], now[key])}}
 
 
 def _scaled(saved: Any, before: Any, now: Any) -> Any:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
+    ChainedScheduler,
     CosineAnnealingLR,
     ExponentialLR,
     LambdaLR,
@@ -21,106 +22,127 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from lightswitch.checkpoints.optimizers import options_of
-from lightswitch.checkpoints.reconfiguration import changed, regrouped
-from tests.engine.conftest import PLAIN, Train
+from lightswitch.checkpoints.reconfiguration import regrouped
+from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
+from tests.engine.plain import PlainModel
 
-Make = Callable[[Optimizer], LRScheduler]
-SCHEDULES: dict[str, Make] = {
-    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 20),
-    "exponential": lambda optimizer: ExponentialLR(optimizer, 0.9),
-    "from zero": lambda optimizer: LambdaLR(optimizer, lambda step: min(step / 4, 1.0)),
-    "in sequence": lambda optimizer: SequentialLR(
-        optimizer, [LinearLR(optimizer, 0.1, total_iters=3), CosineAnnealingLR(optimizer, 20)], [3]
+Make = Callable[[Optimizer, float, int], LRScheduler]
+SCHEDULES: dict[str, Make] = {  # of a rate and a number of steps
+    "cosine": lambda optimizer, rate, steps: CosineAnnealingLR(optimizer, steps),
+    "exponential": lambda optimizer, rate, steps: ExponentialLR(optimizer, 1 - 1 / steps),
+    "by a function, from zero": lambda optimizer, rate, steps: LambdaLR(optimizer, lambda step: step / steps),
+    "in sequence": lambda optimizer, rate, steps: SequentialLR(
+        optimizer, [LinearLR(optimizer, 0.1, total_iters=3), CosineAnnealingLR(optimizer, steps - 3)], [3]
     ),
-    "one cycle": lambda optimizer: OneCycleLR(optimizer, optimizer.param_groups[0]["lr"], total_steps=20),
-    "by a metric": lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=1),
+    "in a chain": lambda optimizer, rate, steps: ChainedScheduler(
+        [LinearLR(optimizer, 0.1, total_iters=3), CosineAnnealingLR(optimizer, steps)]
+    ),
+    "one cycle": lambda optimizer, rate, steps: OneCycleLR(optimizer, rate, total_steps=max(13, steps)),
+    "milestones": lambda optimizer, rate, steps: MultiStepLR(optimizer, [3, steps - 3]),
+    "by a metric": lambda optimizer, rate, steps: ReduceLROnPlateau(optimizer, factor=0.5, patience=1),
 }
+STEPS = 6  # of each optimizer before the resume, and after it
+BY_METRIC = "by a metric"
 
 
-class Run:
-    def __init__(self, make: Make, lr: float, **options: Any) -> None:
-        weight = nn.Parameter(torch.ones(1))
-        weight.grad = torch.zeros(1)
-        self.optimizer = AdamW([weight], lr=lr, **options)
-        self.schedule = make(self.optimizer)
-        self.configured = self.state()
+class Scheduled(PlainModel):
+    """Steps an optimizer for each schedule.
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return options_of(self.optimizer.param_groups[0]), self.schedule.state_dict()
+    Args:
+        steps: of all schedules.
+        cosine: name of the schedule that is taken as the first one; empty for none.
+    """
 
-    def steps(self, count: int) -> list[float]:
-        rates = []
-        for _ in range(count):
-            rates.append(self.optimizer.param_groups[0]["lr"])
-            self.optimizer.step()
-            self.schedule.step(*([1.0] if isinstance(self.schedule, ReduceLROnPlateau) else []))
-        return rates
+    def __init__(self, lr: float = 0.1, steps: int = STEPS, first: str = "cosine") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+        self.weights = nn.ParameterList(torch.ones(1) for _ in SCHEDULES)
 
-    def resume(self, other: Run) -> None:
-        options, state = other.state()
-        self.optimizer.param_groups[0].update(regrouped(options, other.configured[0], self.configured[0]))
-        self.schedule.load_state_dict(changed(state, other.configured[1], self.configured[1]))
+    def configure_optimizers(self) -> Any:
+        optimizers = [SGD([weight], lr=self.hparams.lr, momentum=0.9) for weight in self.weights]
+        pairs = zip(optimizers, [self.hparams.first, *list(SCHEDULES)[1:]], strict=True)
+        return [
+            {"optimizer": one, **({"lr_scheduler": self._schedule(one, name)} if name else {})} for one, name in pairs
+        ]
+
+    def _schedule(self, optimizer: Optimizer, name: str) -> dict[str, Any]:
+        schedule = SCHEDULES[name](optimizer, self.hparams.lr, self.hparams.steps)
+        return {"scheduler": schedule, "monitor": "none"} if name == BY_METRIC else {"scheduler": schedule}
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        loss = torch.stack([weight.square().sum() for weight in self.weights]).sum()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+        for schedule in self.lr_schedulers():
+            schedule.step(*([1.0] if isinstance(schedule, ReduceLROnPlateau) else []))
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")  # SequentialLR's own
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_another_rate_changes_the_schedule_by_the_same_factor(name: str) -> None:
-    before, same, lower = (Run(SCHEDULES[name], lr) for lr in (0.1, 0.1, 0.05))
-    before.steps(6)
-    for resumed in (same, lower):
-        resumed.resume(before)
-    assert lower.schedule.get_last_lr() == pytest.approx([rate / 2 for rate in before.schedule.get_last_lr()])
-    expected = before.steps(6)
-    assert same.steps(6) == expected
-    assert lower.steps(6) == pytest.approx([rate / 2 for rate in expected])
+RUN = (f"model._target_={__name__}.Scheduled", PLAIN_DATA, "run_id=mine", "trainer.accelerator=cpu")
+RUN += ("trainer.log_every_n_steps=1", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
+FIRST, WHOLE = (f"trainer.max_steps={count * STEPS * len(SCHEDULES)}" for count in (1, 2))
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("first"))(*RUN, FIRST)
+
+
+def _rates(run: Finished) -> dict[str, list[float]]:
+    columns = {name: f"lr-SGD-{index}" if index else "lr-SGD" for index, name in enumerate(SCHEDULES)}
+    return {
+        name: [rate for step, rate in run.column(column).items() if step >= STEPS] for name, column in columns.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("model.lr=0.05",), ("model.steps=12",), ("model.first=exponential", "model.steps=12")]
+)
+def test_a_schedule_goes_on_as_if_it_had_been_so_from_the_start(
+    words: tuple[str, ...], first: Finished, train: Train
+) -> None:
+    whole = _rates(train(*RUN, *words, WHOLE))
+    resumed = _rates(train(*RUN, *words, WHOLE, f"resume={first.run_dir}/checkpoints/last.ckpt"))
+    for name in SCHEDULES:
+        assert len(whole[name]) == STEPS
+        assert resumed[name] == (whole[name] if not words else pytest.approx(whole[name], rel=1e-6)), name
+
+
+def test_without_a_schedule_the_rate_is_the_one_that_is_configured(first: Finished, train: Train) -> None:
+    last = f"resume={first.run_dir}/checkpoints/last.ckpt"
+    resumed = train(*RUN, WHOLE, "model.first=''", last).column(f"lr-SGD-{len(SCHEDULES) - 1}")  # after all others
+    assert [rate for step, rate in resumed.items() if step >= STEPS] == [0.1] * STEPS
 
 
 def test_an_option_that_is_configured_as_before_keeps_its_last_value() -> None:
-    before, now = Run(SCHEDULES["cosine"], 0.1, betas=(0.9, 0.99)), Run(SCHEDULES["cosine"], 0.1, weight_decay=0.3)
-    before.optimizer.param_groups[0]["eps"] = 1e-3  # as a callback may set it
-    now.resume(before)
-    (group,) = now.optimizer.param_groups
-    assert (group["weight_decay"], group["betas"], group["eps"]) == (0.3, (0.9, 0.999), 1e-3)
+    before = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    saved = {**before, "lr": 0.02, "eps": 1e-3}  # by a schedule, and as a callback may set it
+    now = {**before, "betas": (0.9, 0.999), "weight_decay": 0.3}
+    assert regrouped(saved, before, now) == {**saved, "betas": (0.9, 0.999), "weight_decay": 0.3}
+    assert regrouped(saved, before, {**now, "lr": 0.05})["lr"] == pytest.approx(0.01)
 
 
-def test_other_milestones_are_those_that_are_configured() -> None:
-    before = Run(lambda optimizer: MultiStepLR(optimizer, [4, 12]), 0.1)
-    now = Run(lambda optimizer: MultiStepLR(optimizer, [4, 8]), 0.1)
-    before.steps(6)
-    now.resume(before)
-    assert now.steps(4) == pytest.approx([0.01, 0.01, 0.001, 0.001])
-    assert sorted(now.schedule.milestones.elements()) == [4, 8]
+PLAIN_RUN = (*PLAIN, "run_id=mine", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1")
 
 
-RUN = (*PLAIN, "run_id=mine", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1")
-
-
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "deepspeed_stage_2"])
 def test_a_run_takes_another_rate(strategy: str, train: Train) -> None:
-    first = train(*RUN, "model.lr=0.1", "trainer.max_steps=2")
-    resumed = train(*RUN, "model.lr=0.01", "trainer.max_steps=4", f"strategy={strategy}", folder=first.folder)
+    run = (*PLAIN_RUN, "model.halved=step", f"strategy={strategy}")  # after seven steps
+    first = train(*run, "model.lr=0.1", "trainer.max_steps=2")
+    resumed = train(*run, "model.lr=0.01", "trainer.max_steps=4", folder=first.folder)
     assert "with model.lr=0.01 (was 0.1)" in resumed.out
     assert [*resumed.column("lr-AdamW").values()] == pytest.approx([0.1, 0.1, 0.01, 0.01])
-    again = train(*RUN, "model.lr=0.01", "trainer.max_steps=5", f"strategy={strategy}", folder=first.folder)
-    assert [*again.column("lr-AdamW").values()] == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.01])
+    again = train(*run, "model.lr=0.01", "trainer.max_steps=8", folder=first.folder)
+    assert [*again.column("lr-AdamW").values()] == pytest.approx([0.1, 0.1, *[0.01] * 5, 0.005])
 
 
 def test_a_run_that_was_stopped_early_goes_on_with_more_patience(train: Train) -> None:
     early = "callbacks.early"
-    run = (*RUN, f"{early}._target_=lightning.pytorch.callbacks.EarlyStopping", f"{early}.monitor=val/loss")
+    run = (*PLAIN_RUN, f"{early}._target_=lightning.pytorch.callbacks.EarlyStopping", f"{early}.monitor=val/loss")
     run += (f"{early}.mode=max", "trainer.val_check_interval=1")  # no validation is better than the first
     stopped = train(*run, f"{early}.patience=1", "trainer.max_steps=10")
     assert max(stopped.column("val/loss")) == 1
     resumed = train(*run, f"{early}.patience=3", "trainer.max_steps=20", folder=stopped.folder)
     assert max(resumed.column("val/loss")) == 3
-
-
-def test_a_run_goes_on_by_a_longer_schedule(train: Train) -> None:
-    run = ("model._target_=tests.engine.plain.CosineModel", *RUN[1:])
-    whole = train(*run, "trainer.max_steps=8")
-    first = train(*run, "trainer.max_steps=4")
-    resumed = train(*run, "trainer.max_steps=8", folder=first.folder)
-    rates = [*whole.column("lr-SGD").values()]
-    assert [*resumed.column("lr-SGD").values()][4:] == pytest.approx(rates[4:])
-    assert rates[4:] == pytest.approx([0.025, 0.0154328, 0.00732233, 0.00190301], rel=1e-4)
