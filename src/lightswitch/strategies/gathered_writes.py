@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from lightswitch import patches
 from lightswitch.errors import Refused, listed
@@ -81,11 +83,32 @@ class WholeBesideShards(TorchFunctionMode):
         super().__init__()
         self._hook, self._together = hook, together
         self._copies = WeakValueDictionary[int, Tensor]()  # by id, what is a view of a parameter in one process
+        self._forwards = 0  # forward passes that the hook is in, whose modules compute with their own shards
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> WholeBesideShards:
+        begin = register_module_forward_pre_hook(self._begin_forward)
+        self._handles = [begin, register_module_forward_hook(self._end_forward, always_call=True)]
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # likewise
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._forwards += 1
+
+    def _end_forward(self, *_: Any) -> None:
+        self._forwards -= 1
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._forwards:
+            return func(*args, **kwargs)
         tensors = [one for value in (*args, *kwargs.values()) for one in _flat(value) if isinstance(one, Tensor)]
         name = getattr(func, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
@@ -96,6 +119,10 @@ class WholeBesideShards(TorchFunctionMode):
             )
         if not any(isinstance(one, DTensor) for one in tensors):
             return func(*args, **kwargs)
+        if name == "__reduce_ex__":  # a hook saves it in a file of its own
+            self._wait_for_others()
+            whole = args[0].full_tensor().detach().requires_grad_(args[0].requires_grad)
+            return whole.__reduce_ex__(*args[1:])
         if name == "__set__" and isinstance(args[0], DTensor):  # an attribute, such as a gradient
             return func(args[0], *(_as_shards(one, args[0]) if isinstance(one, Tensor) else one for one in args[1:]))
         if not isinstance(tensors[0], DTensor) or name == "__setitem__":
@@ -146,7 +173,7 @@ class WholeBesideShards(TorchFunctionMode):
         return args[0] if isinstance(args[0], DTensor) else result
 
 
-_OF_OBJECTS = ("__get__", "__deepcopy__", "__reduce_ex__")  # attributes and copies, which stay what they are
+_OF_OBJECTS = ("__get__", "__deepcopy__")  # attributes and copies, which stay what they are
 _PARTS = (
     "__getitem__",
     "narrow",

@@ -111,6 +111,12 @@ _MODULE = {
             "test_weights_set_from_the_first_batch_are_those_of_one_process_in_the_same_micro_batches",
         ),
     ],
+    "reads or logs norms, histograms or numbers of its weights and gradients in hooks, or clips by them": [
+        Elsewhere(
+            "engine/strategies/test_reads.py", "test_a_module_that_trains_by_what_it_reads_trains_as_in_one_process"
+        ),
+        Elsewhere("engine/strategies/test_reads.py", "test_reads_are_those_of_one_process"),
+    ],
     "freezes or unfreezes layers while it trains": [
         Elsewhere(
             "engine/strategies/test_module_shapes.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,9 +74,20 @@ OF_HOOKS: dict[str, Callable[[Tensor], Any]] = {  # with which torch fails, or o
     "tensor": lambda w: float(torch.tensor([w.norm(), w.std(correction=0)]).sum()),
     "unique": lambda w: len(torch.unique(w)),
     "allclose": lambda w: torch.allclose(w, w.clone()),
+    "saved": lambda w: float(_saved({"weight": nn.Parameter(w), "again": w})["weight"].detach().sum()),
+    "saved in a state": lambda w: float(_saved({"weight": w.detach()})["weight"].norm()),
     "format": lambda w: float(f"{w.norm():.5f} {w.median():.5f}".split()[1]),
 }
 SHAPES = [(5, 3), (4, 2), (1,), (1, 3), (2, 1), (3,)]  # over two ranks: unequal, equal and empty shards
+
+
+def _saved(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a file has in which a hook saves tensors."""
+    torch.save(state, file := io.BytesIO())
+    file.seek(0)
+    read: dict[str, Tensor] = torch.load(file)
+    assert {type(value) for value in read.values()} <= {Tensor, nn.Parameter}
+    return read
 
 
 def differing(of_hooks: bool) -> list[str]:
