@@ -79,6 +79,11 @@ class TrainingSlices(Sampler[Any]):
         """Optimizer steps of a whole epoch."""
         return self.combined.steps_of(self.own_steps)
 
+    def __getattr__(self, name: str) -> Any:  # of the user's sampler, such as weights that a callback changes
+        if name.startswith("__") or "base" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order the next iterator yields. Lightning calls this method."""
         self.epoch = epoch

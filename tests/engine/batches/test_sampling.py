@@ -327,3 +327,11 @@ class OwnLength(DataLoader):
 def test_a_loader_is_as_long_as_what_it_reads() -> None:
     remade = training_loader(OwnLength(DATA, 4), PLAN, 0, 1, Position())
     assert len(remade) == len(list(remade)) == 5
+
+
+def test_the_loader_of_a_run_shows_what_the_users_sampler_has() -> None:
+    sampler = EpochSampler()
+    sampler.weights = torch.ones(4)
+    loader = training_loader(DataLoader(range(10), sampler=sampler), BatchPlan(4, 4, 1, 1), 0, 3, Position())
+    assert loader.sampler.weights is sampler.weights
+    assert not hasattr(loader.sampler, "difficulty")
