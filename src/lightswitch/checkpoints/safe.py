@@ -31,7 +31,8 @@ _STATE: dict[str, type] = {  # types of the entries in a checkpoint's state, eac
     KINDS: dict,
 }
 _Place = tuple[Any, ...]
-_KEPT = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
+_SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device))
+_CONTAINERS = frozenset((list, tuple, dict))
 
 
 class UnsafeFile(ValueError):
@@ -123,7 +124,8 @@ def checked_state(state: Any, name: str) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise UnsafeFile(f"{name} does not contain the state of a run")
     if isinstance(kinds := state.get(KINDS), dict):
-        state = _restored({key: value for key, value in state.items() if key != KINDS}, (), kinds)
+        around = {place[:depth] for place in kinds if isinstance(place, tuple) for depth in range(len(place))}
+        state = _restored({key: value for key, value in state.items() if key != KINDS}, (), kinds, around)
     if not isinstance(state, dict):
         raise UnsafeFile(f"{name} does not contain the state of a run")
     for key, kind in _STATE.items():
@@ -143,12 +145,18 @@ def checked_state(state: Any, name: str) -> dict[str, Any]:
     return state
 
 
-def _restored(value: Any, place: _Place, kinds: Mapping[Any, Any]) -> Any:
-    """Return a value with those in it that have a kind in their own types again."""
-    if type(value) is dict:
-        value = {key: _restored(item, (*place, key), kinds) for key, item in value.items()}
+def _restored(value: Any, place: _Place, kinds: Mapping[Any, Any], around: Set[_Place]) -> Any:
+    """Return a value with those in it that have a kind in their own types again.
+
+    Args:
+        around: places of the values that contain such values.
+    """
+    if place not in around:
+        pass
+    elif type(value) is dict:
+        value = {key: _restored(item, (*place, key), kinds, around) for key, item in value.items()}
     elif type(value) in (list, tuple):
-        value = type(value)(_restored(item, (*place, index), kinds) for index, item in enumerate(value))
+        value = type(value)(_restored(item, (*place, index), kinds, around) for index, item in enumerate(value))
     if place not in kinds:
         return value
     try:
@@ -213,6 +221,8 @@ def _taken(value: Any, place: _Place, kinds: dict[_Place, tuple[Any, ...]]) -> A
     if isinstance(value, _Marked):
         kinds[place] = value.kind
         return _taken(value.plain, place, kinds)
+    if _is_plain(value):
+        return value
     if type(value) is dict:
         items = [(_taken(key, (), {}), item) for key, item in value.items()]
         return {key: _taken(item, (*place, key), kinds) for key, item in items}
@@ -229,6 +239,21 @@ def _plain(value: Any, path: str, left_out: dict[str, str], levels: int = _MOST_
     return kept, plain if kind is None else _Marked(plain, kind)
 
 
+def _is_plain(value: Any, levels: int = _MOST_LEVELS) -> bool:
+    """Return whether a value needs no conversion: lists of a million numbers are looked at by their types alone."""
+    if type(value) in _SCALARS:
+        return True
+    if (
+        levels == 0
+        or type(value) not in _CONTAINERS
+        or (type(value) is dict and not _SCALARS.issuperset(map(type, value)))
+    ):
+        return False
+    parts = value.values() if type(value) is dict else value
+    others = set(map(type, parts)) - _SCALARS
+    return others <= _CONTAINERS and (not others or all(_is_plain(part, levels - 1) for part in parts))
+
+
 def _kind(value: Any, plain: Any) -> tuple[Any, ...] | None:
     if isinstance(value, np.ndarray):
         is_text = value.dtype.kind == "U"
@@ -242,10 +267,12 @@ def _kind(value: Any, plain: Any) -> tuple[Any, ...] | None:
 
 
 def _unmarked(value: Any, path: str, left_out: dict[str, str], levels: int) -> tuple[bool, Any]:
-    inner = partial(_plain, left_out=left_out, levels=levels - 1)
-    if value is None or type(value) in _KEPT:
+    if type(value) in _SCALARS:
         return True, value
+    inner = partial(_plain, left_out=left_out, levels=levels - 1)
     if levels > 0:
+        if _is_plain(value, levels):
+            return True, pickle.loads(pickle.dumps(value, 5))  # training may change it during the write
         if isinstance(value, torch.Tensor):
             return True, _plain_tensor(value)
         for known, converted in _CONVERTED:
