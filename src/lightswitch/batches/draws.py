@@ -103,8 +103,8 @@ class Draws:
     def _checked(self, order: list[Any]) -> list[Any]:
         if len(order) != self._samples:
             raise Refused(
-                f"the sampler {type(self._sampler).__name__} draws {len(order)} samples, but its len() is "
-                f"{self._samples}; correct its __len__"
+                f"the sampler {type(self._sampler).__name__} draws {len(order)} samples, but its len() was "
+                f"{self._samples} when training began; correct its __len__, and keep it the same in all epochs"
             )
         return order
 

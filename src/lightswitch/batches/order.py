@@ -52,7 +52,6 @@ class TrainingSlices(Sampler[Any]):
         combined: Combined | None = None,
         dataset: Any = None,
     ) -> None:
-        self.base = sampler
         self._draws = Draws(sampler, samples, dataset, tells=rank == 0)
         self.samples = samples  # of an epoch, over all ranks
         self.plan = plan
@@ -63,6 +62,7 @@ class TrainingSlices(Sampler[Any]):
         self.batch_size = plan.micro_batch  # DeepSpeed reads it
         self.combined = combined or Combined()
         self.index = self.combined.add(self)
+        self.base = sampler  # from here on, other attributes that are set are the sampler's
 
     def __len__(self) -> int:
         if not self.combined.is_sized:  # Lightning then prefetches a batch, to find the epoch's last one
@@ -83,6 +83,12 @@ class TrainingSlices(Sampler[Any]):
         if name.startswith("__") or "base" not in vars(self):
             raise AttributeError(name)
         return getattr(self.base, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self) or name.startswith("_") or "base" not in vars(self):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.base, name, value)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order the next iterator yields. Lightning calls this method."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import re
@@ -199,7 +200,9 @@ class Cleaner:
             if type(secret) is type(value) and secret == value and (is_rare or own == key):
                 return written
         if isinstance(value, dict):
-            return type(value)({name: self.cleaned(item, str(name)) for name, item in value.items()})
+            cleaned = copy.copy(value)  # of its own type, such as a defaultdict
+            cleaned.update({name: self.cleaned(item, str(name)) for name, item in value.items()})
+            return cleaned
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
             return type(value)(self.cleaned(item, key) for item in value)
         return value

@@ -272,7 +272,7 @@ def test_a_sampler_that_deals_out_shares_gives_all_of_them(replicas: int) -> Non
 
 
 def test_a_sampler_that_draws_another_number_than_it_tells_is_refused() -> None:
-    with pytest.raises(Refused, match=r"WrongLength draws 50 samples, but its len\(\) is 60"):
+    with pytest.raises(Refused, match=r"WrongLength draws 50 samples, but its len\(\) was 60"):
         trained(DataLoader(DATA, 4, sampler=WrongLength()))
 
 
@@ -334,4 +334,6 @@ def test_the_loader_of_a_run_shows_what_the_users_sampler_has() -> None:
     sampler.weights = torch.ones(4)
     loader = training_loader(DataLoader(range(10), sampler=sampler), BatchPlan(4, 4, 1, 1), 0, 3, Position())
     assert loader.sampler.weights is sampler.weights
+    loader.sampler.weights, loader.sampler.epoch = torch.zeros(4), 1
+    assert sampler.weights.tolist() == [0.0] * 4
     assert not hasattr(loader.sampler, "difficulty")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import stat
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from socket import gethostname
@@ -199,6 +200,14 @@ def test_what_is_no_text_is_known_as_a_value(monkeypatch: pytest.MonkeyPatch) ->
     written: Any = OmegaConf.to_container(cfg, resolve=False)
     assert cleaned(saved) == {**written, "other": [written["pin"], 0.5]}
     assert cleaned({"layers": 7, "bias": True}) == {"layers": 7, "bias": True}
+
+
+def test_a_mapping_keeps_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", "a-long-secret")
+    cleaned = Cleaner.of(OmegaConf.create({"token": "${oc.env:TOKEN}"})).cleaned
+    found = cleaned(defaultdict(float, {"a": 2.0, "token": "a-long-secret"}))
+    assert found == {"a": 2.0, "token": "${oc.env:TOKEN}"}
+    assert found["b"] == 0.0
 
 
 def test_a_short_value_stays_in_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
