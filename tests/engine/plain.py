@@ -194,21 +194,19 @@ class NormedModel(PlainModel):
 
 
 class CycleModel(PlainModel):
-    """Asks for the length of the run, for which Lightning makes the training loader before a checkpoint is read.
+    """Asks for the length of the run, for which Lightning makes the training loader before a checkpoint is read."""
 
-    Args:
-        length: of its schedule; None for that of the run.
-    """
-
-    def __init__(self, length: int | None = None) -> None:
-        super().__init__()
-        self.length = length
+    length: int | None = None  # of its schedule; None for that of the run
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
         steps = self.length or int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class ShortCycleModel(CycleModel):
+    length = 2
 
 
 class Record(pl.Callback):

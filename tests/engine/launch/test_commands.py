@@ -69,8 +69,9 @@ def test_a_schedule_with_a_length_goes_on_in_another_run(train: Train) -> None:
     go_on = _command(first, "go on")
     assert go_on == [*own, "trainer.max_steps=2", "init_from=runs/cyclemodel/mine/checkpoints/last.ckpt"]
     assert "\ngo on      python " in train(*go_on, folder=first.folder).out
-    longer = (*own, "run_id=mine", "trainer.max_steps=4")
-    refused = train(*longer, "model.length=2", folder=first.folder, check=False)
+    longer = (*own, "run_id=mine", "trainer.max_steps=4", "name=cyclemodel")
+    short = "model._target_=tests.engine.plain.ShortCycleModel"
+    refused = train(short, *longer[1:], folder=first.folder, check=False)
     assert refused.err.startswith("error: OneCycleLR was created for 2 steps; to continue, start a new run with ")
     assert (refused.returncode, refused.err.count("\n")) == (2, 1)
     assert "resumes " in train(*longer, folder=first.folder).out  # by a schedule of four steps
