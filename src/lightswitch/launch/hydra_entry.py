@@ -144,8 +144,8 @@ class Entry:
 def _resume_restarted(cfg: DictConfig, run: RunContext) -> None:
     """Resume a run that its launcher has started again: its command says where the first start was to begin."""
     typed = [f"{name}={value}" for name in ("ckpt_path", "resume") if (value := cfg.get(name)) not in (None, "auto")]
-    job = claim.job()
-    if typed and starts.has_saved(run.run_dir, job):
+    job = claim.restarted_job()
+    if typed and job is not None and starts.has_saved(run.run_dir, job):
         if run.is_first:
             log.info("restart    of %s, which has begun with %s: it resumes what it has saved since", job, typed[0])
         cfg.ckpt_path, cfg.resume = None, "auto"

@@ -106,6 +106,16 @@ def job(environ: Mapping[str, str] = os.environ) -> str | None:
     return f"torchrun {_of_torchrun(found, environ['TORCHELASTIC_RUN_ID'])}"
 
 
+def restarted_job(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the job that this process may be a restart of; None if its launcher counts restarts, and this is none.
+
+    An elastic torchrun doesn't count those after a node has joined or left, Slurm those on the nodes that are left.
+    """
+    named = job(environ)
+    counts = _of_slurm(environ) is None and not placement.elastic_group(environ)
+    return None if counts and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else named
+
+
 def slurm_job(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the job's id as scontrol accepts it; SLURM_JOB_ID of an array's last task would mean the whole array."""
     if "SLURM_ARRAY_JOB_ID" in environ:

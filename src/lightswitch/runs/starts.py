@@ -8,14 +8,12 @@ from __future__ import annotations
 import contextlib
 import csv
 import itertools
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightswitch import regular_files
-from lightswitch.cluster.placement import elastic_group
 from lightswitch.errors import listed
 
 _RECORD = "run.json"
@@ -86,20 +84,10 @@ def read(run_dir: Path) -> list[Start]:
         return []
 
 
-def has_saved(run_dir: Path, job: str | None, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this is a restart of a job whose last start has saved checkpoints in a directory.
-
-    An elastic torchrun doesn't count the restarts of its processes after a node has joined or left; any other does.
-    """
-    if job is None or not any(start.job == job for start in read(run_dir)[-1:]):
-        return False
-    if not any(path.is_dir() for path in (run_dir / "checkpoints").glob("*.ckpt")):
-        return False
-    return (
-        "SLURM_JOB_ID" in environ
-        or elastic_group(environ) != ""
-        or environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    )
+def has_saved(run_dir: Path, job: str) -> bool:
+    """Return whether the last start in a directory was of a job, and checkpoints are there."""
+    is_last = any(start.job == job for start in read(run_dir)[-1:])
+    return is_last and any(path.is_dir() for path in (run_dir / "checkpoints").glob("*.ckpt"))
 
 
 def of_next(run_dir: Path, step: int, hosts: list[str], devices: int) -> Start:

@@ -1,6 +1,7 @@
 """Embeddings with `max_norm`, whose forward pass scales the rows that it reads: those of all ranks, as in one process.
 
 torch scales the rows that a rank's samples read, in that rank's copy of the weight alone, so copies would differ.
+A file of its own, because ddp, fsdp and DeepSpeed import it.
 """
 
 from __future__ import annotations

@@ -37,24 +37,26 @@ def test_what_may_start_a_command_again(environ: dict[str, str], job: str | None
 
 
 @pytest.mark.parametrize(
-    ("environ", "begun", "is_restart"),
+    ("environ", "restarted"),
     [
-        (SLURM, "Slurm job 17", True),  # on nodes that are left, Slurm doesn't count it
-        (SLURM, "Slurm job 16", False),
-        (SLURM, "", False),
-        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}, "torchrun night", True),
-        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0"}, "torchrun night", False),  # typed again
-        ({}, "", False),
+        (SLURM, "Slurm job 17"),  # on nodes that are left, Slurm doesn't count it
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}, "torchrun night"),
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0"}, None),  # typed again
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_JOB_ID": "17"}, None),  # in an allocation's shell
+        ({}, None),
     ],
 )
-def test_a_restart_is_told_from_another_command(
-    environ: dict[str, str], begun: str, is_restart: bool, tmp_path: Path
-) -> None:
+def test_a_restart_is_told_from_a_command_that_is_typed(environ: dict[str, str], restarted: str | None) -> None:
+    assert claim.restarted_job(environ) == restarted
+
+
+@pytest.mark.parametrize(("begun", "is_restart"), [("Slurm job 17", True), ("Slurm job 16", False), ("", False)])
+def test_what_a_job_has_saved_is_of_its_own_last_start(begun: str, is_restart: bool, tmp_path: Path) -> None:
     of_run = [asdict(Start(0, ["a"], 1, job="Slurm job 9")), asdict(Start(0, ["a"], 1, job=begun))]
     (tmp_path / "run.json").write_text(json.dumps({"starts": of_run}))
-    assert not starts.has_saved(tmp_path, claim.job(environ), environ)
+    assert not starts.has_saved(tmp_path, "Slurm job 17")
     (tmp_path / "checkpoints" / "step_2.ckpt").mkdir(parents=True)
-    assert starts.has_saved(tmp_path, claim.job(environ), environ) == is_restart
+    assert starts.has_saved(tmp_path, "Slurm job 17") == is_restart
 
 
 @pytest.fixture(scope="module")
