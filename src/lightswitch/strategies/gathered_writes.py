@@ -174,17 +174,8 @@ class WholeBesideShards(TorchFunctionMode):
 
 
 _OF_OBJECTS = ("__get__", "__deepcopy__")  # attributes and copies, which stay what they are
-_PARTS = (
-    "__getitem__",
-    "narrow",
-    "select",
-    "chunk",
-    "split",
-    "unbind",
-    "view",
-    "reshape",
-    "flatten",
-)  # also without autograd
+# functions whose results are views in one process, also where autograd does not record them
+_PARTS = ("__getitem__", "narrow", "select", "chunk", "split", "unbind", "view", "reshape", "flatten")
 
 
 def _is_copied(part: Any, of: DTensor, name: str) -> bool:
