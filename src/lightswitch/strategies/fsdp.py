@@ -9,17 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
-from torch.amp import GradScaler
+from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -37,8 +34,7 @@ from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.shards import Stored
 from lightswitch.errors import Refused
-from lightswitch.mixins import Mixin, with_mixin
-from lightswitch.monitoring.grad_norm import by_mesh
+from lightswitch.mixins import with_mixin
 from lightswitch.strategies.elementwise import refuse_sharded
 from lightswitch.strategies.gathered_writes import (
     GatheredWrites,
@@ -53,10 +49,13 @@ from lightswitch.strategies.replicas import broadcast_metric_states, broadcast_w
 from lightswitch.strategies.rounds import FIRST, Rounds
 from lightswitch.strategies.sharded import (
     Attributes,
+    ClipsOverMeshes,
     Sharded,
+    UnscalesOverMeshes,
     average_replicated,
     checkpoint_activations,
-    clip_by_norm,
+    gathered_parts,
+    is_mostly_rounded,
     replicated_parameters,
     set_timeouts,
 )
@@ -65,18 +64,7 @@ from lightswitch.strategies.units import called_parts, find_units
 
 log = logging.getLogger(__name__)
 
-# Forward methods whose weights autocast rounds to 16 bits at each use: linear and convolution (torch, automatic mixed
-# precision)
-_ROUNDED = {
-    kind.forward
-    for kind in (
-        *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-        nn.MultiheadAttention,
-    )
-}
-_CONV1D = "transformers.pytorch_utils.Conv1D"  # the linear layer of transformers' GPT-2
 _ROUNDS_TO = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_LEAST_ROUNDED_SHARE = 0.9  # of a unit's parameters: the root gathers the others, and they stay gathered for longer
 _MOST_ASKED = 64  # ranks that tell each other what they read: each of them asks for the answers of all others
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
@@ -208,8 +196,9 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         self._replicated: set[nn.Parameter] = set()
         # roots before units, because they gather parameters of units that stay in 32 bits; inner units before outer
         sharded = list(dict.fromkeys([*roots, *reversed(units.values())]))
-        self._halved = {unit for unit in units.values() if unit not in roots and self._is_halved(unit)}
-        of, done = self._parts(model, roots, sharded), set[nn.Module]()
+        inner = [unit for unit in units.values() if unit not in roots]
+        self._halved = {unit for unit in inner if self._gathers_rounded and is_mostly_rounded(unit)}
+        of, done = gathered_parts(model, roots, sharded, self._halved), set[nn.Module]()
         for module in dict.fromkeys([*sharded, model]):
             broadcast_weights(of[module], self.root_device, done)
             if module in sharded:
@@ -245,33 +234,6 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         """
         assert self.lightning_module is not None
         return [model] if self.lightning_module.automatic_optimization else called_parts(model)
-
-    def _is_halved(self, unit: nn.Module) -> bool:
-        """Return whether to gather a unit's matrices in 16 bits, to which autocast would round them anyway."""
-        if self._autocast_dtype is None or self.mixed_precision.param_dtype is not None:
-            return False
-        rounded = sum(_own_numel(part) for part in unit.modules() if is_rounded(part))
-        return rounded > _LEAST_ROUNDED_SHARE * sum(parameter.numel() for parameter in unit.parameters())
-
-    def _parts(
-        self, model: nn.Module, roots: Sequence[nn.Module], sharded: Sequence[nn.Module]
-    ) -> dict[nn.Module, list[nn.Module]]:
-        """Return the modules whose direct parameters each sharded module gathers, by the sharded module; modules that
-        none gathers are listed under the model."""
-        found: dict[nn.Module, list[nn.Module]] = {module: [] for module in (model, *sharded)}
-        seen: set[nn.Module] = set()
-
-        def visit(part: nn.Module, root: nn.Module, unit: nn.Module) -> None:
-            root = part if part in roots else root
-            unit = part if part in found else unit
-            seen.add(part)
-            found[root if unit in self._halved and not is_rounded(part) else unit].append(part)
-            for child in part.children():
-                if child not in seen:
-                    visit(child, root, unit)
-
-        visit(model, model, model)
-        return found
 
     def prepared(self) -> nn.Module:
         """Return the module, ready to be sharded.
@@ -317,6 +279,11 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         return MixedPrecisionPolicy(dtype, reduced or (dtype and torch.float32), cast_forward_inputs=False)
 
     @property
+    def _gathers_rounded(self) -> bool:
+        """True if matrices are gathered in 16 bits, to which autocast would round them anyway."""
+        return self._autocast_dtype is not None and self.mixed_precision.param_dtype is None
+
+    @property
     def _autocast_dtype(self) -> torch.dtype | None:
         plugin = self.precision_plugin
         return _ROUNDS_TO[plugin.precision] if isinstance(plugin, MixedPrecision) else None
@@ -339,7 +306,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         return self.cpu_offload and self.root_device.type != "cpu"
 
     def setup_precision_plugin(self) -> None:
-        self.precision_plugin = plugin = with_mixin(_ClipsOverMeshes, self.precision_plugin)
+        self.precision_plugin = plugin = with_mixin(ClipsOverMeshes, self.precision_plugin)
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
             patches.replace(plugin, "scaler", with_mixin(UnscalesOverMeshes, plugin.scaler))
         super().setup_precision_plugin()
@@ -435,32 +402,6 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
                 module.reshard()
 
 
-class _ClipsOverMeshes(Mixin, Precision):
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm of gradients sharded over several meshes: torch's function, which Lightning calls, supports
-        one."""
-        clip_by_norm(optimizer, clip_val)
-
-
-class UnscalesOverMeshes(Mixin, GradScaler):
-    """Gradient scaler of parameters that are sharded over several meshes, or over none."""
-
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        """Unscale the gradients of each mesh, as torch's kernel takes one at a time, and return by device whether a
-        gradient of any rank is infinite, so that all ranks skip the step. Collective."""
-        is_infinite, devices = found_inf.clone(), set[torch.device]()
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        for of_mesh in by_mesh(parameters).values():
-            part: Any = SimpleNamespace(param_groups=[{"params": of_mesh}])
-            for device, found in super()._unscale_grads_(part, inv_scale, found_inf, allow_fp16).items():
-                is_infinite = torch.maximum(is_infinite, found.to(is_infinite.device))
-                devices.add(device)
-        dist.all_reduce(is_infinite, dist.ReduceOp.MAX)
-        return {device: is_infinite.to(device) for device in devices}
-
-
 def _gather_ahead(modules: Sequence[nn.Module], count: int) -> None:
     """Let each module gather the next modules during its forward pass, and the previous ones during its backward
     pass."""
@@ -469,16 +410,6 @@ def _gather_ahead(modules: Sequence[nn.Module], count: int) -> None:
         module.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + count])
         # without the first module, the root, which is gathered already
         module.set_modules_to_backward_prefetch(sharded[max(1, index - count) : index][::-1])
-
-
-def is_rounded(module: nn.Module) -> bool:
-    """Return whether autocast rounds a module's direct parameters each time the module computes."""
-    kind = type(module)
-    return kind.forward in _ROUNDED or f"{kind.__module__}.{kind.__name__}" == _CONV1D
-
-
-def _own_numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 def _name(module: nn.Module) -> str:

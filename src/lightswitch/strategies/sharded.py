@@ -8,12 +8,15 @@ from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed import Backend, ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_timeout, _set_pg_timeout, _world
 from torch.distributed.fsdp import FSDPModule
@@ -24,9 +27,22 @@ from torchmetrics import Metric
 
 from lightswitch import patches
 from lightswitch.errors import Refused, listed
+from lightswitch.mixins import Mixin
 from lightswitch.monitoring.grad_norm import by_mesh, gradient_norm
 from lightswitch.strategies.replicas import broadcast_in_place, left_on_meta
 from lightswitch.strategies.writes import CarriesWrites
+
+# Forward methods whose weights autocast rounds to 16 bits at each use: linear and convolution (torch, automatic mixed
+# precision)
+_ROUNDED = {
+    kind.forward
+    for kind in (
+        *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+        nn.MultiheadAttention,
+    )
+}
+_CONV1D = "transformers.pytorch_utils.Conv1D"  # the linear layer of transformers' GPT-2
+_LEAST_ROUNDED_SHARE = 0.9  # of a unit's parameters: the root gathers the others, and they stay gathered for longer
 
 
 class Sharded(CarriesWrites, ParallelStrategy):
@@ -171,6 +187,49 @@ def checkpoint_activations(unit: nn.Module) -> None:
     patches.replace(unit, "forward", partial(checkpoint, unit.forward, use_reentrant=False))
 
 
+def is_mostly_rounded(unit: nn.Module) -> bool:
+    """Return whether autocast rounds nearly all parameters of a unit each time it computes."""
+    rounded = sum(_own_numel(part) for part in unit.modules() if _is_rounded(part))
+    return rounded > _LEAST_ROUNDED_SHARE * sum(parameter.numel() for parameter in unit.parameters())
+
+
+def _is_rounded(module: nn.Module) -> bool:
+    """Return whether autocast rounds a module's direct parameters each time the module computes."""
+    kind = type(module)
+    return kind.forward in _ROUNDED or f"{kind.__module__}.{kind.__name__}" == _CONV1D
+
+
+def _own_numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+
+
+def gathered_parts(
+    model: nn.Module, roots: Container[nn.Module], sharded: Iterable[nn.Module], halved: Container[nn.Module]
+) -> dict[nn.Module, list[nn.Module]]:
+    """Return the modules whose direct parameters each sharded module gathers, by the sharded module.
+
+    Modules that none gathers are listed under the model.
+
+    Args:
+        roots: gather what belongs to no unit.
+        halved: units that are gathered in 16 bits; the root gathers those of their parameters that stay in 32.
+    """
+    found: dict[nn.Module, list[nn.Module]] = {module: [] for module in (model, *sharded)}
+    seen: set[nn.Module] = set()
+
+    def visit(part: nn.Module, root: nn.Module, unit: nn.Module) -> None:
+        root = part if part in roots else root
+        unit = part if part in found else unit
+        seen.add(part)
+        found[root if unit in halved and not _is_rounded(part) else unit].append(part)
+        for child in part.children():
+            if child not in seen:
+                visit(child, root, unit)
+
+    visit(model, model, model)
+    return found
+
+
 def average_replicated(parameters: Iterable[nn.Parameter]) -> None:
     """Register hooks that average the gradients of replicated parameters after each backward pass."""
     for parameter in parameters:
@@ -211,16 +270,37 @@ def average_gradient(parameter: Tensor) -> None:
     dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
 
 
-@torch.no_grad()
-def clip_by_norm(optimizer: Optimizer, max_norm: float) -> None:
-    """Clip the gradients of an optimizer's parameters by their norm over all devices. Collective.
+class ClipsOverMeshes(Mixin, Precision):
+    """Precision plugin that clips by the norm of gradients over all devices.
 
-    `torch.nn.utils.clip_grad_norm_` supports only parameters on one device mesh.
+    `torch.nn.utils.clip_grad_norm_`, which Lightning calls, supports only parameters on one device mesh.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    total = gradient_norm(parameters)
-    for of_mesh in by_mesh(parameters).values():
-        clip_grads_with_norm_(of_mesh, max_norm, total)
+
+    @torch.no_grad()
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        total = gradient_norm(parameters)
+        for of_mesh in by_mesh(parameters).values():
+            clip_grads_with_norm_(of_mesh, clip_val, total)
+
+
+class UnscalesOverMeshes(Mixin, GradScaler):
+    """Gradient scaler of parameters that are sharded over several meshes, or over none."""
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscale the gradients of each mesh, as torch's kernel takes one at a time, and return by device whether a
+        gradient of any rank is infinite, so that all ranks skip the step. Collective."""
+        is_infinite, devices = found_inf.clone(), set[torch.device]()
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        for of_mesh in by_mesh(parameters).values():
+            part: Any = SimpleNamespace(param_groups=[{"params": of_mesh}])
+            for device, found in super()._unscale_grads_(part, inv_scale, found_inf, allow_fp16).items():
+                is_infinite = torch.maximum(is_infinite, found.to(is_infinite.device))
+                devices.add(device)
+        dist.all_reduce(is_infinite, dist.ReduceOp.MAX)
+        return {device: is_infinite.to(device) for device in devices}
 
 
 def set_timeouts(timeout: timedelta | None) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightswitch.mixins import with_mixin
-from lightswitch.strategies.fsdp import UnscalesOverMeshes
+from lightswitch.strategies.sharded import UnscalesOverMeshes
 from tests.engine.conftest import Train
 from tests.engine.curves import largest_difference
 from tests.engine.fits import ADAMW, LANGUAGE, TENSOR_PARALLEL, Fit, Fits, of_conf
