@@ -16,7 +16,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.cluster import placement
 from lightswitch.config import moved
-from lightswitch.config.overrides import key_and_value, typed_overrides
+from lightswitch.config.overrides import key_and_value, quoted, typed_overrides
 from lightswitch.config.values import AUTO, files_of_group, name_problems
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest, listed
@@ -136,7 +136,8 @@ def _unresolved(error: InterpolationKeyError, run: RunContext) -> str:
     wanted = re.search(r"'(\w+)\.(\w+)' not found", found)
     choices = sorted(_choices_with(wanted[1], wanted[2], run)) if wanted else []
     other = f"use {listed(choices, separator=' or ')}" if choices else "choose another config"
-    return f"{error.full_key}: {found}; {other}, or type {error.full_key}=VALUE"
+    without = "; ~data if the model has its own loaders" if str(error.full_key).startswith("data.") else ""
+    return f"{error.full_key}: {found}; {other}, or type {error.full_key}=VALUE{without}"
 
 
 def _choices_with(group: str, key: str, run: RunContext) -> Iterator[str]:
@@ -261,12 +262,15 @@ def _files(cfg: dict[str, Any], run_dir: Path) -> Iterator[str]:
         "resume": cfg["resume"] if cfg["resume"] not in ("auto", "never") else None,
     }
     for key, name in named.items():
-        if not name:
+        if name is None:
             continue
-        if not (path := saved.checkpoint(name, run_dir)).exists():
+        if not name:
+            yield f"{key} is empty; leave it out, or name a checkpoint"
+        elif not (path := saved.checkpoint(name, run_dir)).exists():
             yield f"{key}={name}{_what_is_missing(path, Path(name))}{_checkpoints_beside(path)}"
         elif within := next(_checkpoints_within(path), None):
-            yield f"{key}={name}: found a folder with checkpoints, expected a checkpoint; type {key}={within}"
+            typed = f"{key}={quoted(str(within))}"
+            yield f"{key}={name}: found a folder with checkpoints, expected a checkpoint; type {typed}"
 
 
 def _what_is_missing(path: Path, typed: Path) -> str:

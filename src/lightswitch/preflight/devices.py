@@ -16,7 +16,7 @@ from lightswitch.cluster.placement import NO_SHARED_STORE, Placement, elastic_no
 from lightswitch.errors import nearest
 
 _AS_MANY_AS_THERE_ARE = ("auto", -1, "-1")
-_NAMES = ("auto", "gpu", "cuda", "mps", "cpu", "tpu")
+_NAMES = ("auto", "gpu", "cuda", "mps", "cpu")
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of inductor
 _FEWER = {  # by launcher: how to start fewer processes on a node, or let each see more GPUs
     "slurm": "use --ntasks-per-node={}, or --gpus-per-node={} in place of --gpus-per-task",
@@ -85,7 +85,7 @@ def count(trainer: dict[str, Any], there: Present | None = None) -> int:
 
 
 def accelerator(trainer: dict[str, Any], there: Present | None = None) -> str:
-    """Return the accelerator in use: cpu, cuda, mps or tpu, with `auto` and `gpu` resolved.
+    """Return the accelerator in use: cpu, cuda or mps, with `auto` and `gpu` resolved.
 
     Args:
         there: accelerators of this machine; None to look them up if the answer depends on them.
@@ -108,7 +108,7 @@ def absent(trainer: dict[str, Any], place: Placement, there: Present | None = No
     name, devices = str(trainer.get("accelerator", "auto")), trainer["devices"]
     kind, wanted, named = accelerator(trainer, there), count(trainer, there), indices(devices)
     if name not in _NAMES:
-        yield f"trainer.accelerator={name} is unknown.{nearest(name, _NAMES)} Choices: {', '.join(_NAMES)}"
+        yield f"trainer.accelerator={name} is not supported.{nearest(name, _NAMES)} Choices: {', '.join(_NAMES)}"
     if kind == "cpu" and (devices in (-1, "-1") or named is not None):
         yield f"trainer.devices={devices} names GPUs, and the run is on the CPU; use a number of processes or auto"
     if kind not in ("cuda", "mps"):

@@ -34,13 +34,9 @@ def of(cfg: DictConfig) -> OwnBatch | None:
         if name in raw:
             size = None if _GLOBAL in str(raw[name]) else cfg[node][name]  # it may refer to global_batch_size
         elif name in defaults:
-            size = _number(defaults[name].default)
+            size = defaults[name].value
         else:
             continue
         if type(size) is int and size > 0:
             return OwnBatch(f"{node}.{name}", size)
     return None
-
-
-def _number(default: str | None) -> int | None:
-    return int(default) if default is not None and default.isdecimal() else None

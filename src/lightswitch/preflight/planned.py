@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ def problems(cfg: dict[str, Any], place: Placement, precisions: Mapping[str, obj
         return
     for key in ("memory_gib", "disk_gb_per_second"):
         value = cfg["plan"][key]
-        if value is not None and (type(value) not in (int, float) or value <= 0):
+        if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
             yield f"plan.{key}={value}: use a number greater than 0"
     if type(cfg["plan"]["deepspeed"]) is not bool:
         yield f"plan.deepspeed={cfg['plan']['deepspeed']}: use true or false"

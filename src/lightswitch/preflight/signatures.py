@@ -5,11 +5,19 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import operator
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+_FARTHEST = 8  # followed from one module to the next, and names from one value to the next
+_ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
 _SIMPLE = {"int": int, "float": float, "str": str, "bool": bool, "None": type(None)}
 
 
@@ -26,6 +34,12 @@ class Parameter:
     default: str | None
     _scope: _Scope
     _annotation: ast.expr | None
+    _default: ast.expr | None = None
+
+    @property
+    def value(self) -> object:
+        """Value of the default if the source shows it, as `64`, `2 * 32` or a module's constant; None if not."""
+        return _constant(self._scope, self._default)
 
     @property
     def annotation(self) -> str:
@@ -44,7 +58,8 @@ class Parameter:
 
     @functools.cached_property
     def _accepted(self) -> _Accepted:
-        return _accepted(self._scope, self._annotation)
+        accepted = _accepted(self._scope, self._annotation)
+        return _union([accepted, _NOTHING]) if self.default == "None" else accepted  # as in `limit: int = None`
 
 
 @dataclass(frozen=True)
@@ -56,12 +71,14 @@ class Signature:
         required: names of the parameters without a default.
         open_ended: whether it also accepts any other keyword (**kwargs).
         docstrings: of the constructor, its class and its bases, nearest first; or of the function.
+        passed_on: names of those that a constructor passes on to a base's.
     """
 
     parameters: dict[str, Parameter]
     required: frozenset[str]
     open_ended: bool
     docstrings: tuple[str, ...]
+    passed_on: frozenset[str] = frozenset()
 
 
 @functools.cache
@@ -78,7 +95,11 @@ def signature(target: str) -> Signature | None:
     if found is None:
         return None
     scope, node = found
-    return _of_class(scope, node) if isinstance(node, ast.ClassDef) else _of_function(scope, node, skip=0)
+    if isinstance(node, ast.ClassDef):
+        return _of_class(scope, node)
+    decorators = [ast.unparse(one) for one in node.decorator_list] if isinstance(node, ast.FunctionDef) else []
+    is_bound = any(name.endswith("classmethod") for name in decorators)  # Python gives it the class
+    return _of_function(scope, node, skip=is_bound)
 
 
 @dataclass(frozen=True)
@@ -97,18 +118,41 @@ class _Scope:
         return self.module if self.path.name == "__init__.py" else self.module.rpartition(".")[0]
 
 
-def _bound_names(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+def _bound_names(body: Sequence[ast.stmt]) -> dict[str, ast.stmt]:
+    """Return the statements that bind names, by name; of several branches, the first that binds it."""
     names: dict[str, ast.stmt] = {}
     for node in body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names[node.name] = node
-        elif isinstance(node, ast.ImportFrom):
-            names.update({alias.asname or alias.name: node for alias in node.names})
-        elif isinstance(node, ast.Assign):
-            names.update({ast.unparse(t): node for t in node.targets if isinstance(t, ast.Name | ast.Attribute)})
-        elif isinstance(node, ast.If | ast.Try):
-            names.update(_bound_names(node.body))
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names.update({alias.asname or alias.name.partition(".")[0]: node for alias in node.names})
+        else:
+            names.update({ast.unparse(target): node for target in ast.walk(node) if _is_bound(target)})
+            for branch in reversed([*_branches(node)]):
+                names.update(_bound_names(branch))
     return names
+
+
+def _branches(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    """Yield the blocks of a compound statement: of if, try, with, for, while or match; none of a simple one."""
+    for _, value in ast.iter_fields(node):
+        if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+            yield value
+        for item in value if isinstance(value, list) else ():
+            if isinstance(item, ast.ExceptHandler | ast.match_case):
+                yield item.body
+
+
+def _is_bound(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
+
+
+def _is_module(name: str) -> bool:
+    try:
+        _scope(name)
+    except LookupError:
+        return False
+    return True
 
 
 @functools.cache
@@ -132,19 +176,53 @@ def _scope(module: str) -> _Scope | None:
 
 
 def _find(module: str, name: str, depth: int = 0) -> tuple[_Scope, ast.stmt] | None:
-    """Return the definition of a name, following imports from other modules."""
-    scope = _scope(module)
-    if scope is None or depth > 8:
+    """Return the definition of a name in a module or a class, following imports from other modules.
+
+    None if it may be there, but the source does not show its definition.
+    """
+    try:
+        scope = _scope(module)
+    except LookupError:
+        return _find_member(module, name, depth)
+    if scope is None or depth > _FARTHEST:
         return None
     node = scope.names.get(name)
     if isinstance(node, ast.ImportFrom):
         original = next(a.name for a in node.names if (a.asname or a.name) == name)
-        return _find(_absolute(scope, node), original, depth + 1)
+        try:
+            return _find(_absolute(scope, node), original, depth + 1)
+        except LookupError:  # as of a package that is optional
+            return None
     if node is None:
-        if any(key == "*" for key in scope.names) or "__getattr__" in scope.names:
+        if any(key == "*" for key in scope.names) or "__getattr__" in scope.names or _is_module(f"{module}.{name}"):
             return None
         raise LookupError(f"{module} has no {name}")
     return scope, node
+
+
+def _find_member(path: str, name: str, depth: int) -> tuple[_Scope, ast.stmt] | None:
+    """Return the definition of a class's method or inner class."""
+    module, _, owner = path.rpartition(".")
+    absent = LookupError(f"there is no module {path}")
+    if not module:
+        raise absent
+    try:
+        found = _find(module, owner, depth)
+    except LookupError:
+        raise absent from None
+    if (
+        found is None and not owner[:1].isupper()
+    ):  # a module by its name, and modules with `import *` may have any class
+        raise absent
+    if found is None or not isinstance(found[1], ast.ClassDef):
+        return None
+    order = _resolution_order(found[0], found[1])
+    for ancestor in order:
+        if ancestor is None:
+            return None
+        if (node := _bound_names(ancestor[1].body).get(name)) is not None:
+            return ancestor[0], node
+    raise LookupError(f"{path} has no {name}")
 
 
 def _absolute(scope: _Scope, node: ast.ImportFrom) -> str:
@@ -155,31 +233,70 @@ def _absolute(scope: _Scope, node: ast.ImportFrom) -> str:
     return ".".join([*base, node.module] if node.module else base)
 
 
+_Order = list[tuple[_Scope, ast.ClassDef] | None]
+
+
 def _of_class(scope: _Scope, node: ast.ClassDef) -> Signature | None:
-    order = _resolution_order(scope, node)
-    for of, ancestor in order:
+    return _of_constructor(_resolution_order(scope, node))
+
+
+def _of_constructor(order: _Order) -> Signature | None:
+    """Return the signature of the first constructor of a class and its ancestors, with what it passes on to the next.
+
+    Those that the first one gives are its own; the others need not be given.
+    """
+    for index, one in enumerate(order):
+        if one is None:
+            return None
+        of, ancestor = one
         for item in ancestor.body:
             if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-                return _of_function(of, item, skip=1, classes=order)
+                own = _of_function(of, item, skip=1, classes=order)
+                call = _passing_on(item)
+                passed = _of_constructor(order[index + 1 :]) if call else None
+                if own is None or passed is None or call is None:
+                    return own
+                given = {keyword.arg for keyword in call.keywords} | {*[*passed.parameters][: len(call.args)]}
+                taken = {name: of_base for name, of_base in passed.parameters.items() if name not in given}
+                docstrings = tuple(dict.fromkeys((*own.docstrings, *passed.docstrings)))
+                both = {**taken, **own.parameters}
+                passed_on = frozenset(taken.keys() - own.parameters.keys())
+                return Signature(both, own.required, passed.open_ended, docstrings, passed_on)
         if any("dataclass" in ast.unparse(decorator) for decorator in ancestor.decorator_list):
             return None
     return None
 
 
-def _resolution_order(scope: _Scope, node: ast.ClassDef) -> list[tuple[_Scope, ast.ClassDef]]:
-    """Return a class and its ancestors in Python's order: a shared ancestor comes after the last of its subclasses."""
-    found: list[tuple[_Scope, ast.ClassDef]] = [(scope, node)]
+def _passing_on(constructor: ast.FunctionDef) -> ast.Call | None:
+    """Return the call of a base's constructor to which this one passes its **kwargs."""
+    kwargs = constructor.args.kwarg
+    for call in ast.walk(constructor):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "__init__":
+            unpacked = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is None]
+            if kwargs is not None and kwargs.arg in unpacked:
+                return call
+    return None
+
+
+def _resolution_order(scope: _Scope, node: ast.ClassDef) -> _Order:
+    """Return a class and its ancestors in Python's order: a shared ancestor comes after the last of its subclasses.
+
+    None stands for an ancestor whose source is not found. Those of the standard library, such as ABC, are left out.
+    """
+    found: _Order = [(scope, node)]
     for base in node.bases:
         named = _named(scope, base)
         if named is not None and isinstance(named[1], ast.ClassDef):
             inherited = _resolution_order(named[0], named[1])
-            again = {id(ancestor) for _, ancestor in inherited}
-            found = [pair for pair in found if id(pair[1]) not in again] + inherited
+            again = {id(one[1]) for one in inherited if one is not None}
+            found = [one for one in found if one is None or id(one[1]) not in again] + inherited
+        elif ast.unparse(base) != "object" and not _is_of_stdlib(scope, base):
+            found.append(None)
     return found
 
 
 def _of_function(
-    scope: _Scope, node: ast.stmt, skip: int, classes: list[tuple[_Scope, ast.ClassDef]] | None = None
+    scope: _Scope, node: ast.stmt, skip: int, classes: Iterable[tuple[_Scope, ast.ClassDef] | None] = ()
 ) -> Signature | None:
     if not isinstance(node, ast.FunctionDef):
         return None
@@ -188,14 +305,14 @@ def _of_function(
     arguments = [*positional, *node.args.kwonlyargs][skip:]
     defaults = [*[None] * without, *node.args.defaults, *node.args.kw_defaults][skip:]
     parameters = [
-        Parameter(argument.arg, None if default is None else ast.unparse(default), scope, argument.annotation)
+        Parameter(argument.arg, None if default is None else ast.unparse(default), scope, argument.annotation, default)
         for argument, default in zip(arguments, defaults, strict=True)
     ]
     return Signature(
         parameters={parameter.name: parameter for parameter in parameters},
         required=frozenset(parameter.name for parameter in parameters if parameter.default is None),
         open_ended=node.args.kwarg is not None,
-        docstrings=tuple(filter(None, (ast.get_docstring(node), *(_docstring(*one) for one in classes or ())))),
+        docstrings=tuple(filter(None, (ast.get_docstring(node), *(_docstring(*one) for one in classes if one)))),
     )
 
 
@@ -226,14 +343,18 @@ def _text(scope: _Scope, node: ast.expr) -> str:
 
 _Accepted = tuple[frozenset[type] | None, frozenset[object] | None]
 _ANYTHING: _Accepted = (None, None)
+_NOTHING: _Accepted = (frozenset({type(None)}), frozenset())
 
 
 def _accepted(scope: _Scope, node: ast.expr | None) -> _Accepted:
     """Return the types and the literals that an annotation allows."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        node = ast.parse(node.value, mode="eval").body
+        try:
+            node = ast.parse(node.value, mode="eval").body
+        except SyntaxError:  # a description
+            return _ANYTHING
     if isinstance(node, ast.Constant) and node.value is None:
-        return frozenset({type(None)}), frozenset()
+        return _NOTHING
     if isinstance(node, ast.Name):
         return _accepted_name(scope, node)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
@@ -256,15 +377,17 @@ def _accepted_subscript(scope: _Scope, node: ast.Subscript) -> _Accepted:
     name = ast.unparse(node.value).rpartition(".")[2]
     inner = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
     if name == "Literal":
-        values = frozenset(c.value for c in inner if isinstance(c, ast.Constant))
-        return frozenset(), values
+        try:
+            return frozenset(), frozenset(map(ast.literal_eval, inner))
+        except (ValueError, TypeError):  # a member of an Enum
+            return _ANYTHING
     if name in ("list", "List", "Sequence", "tuple", "Tuple"):
         return frozenset({list}), frozenset()
     if name in ("dict", "Dict", "Mapping"):
         return frozenset({dict}), frozenset()
     if name in ("Optional", "Union"):
         parts = [_accepted(scope, part) for part in inner]
-        return _union([*parts, (frozenset({type(None)}), frozenset())] if name == "Optional" else parts)
+        return _union([*parts, _NOTHING] if name == "Optional" else parts)
     return _ANYTHING
 
 
@@ -280,12 +403,47 @@ def _union(parts: list[_Accepted]) -> _Accepted:
 
 
 def _named(scope: _Scope, node: ast.expr) -> tuple[_Scope, ast.stmt] | None:
-    if not isinstance(node, ast.Name) or node.id not in scope.names:
-        return None
-    bound = scope.names[node.id]
-    if isinstance(bound, ast.ImportFrom) and _absolute(scope, bound) in sys.stdlib_module_names:
+    """Return the definition of what an expression names, such as `Base` or `nets.Base`; None if it is not found."""
+    module, name = _origin(scope, node)
+    if not module or module.partition(".")[0] in sys.stdlib_module_names:
         return None  # a class such as Path or timedelta, whose file takes longer to parse than all others
     try:
-        return _find(scope.module, node.id)
+        return _find(module, name)
     except LookupError:
         return None
+
+
+def _is_of_stdlib(scope: _Scope, node: ast.expr) -> bool:
+    return _origin(scope, node)[0].partition(".")[0] in sys.stdlib_module_names
+
+
+def _origin(scope: _Scope, node: ast.expr) -> tuple[str, str]:
+    """Return the module in which an expression such as `Base`, `nets.Base` or `Base[int]` is defined, and its name.
+
+    The module is empty if no statement binds the expression's first name.
+    """
+    first, *rest = ast.unparse(node.value if isinstance(node, ast.Subscript) else node).split(".")
+    bound = scope.names.get(first)
+    if not isinstance(bound, ast.Import | ast.ImportFrom):
+        return (scope.module, first) if bound is not None and not rest else ("", first)
+    alias = next(one for one in bound.names if first in (one.asname, one.name.partition(".")[0]))
+    if isinstance(bound, ast.ImportFrom):
+        imported = f"{_absolute(scope, bound)}.{alias.name}"
+    else:
+        imported = alias.name if alias.asname else first
+    module, _, name = ".".join([imported, *rest]).rpartition(".")
+    return module, name
+
+
+def _constant(scope: _Scope, node: ast.expr | None, depth: int = 0) -> object:
+    """Return the value of a constant, a name of one, or arithmetic with these; None if it is none of them."""
+    if depth > _FARTHEST:  # such as SIZE = SIZE + 1
+        return None
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        left, right = (_constant(scope, side, depth + 1) for side in (node.left, node.right))
+        if isinstance(left, int) and isinstance(right, int):
+            return _ARITHMETIC[type(node.op)](left, right)
+    if isinstance(node, ast.Name | ast.Attribute):
+        of, found = _named(scope, node) or (scope, None)
+        return _constant(of, found.value, depth + 1) if isinstance(found, ast.Assign | ast.AnnAssign) else None
+    return node.value if isinstance(node, ast.Constant) else None

@@ -92,7 +92,9 @@ def _against_signature(path: str, node: dict[str, Any], cfg: dict[str, Any]) -> 
         elif path == "model" and key in GIVEN and _is_in_pieces(value, accepted.parameters[key]):
             yield f"{path}.{key}: found {', '.join(value)} but no _target_; type {key}.{next(iter(value))}=VALUE"
         elif not _fits(value, accepted.parameters[key]):
-            yield f"{path}.{key}={value}: {_misfit(value, accepted.parameters[key])}"
+            problem = f"{path}.{key}={'null' if value is None else value}: {_misfit(value, accepted.parameters[key])}"
+            is_text = set(accepted.parameters[key].kinds or ()) - {type(None)} == {str} and type(value) in (int, float)
+            yield f"{problem}; type '{path}.{key}=\"{value}\"'" if is_text else problem
 
 
 def _missing(path: str, node: dict[str, Any], accepted: Signature) -> Iterator[str]:
@@ -114,8 +116,9 @@ def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any], cfg
         yield f"{path}.{key}: {_short(node)} takes no {key}; type {message}"
         return
     other = aliases.argument(path, key, accepted.parameters) or _of_group(path, key, node, accepted, cfg)
-    hint = f" Did you mean {other}?" if other else nearest(key, accepted.parameters, alike=0.85)
-    if key in GIVEN and accepted.parameters:
+    alike = [one for one in accepted.parameters if not _are_numbered(one, key)]
+    hint = f" Did you mean {other}?" if other else nearest(key, alike, alike=0.85)
+    if key in GIVEN and accepted.parameters and not accepted.open_ended:
         hint = f" Its arguments: {listed([f'{path}.{one}' for one in accepted.parameters], shown=6)}"
     elif not (hint or accepted.open_ended):
         hint = _of_strategies(path, key) or nearest(key, accepted.parameters)
@@ -123,6 +126,11 @@ def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any], cfg
             hint = f" Its arguments: {listed([f'{path}.{one}' for one in accepted.parameters], shown=6)}"
     if hint or not accepted.open_ended:
         yield f"{path}.{key}: {_short(node)} takes no {key}.{hint}"
+
+
+def _are_numbered(one: str, other: str) -> bool:
+    """Return whether two arguments differ in numbers alone: `width2` is no misspelt `width1`."""
+    return re.sub(r"\d+", "", one) == re.sub(r"\d+", "", other)
 
 
 def _is_in_pieces(value: Any, parameter: Parameter) -> bool:
@@ -168,7 +176,7 @@ def _misfit(value: Any, parameter: Parameter) -> str:
     literals = sorted({str(literal) for literal in parameter.literals or ()})
     expected = ", ".join([*literals, names(tuple(parameter.kinds or ()))]).strip(", ")
     hint = nearest(value, literals) if isinstance(value, str) else ""
-    return f"found {type(value).__name__}, expected {expected}{hint and '.'}{hint}"
+    return f"found {names((type(value),))}, expected {expected}{hint and '.'}{hint}"
 
 
 def names(kinds: tuple[type, ...]) -> str:

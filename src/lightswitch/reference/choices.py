@@ -122,11 +122,9 @@ class Choice:
             yield Key(below, self._source(value), is_node, sentence, takes.get(name))
             if is_node:
                 yield from self._below(value, below)
-        yield from (
-            Key(f"{path}.{name}", None, False, sentences.get(name, ""), takes[name])
-            for name in takes
-            if name not in given
-        )
+        for name in takes:
+            if name not in given and (name in sentences or (code and name not in code.passed_on)):
+                yield Key(f"{path}.{name}", None, False, sentences.get(name, ""), takes[name])
 
     def _source(self, value: yaml.Node) -> str:
         return self._text[value.start_mark.index : value.end_mark.index].strip()

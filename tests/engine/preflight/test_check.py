@@ -31,8 +31,10 @@ REFUSED = {
     "strategy=single trainer.devices=2": "strategy=single uses one device, but 1 × 2 are requested; use strategy=ddp",
     "strategy=fsdp trainer.sync_batchnorm=true": "trainer.sync_batchnorm=true needs GPUs, because torch's "
     "SyncBatchNorm does; leave it out on CPUs",
-    "trainer.accelerator=gqu": "trainer.accelerator=gqu is unknown. Did you mean gpu? "
-    "Choices: auto, gpu, cuda, mps, cpu, tpu",
+    "trainer.accelerator=gqu": "trainer.accelerator=gqu is not supported. Did you mean gpu? "
+    "Choices: auto, gpu, cuda, mps, cpu",
+    "trainer.accelerator=tpu": "trainer.accelerator=tpu is not supported. Did you mean gpu? "
+    "Choices: auto, gpu, cuda, mps, cpu",
     "trainer.accelerator=cpu trainer.devices=-1": "trainer.devices=-1 names GPUs, and the run is on the CPU; "
     "use a number of processes or auto",
     "trainer.accelerator=cpu precision=16-mixed": "precision=16-mixed is for GPUs, and Lightning would put bf16-mixed "
@@ -50,6 +52,7 @@ REFUSED = {
     "mode=test ckpt_path=nowhere.ckpt": "ckpt_path=nowhere.ckpt: there is no such file",
     "run_id=mine mode=test ckpt_path=best": "ckpt_path=best refers to run_id=mine, which has no such file; type "
     "run_id=RUN_ID of the run that has it, or its path",
+    "resume=": "resume is empty; leave it out, or name a checkpoint",
     "resume=nowhere.ckpt": "resume=nowhere.ckpt: there is no such file",
     "~callbacks.best_checkpoint ~callbacks.last_checkpoint": NO_CHECKPOINT,
     "logger=null": "callbacks.lr_monitor writes to a logger, and every logger was removed; "

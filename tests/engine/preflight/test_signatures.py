@@ -42,6 +42,17 @@ class Sub(Part):
 class Open(Part):
     def __init__(self, depth: Optional[int] = None, **kwargs): ...
 
+class Passing(Part):
+    def __init__(self, *, mode: str = "own", layer=1, **kwargs):
+        self.layer = layer
+        super().__init__(2, **kwargs)
+
+SIZE = 16
+AGAIN = AGAIN + 1
+
+class Sized:
+    def __init__(self, batch: int = SIZE, other=2 * SIZE - 1, endless=AGAIN, limit: int = None, made=make()): ...
+
 class Odd(torch_that_is_not_there.Base): ...
 
 def make(params, lr: Union[float, str] = 0.1, *, mode: Mode): ...
@@ -51,6 +62,26 @@ if True:
         def __init__(self, x: bool = False): ...
 else:
     Conditional = None
+    def elsewhere(y): ...
+
+try:
+    from faster import quick
+except ImportError:
+    def slow(z): ...
+
+with open("nothing") as opened:
+    import os.path as paths
+    inner: type = int
+
+class Kinds:
+    class Inner:
+        def __init__(self, depth: "a number of layers", sign: Literal[-1, 1] = 1): ...
+    @classmethod
+    def small(cls, width: int): ...
+    @staticmethod
+    def of(name): ...
+
+class Derived(Kinds): ...
 """
 
 
@@ -88,6 +119,35 @@ def test_keywords_of_any_name_are_open_ended(source: str) -> None:
     assert found.parameters["depth"].kinds == {int, type(None)}
 
 
+def test_defaults_have_values_where_the_source_shows_them(source: str) -> None:
+    parameters = _read(f"{source}.parts.Sized").parameters
+    assert [parameter.value for parameter in parameters.values()] == [16, 31, None, None, None]
+    assert parameters["limit"].kinds == {int, type(None)}
+
+
+def test_a_base_of_another_module_is_found_by_any_import(source: str, tmp_path: Path) -> None:
+    (tmp_path / source / "more.py").write_text(
+        f"import {source}\nimport {source}.parts\nimport {source}.parts as p\nfrom . import parts\n"
+        f"class One({source}.parts.Sized): ...\nclass Two(p.Sized): ...\nclass Three(parts.Sized): ...\n"
+        "class Four(unknown.Base, parts.Sized): ...\nclass Five(parts.Sized, unknown.Base): ...\n"
+        "try:\n    from nowhere_at_all import Net\nexcept ImportError:\n    from .parts import Part as Net\n"
+        "def make(size=p.SIZE): ...\n"
+    )
+    sized = _read(f"{source}.parts.Sized").parameters.keys()
+    for name in ("One", "Two", "Three", "Five"):
+        assert _read(f"{source}.more.{name}").parameters.keys() == sized, name
+    assert signature(f"{source}.more.Four") is None  # the first base may have a constructor
+    assert signature(f"{source}.more.Net") is None
+    assert _read(f"{source}.more.make").parameters["size"].value == 16
+
+
+def test_what_a_constructor_passes_on_is_taken_by_its_base(source: str) -> None:
+    found = _read(f"{source}.parts.Passing")
+    assert (list(found.parameters), found.required) == (["mode", "rate", "sizes", "layer"], set())
+    assert found.parameters["mode"].default == "'own'"
+    assert not found.open_ended
+
+
 def test_a_package_hands_on_names_of_its_modules(source: str) -> None:
     assert _read(f"{source}.Part") == _read(f"{source}.parts.Part")
     assert _read(f"{source}.Renamed") == _read(f"{source}.parts.Part")
@@ -101,6 +161,34 @@ def test_folders_without_init_are_packages(source: str, tmp_path: Path) -> None:
 
 def test_a_name_is_found_under_a_condition(source: str) -> None:
     assert list(_read(f"{source}.parts.Conditional").parameters) == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("elsewhere", ["y"]),
+        ("slow", ["z"]),
+        ("Kinds.Inner", ["depth", "sign"]),
+        ("Kinds.small", ["width"]),
+        ("Derived.small", ["width"]),
+        ("Kinds.of", ["name"]),
+    ],
+)
+def test_what_a_statement_binds_is_found(source: str, name: str, parameters: list[str]) -> None:
+    found = _read(f"{source}.parts.{name}")
+    assert list(found.parameters) == parameters
+    assert [found.parameters[one].literals for one in parameters if one == "sign"] in ([], [{-1, 1}])
+    assert [found.parameters[one].kinds for one in parameters if one == "depth"] in ([], [None])
+
+
+@pytest.mark.parametrize("name", ["opened", "paths", "inner", "Odd.anything"])
+def test_what_is_bound_to_something_unknown_tells_nothing(source: str, name: str) -> None:
+    assert signature(f"{source}.parts.{name}") is None
+
+
+def test_a_class_without_the_member_is_an_error(source: str) -> None:
+    with pytest.raises(LookupError, match=rf"{source}\.parts\.Derived has no smal"):
+        signature(f"{source}.parts.Derived.smal")
 
 
 def test_a_base_that_cannot_be_read_tells_nothing(source: str) -> None:
@@ -126,6 +214,7 @@ def test_what_has_no_python_source_tells_nothing() -> None:
 
 def test_a_name_from_a_star_import_tells_nothing() -> None:
     assert signature("torch.nn.Linear") is None
+    assert signature("numpy.array") is None
 
 
 REAL = {
