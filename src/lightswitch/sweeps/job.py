@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import signal
@@ -61,7 +60,7 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement) -> float | None
         and (cfg.resume != "never" or _are_of_one_job(earlier.start, job.start))
     ):
         print(f"job {job.number:<6} has already finished", flush=True)
-        return earlier.objective
+        return earlier.objective if earlier.is_comparable else None
     script, *arguments = typed
     kept = [override for override in hydra.overrides.hydra if not _OF_THE_SWEEP.match(override)]
     own = [*flags_of_a_job(arguments), *kept, "hydra.mode=RUN", f"hydra.run.dir={quoted(directory)}"]
@@ -131,8 +130,7 @@ def _end(job: Record, folder: Path, rank: int) -> float | None:
     """Write the job's record if this task is the first one or failed, and return the objective for Optuna."""
     if rank == 0 or job.state == FAILED:
         record.write(job, folder)
-    number = job.objective
-    return number if number is not None and math.isfinite(number) else None  # Optuna takes only finite ones
+    return job.objective if job.is_comparable else None
 
 
 @dataclass(frozen=True)

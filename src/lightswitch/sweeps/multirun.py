@@ -120,7 +120,7 @@ def _run_jobs(walk: Callable[[], None], folder: Path) -> None:
     except Exception as error:
         if isinstance(cause := error.__cause__, subprocess.CalledProcessError) and "sbatch" in cause.cmd:
             raise RefusedRequest([f"sbatch rejected the job: {' '.join(str(error).split())}"]) from error
-        if not any(job.has_failed for job in record.read_all(folder)):
+        if not any(job.has_failed or not job.is_comparable for job in record.read_all(folder)):
             raise
         print(f"the sweep ended early: {str(error).splitlines()[0]}")  # for example, Optuna has no finished trial
 

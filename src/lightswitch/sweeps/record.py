@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import secrets
 from collections.abc import Iterable
@@ -49,11 +50,16 @@ class Record:
         """True if the job failed or was killed with the sweep, which leaves its state as running."""
         return self.state in (FAILED, RUNNING)
 
+    @property
+    def is_comparable(self) -> bool:
+        """True if the job has a finite objective, the only kind that Optuna takes."""
+        return self.objective is not None and math.isfinite(self.objective)
+
     def of_another_job(self, overrides: list[str]) -> str | None:
-        """Return this record's values that differ from ``overrides``; None if both belong to the same job."""
+        """Return what this record has other than ``overrides``; None if both belong to the same job."""
         own, others = dict(map(key_and_value, self.overrides)), dict(map(key_and_value, overrides))
-        keys = [key for key in own if key in others and key not in _LIMITS and own[key] != others[key]]
-        return " ".join(f"{key}={own[key]}" for key in keys) or None
+        keys = [key for key in {**own, **others} if key not in _LIMITS and own.get(key) != others.get(key)]
+        return ", ".join(f"{key}={own[key]}" if key in own else f"no {key}" for key in keys) or None
 
 
 def write(record: Record, folder: Path) -> None:

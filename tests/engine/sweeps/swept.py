@@ -1,5 +1,6 @@
 """A run without torch, for what a sweep does with any: it composes as train.py does, and ends at once."""
 
+import math
 import time
 
 from omegaconf import DictConfig
@@ -19,7 +20,7 @@ def main(cfg: DictConfig, run: RunContext) -> None:
         (run.run_dir / "waits").touch()
     if cfg.name in ("waiting", "half"):
         time.sleep(3600)
-    finished.write_results(run.run_dir, {"val/loss": cfg.seed / 4})
+    finished.write_results(run.run_dir, {"val/loss": math.nan if cfg.name == "nan" else cfg.seed / 4})
 
 
 if __name__ == "__main__":

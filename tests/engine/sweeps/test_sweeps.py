@@ -122,6 +122,21 @@ def test_a_directory_of_another_job_is_left_as_it_is(sweep: Sweep, tmp_path: Pat
         in other.stderr
     )
     assert json.loads((tmp_path / "runs/plainmodel/x/1/results.json").read_text()) == {"val/loss": 0.5}
+    swept_over_another_key = sweep(*SWEPT, "trainer.gradient_clip_val=0.1,0.2")
+    assert (
+        "runs/plainmodel/x/0 belongs to the job with seed=1, no trainer.gradient_clip_val;"
+        in swept_over_another_key.stderr
+    )
+
+
+def test_a_sweep_of_optuna_goes_on_after_objectives_that_are_not_finite(sweep: Sweep) -> None:
+    chosen = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "+hydra.sweeper.sampler.seed=1", "seed=choice(1,2)")
+    for repeated in (False, True):
+        done = sweep(*SWEPT, *chosen, "name=nan")
+        assert "Traceback" not in done.stderr
+        assert "the sweep ended early: No trials are completed yet." in done.stdout
+        assert [row[-2] for row in rows(done.stdout)] == ["finished"] * 2
+        assert ("has already finished" in done.stdout) == repeated
 
 
 @pytest.mark.parametrize("content", [b'{"number": 1, "ov', b"[]", b'{"number": 1}'])
