@@ -276,7 +276,8 @@ def _not_finite(module: LightningModule) -> str | None:
     names = [name for name, tensor in held.items() if tensor.numel()]
     if not names:
         return None
-    norms = torch._foreach_norm([held[name] for name in names])
+    # the largest absolute values: squares overflow, for example of a mask that holds a dtype's lowest value
+    largest = torch._foreach_norm([held[name] for name in names], math.inf)
     # some may be on the host: strategies may offload parameters
-    finite = torch.stack([norm.float().cpu() for norm in norms]).isfinite().tolist()
+    finite = torch.stack([one.cpu().to(torch.float64) for one in largest]).isfinite().tolist()
     return next((name for name, is_finite in zip(names, finite, strict=True) if not is_finite), None)

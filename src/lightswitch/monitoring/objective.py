@@ -11,7 +11,13 @@ from lightswitch.errors import listed, nearest
 LOSS = "val/loss"
 _VALIDATION = re.compile(r"^(validation|valid|val|eval|dev)(?=[^a-z])")
 _OF_LOADER = re.compile(r"/dataloader_idx_\d+$")
-_GROWS = re.compile(r"acc|auc|auroc|bleu|dice|f1|iou|map|precision|psnr|r2|recall|rouge|score|ssim|top\d")
+_FALLS = re.compile(
+    r"loss|error|perplexity|distance|divergence|(?<![a-z])(err|mae|mape|smape|mse|msle|rmse|nll|ppl|brier|crps|ece|fid|kid|"
+    r"lpips|wer|cer|mer|ter)(?![a-z])"
+)
+_GROWS = re.compile(
+    r"acc|auc|auroc|bleu|dice|f1|iou|precision|psnr|r2|recall|rouge|score|ssim|top\d|(?<![a-z])map(?![a-z])"
+)
 
 
 def find(names: Iterable[str], wanted: str | None) -> str | None:
@@ -37,7 +43,8 @@ def find(names: Iterable[str], wanted: str | None) -> str | None:
 
 def mode(name: str) -> Literal["min", "max"]:
     """Return, by a metric's name, whether its lowest or its highest value is the best: the lowest for unknown names."""
-    return "max" if _GROWS.search(_plain(name)) and "loss" not in name.lower() else "min"
+    plain = _plain(name)
+    return "max" if _GROWS.search(plain) and not _FALLS.search(plain) else "min"
 
 
 def of_all_loaders(name: str) -> str:

@@ -76,6 +76,17 @@ def test_deepspeed_can_skip_no_step_and_an_unknown_answer_is_refused(train: Trai
     assert unknown.err == "error: on_nan=raise: use one of stop, skip, ignore\n"
 
 
+def test_the_lowest_finite_value_is_finite() -> None:
+    """As a mask has it, whose squares overflow."""
+    module = nn.Module()
+    module.mask = nn.Parameter(torch.full((4,), torch.finfo(torch.float32).min), requires_grad=False)
+    module.scale = nn.Parameter(torch.full((4,), torch.finfo(torch.float16).max, dtype=torch.float16))
+    assert _not_finite(module) is None
+    for value in (torch.nan, torch.inf, -torch.inf):
+        module.mask.data[1] = value
+        assert _not_finite(module) == "mask"
+
+
 def test_parameters_of_a_device_and_of_the_host_are_looked_at_together() -> None:
     """As under fsdp_offload, where one that is replicated stays on the GPU; tensors without values stand for it."""
     with FakeTensorMode():
