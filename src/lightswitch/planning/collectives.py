@@ -51,6 +51,10 @@ class Traffic:
     within: float
     between: float
 
+    def of_a_device(self, devices_per_node: int) -> float:
+        """Return the bytes that one device receives in all; the devices of a node share what the node receives."""
+        return self.within + self.between / devices_per_node
+
 
 def collective(func: Any, args: Any, made: list[Tensor]) -> Collective | None:
     """Return the collective that an operator runs; None if the operator is not a collective."""

@@ -86,7 +86,7 @@ def _row(one: Estimate, unit: str, sent_unit: str) -> tuple[str, ...]:
 
 
 def _sent_bytes(one: Estimate) -> float:
-    return one.traffic.within + one.traffic.between
+    return one.traffic.of_a_device(one.run.devices_per_node)
 
 
 def sent_unit_of(most_bytes: float) -> str:
@@ -167,7 +167,7 @@ def details(best: Estimate) -> Iterator[tuple[str, str]]:
         yield "host", f"{amount(best.memory.host_bytes)} of the host's memory for each device"
     if line := guessed(best):
         yield "guessed", line
-    between = f" and {size(sent.between)} between nodes" if run.nodes > 1 else ""
+    between = f" and {size(sent.between / run.devices_per_node)} between nodes" if run.nodes > 1 else ""
     arithmetic = magnitude(best.flops, "FLOP")
     yield "step", f"{arithmetic}, {size(sent.within)} sent within the node{between}, per device"
     yield (

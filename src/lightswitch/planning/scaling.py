@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightswitch import figures, regular_files
+from lightswitch.config.overrides import key_and_value
 from lightswitch.monitoring.display import aligned, compact
 from lightswitch.planning import report
 
@@ -25,13 +26,18 @@ _HEADER = (
     *("GB a device", "samples/s", "efficiency"),
 )
 _TEXTS = (6,)  # columns of text
+_ALONG = ("trainer.devices", "trainer.num_nodes", "precision", "strategy")  # told by a row, or by a line's strategy
 _LEAST_SECONDS = 0.1  # shorter steps are shown in milliseconds
 _NEAR = 4  # draw the device's memory limit if it is below this multiple of the largest value
 
 
-def of_sweep(folder: Path) -> Iterator[str]:
-    """Yield the text to print about a sweep's dry runs, and write scaling.json and a picture to its folder."""
-    lines = read(folder.glob(f"*/{FILE}"))
+def of_sweep(folder: Path, overrides: Callable[[Path], Iterable[str]]) -> Iterator[str]:
+    """Yield the text to print about a sweep's dry runs, and write scaling.json and a picture to its folder.
+
+    Args:
+        overrides: returns the overrides of the job in a directory.
+    """
+    lines = read({file: overrides(file.parent) for file in folder.glob(f"*/{FILE}")})
     if not lines:
         return
     for line in lines:
@@ -46,12 +52,19 @@ def of_sweep(folder: Path) -> Iterator[str]:
     yield f"picture    {os.path.relpath(light)}"
 
 
-def read(files: Iterable[Path]) -> list[Line]:
-    """Read the files of dry runs and return one line per strategy."""
+def read(overrides: Mapping[Path, Iterable[str]]) -> list[Line]:
+    """Read the files of dry runs and return one line per strategy and, for example, model, if jobs differ in that.
+
+    Args:
+        overrides: by file.
+    """
     found: dict[str, list[Point]] = {}
-    for file in files:
+    given = {file: {one for one in of if key_and_value(one)[0] not in _ALONG} for file, of in overrides.items()}
+    shared = set.intersection(*given.values()) if given else set()
+    for file, own in given.items():
         plan = json.loads(file.read_text())
-        found.setdefault(plan["strategy"], []).append(_point(plan["estimate"]))
+        name = " ".join([plan["strategy"], *sorted(own - shared)])
+        found.setdefault(name, []).append(_point(plan["estimate"]))
     return [Line(name, tuple(sorted(found[name], key=lambda one: one.ranks))) for name in sorted(found)]
 
 
@@ -127,7 +140,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """One strategy at increasing world sizes."""
+    """One strategy, and what else jobs differ in, at increasing world sizes."""
 
     strategy: str
     points: tuple[Point, ...]

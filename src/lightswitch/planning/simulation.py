@@ -103,6 +103,7 @@ def simulate(
         model, trainer = _prepared(work, strategy, world, tracking, fake)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         try:
             trainer.fit(model, _Batches(work, _sizes(work), fake, tracking))
         except _NEEDS_VALUES as error:
@@ -124,7 +125,7 @@ def simulate(
         last_collectives=step.collectives[-1],
         parameters=parameters,
         parameter_bytes=parameter_bytes,
-        optimizer_bytes=_optimizer_bytes(trainer, parameters),
+        optimizer_bytes=_optimizer_bytes(trainer, trained),
         guessed=dict(tracking.ledger.values.guessed),
     )
 
@@ -314,14 +315,20 @@ def _quiet() -> Iterator[None]:
                 logging.getLogger(name).setLevel(level)
 
 
-def _optimizer_bytes(trainer: Trainer, parameters: int) -> int:
-    """Return the bytes of the full optimizer state, of which this rank may hold only a shard."""
+def _optimizer_bytes(trainer: Trainer, trained: int) -> int:
+    """Return the bytes of the full optimizer state, of which this rank may hold only a shard.
+
+    Args:
+        trained: number of trained parameters, of which DeepSpeed's optimizer holds a flat part.
+    """
+    states = [value for o in trainer.optimizers for state in o.state.values() for value in state.values()]
+    bytes: int = sum(_whole(value).nbytes for value in states if isinstance(value, Tensor) and value.ndim)
+    if not isinstance(trainer.strategy, DeepSpeedStrategy):
+        return bytes
     of_groups = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
     of_groups = of_groups or [p for o in trainer.optimizers for p in o.state]  # ZeRO 3 leaves the groups empty
-    held = sum(_whole(parameter).numel() for parameter in of_groups)
-    states = [value for o in trainer.optimizers for state in o.state.values() for value in state.values()]
-    bytes = sum(_whole(value).nbytes for value in states if isinstance(value, Tensor) and value.ndim)
-    return round(bytes * parameters / max(1, held))
+    held: int = sum(parameter.numel() for parameter in of_groups)
+    return round(bytes * trained / max(1, held))
 
 
 def _whole(tensor: Tensor) -> Tensor:

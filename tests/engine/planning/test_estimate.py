@@ -197,7 +197,7 @@ def test_bytes_are_told_without_an_exponent(bytes: float, told: str) -> None:
 def test_what_is_known_of_the_best_is_told(found: Estimate) -> None:
     assert dict(report.details(found)) == {
         "peak": "forward, at block",
-        "step": "30 TFLOP, 4.2 kB sent within the node and 2.4 kB between nodes, per device",
+        "step": "30 TFLOP, 4.2 kB sent within the node and 300 B between nodes, per device",
         "save": "11.2 GiB, in 6 s at 2 GB/s",
     }
     offloaded = dict(report.details(estimate(("strategy=fsdp",), STEP, RUN, DEVICE, on_host=STATES)))

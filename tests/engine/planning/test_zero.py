@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
+from torch import nn
 
+from lightswitch.deepspeed.strategy import DeepSpeed
 from lightswitch.errors import NeedsValues
 from lightswitch.planning.fakes import World, plan_in_bfloat16
 from lightswitch.planning.simulation import simulate
+from lightswitch.strategies.ddp import DDP
+from lightswitch.strategies.fsdp import FSDP
 from tests.engine.planning.modules import LooksAtValues, WaitsForAValue
 from tests.engine.planning.zero import CASES, RANKS, Case, held
 from tests.night import at_night
@@ -47,6 +56,20 @@ def test_states_are_those_of_zeros_stages() -> None:
         assert kinds["optimizer"] == pytest.approx(3 * 4 * part, abs=3 * 4 * 16 + 16)  # parts are padded
         assert step.optimizer_bytes == pytest.approx(2 * 4 * 33_952, rel=0.01)
         assert step.parameter_bytes == 4 * 33_952
+
+
+def _with_a_frozen_table() -> LightningModule:
+    model = CASES["language 1"].model()
+    model.table = nn.Parameter(torch.zeros(1000, 100), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP, partial(DeepSpeed, stage=2)])
+def test_what_is_frozen_has_no_state_of_an_optimizer(strategy: Callable[[], Strategy]) -> None:
+    case = Case(CASES["language 1"].model, {"stage": 2}, accumulation=1)
+    step = simulate(replace(case.work(), model=_with_a_frozen_table), strategy(), World(1, 2))
+    assert step.parameters == 33_952 + 100_000
+    assert step.optimizer_bytes == pytest.approx(2 * 4 * 33_952, rel=0.01)
 
 
 def test_float16_takes_weights_in_16_bits_and_copies_in_32() -> None:
