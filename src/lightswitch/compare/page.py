@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 NAME = "compare.html"
+_OURS, _TITLE_WITHIN = "runs compared", 1000  # end of a comparison's title, and where it begins at the latest
 _LONG = 32  # characters of a table cell; longer ones may break
 _STYLE = """
 * { box-sizing: border-box; }
@@ -84,7 +85,9 @@ def write(paths: list[Path], file: Path | None = None, tags: Sequence[str] = ())
         )
     comparison = Comparison(tuple(runs))
     file = file or _common_folder(run_dirs) / NAME
-    title = f"{comparison.name}: {len(comparison.runs)} runs compared"
+    beside = file.with_suffix(".md")
+    _refuse_to_replace(file, beside)
+    title = f"{comparison.name}: {len(comparison.runs)} {_OURS}"
     message, summary = tables.tables(comparison), tables.summary(comparison)
     yield tables.terminal(message, summary)
     if (lacking := figures.missing()) is not None:
@@ -94,10 +97,16 @@ def write(paths: list[Path], file: Path | None = None, tags: Sequence[str] = ())
         "Time per step, in ms": [] if lacking else draw_steps(comparison),
     }
     regular_files.write_text(file, page(title, message, summary, drawn))
-    beside = file.with_suffix(".md")
     regular_files.write_text(beside, tables.markdown(title, message, summary))
     yield f"page       {shown(file.resolve())}"
     yield f"markdown   {shown(beside.resolve())}"
+
+
+def _refuse_to_replace(*files: Path) -> None:
+    """Refuse to write over a file that is not of an earlier comparison, such as README.md beside README.html."""
+    for path in files:
+        if path.is_file() and not path.is_symlink() and _OURS not in path.read_text(errors="replace")[:_TITLE_WITHIN]:
+            raise Refused(f"{path} exists already, and is of no comparison; name another file with -o FILE.html")
 
 
 def of_sweep(folder: Path) -> Iterator[str]:

@@ -145,7 +145,7 @@ def _base(comparison: Comparison, of_runs: Sequence[Speed]) -> str:
         if run.world_size == 1 and speed.samples_per_second is not None
     ]
     if not alone:
-        return "a run on one device, but none of these runs has one device."
+        return "a run on one device, but none of these runs has one device and logged its speed."
     of_cpus = any(run.times is not None and not run.times.on_cuda for run in comparison.runs)
     label = max(alone, key=lambda found: found[0])[1].label
     return (

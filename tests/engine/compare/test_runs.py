@@ -181,6 +181,20 @@ def test_what_can_not_be_compared_is_told_in_a_line(
     assert "there is no folder" in _answer(runs / "ddp", "-o", tmp_path / "no" / "page.html", capsys=capsys)
 
 
+def test_a_page_replaces_no_file_but_of_a_comparison(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("single", "ddp"):
+        shutil.copytree(runs / name, tmp_path / name, ignore=shutil.ignore_patterns("checkpoints"))
+    (tmp_path / "README.md").write_text("# mine\n")
+    told = _answer(*tmp_path.iterdir(), "-o", tmp_path / "README.html", capsys=capsys)
+    assert "README.md exists already, and is of no comparison" in told
+    assert (tmp_path / "README.md").read_text() == "# mine\n"
+    for _ in range(2):  # the second finds the page of the first among what a shell's * gives
+        main([*map(str, tmp_path.iterdir())])
+    assert (tmp_path / "compare.md").read_text().startswith("# languagemodel: 2 runs compared\n")
+
+
 def test_a_run_without_metrics_is_a_row_and_a_word(runs: Path, tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
