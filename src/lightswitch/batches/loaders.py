@@ -101,6 +101,13 @@ class SharedLoaders:
             if is_stream(loader):
                 return evaluation_stream(loader, plan, rank, self._seed, gather, pins)
             return evaluation_loader(loader, plan, rank, self._seed, pins)
+        own = unwrapped(loader.batch_sampler).batch_size
+        if own not in (1, plan.micro_batch, plan.global_batch) and trainer.global_rank == 0:  # 1 is torch's default
+            log.info(
+                "batch      %d, of which a loader makes its batches, is replaced by the global batch of %d; to use it, "
+                "type global_batch_size=%d",
+                own, plan.global_batch, own,
+            )  # fmt: skip
         if not is_stream(loader):
             return training_loader(loader, plan, rank, self._seed, self._start, self.training, pins)
         shared = training_stream(loader, plan, rank, self._seed, self._start, gather, self.training, pins)
