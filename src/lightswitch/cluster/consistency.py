@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -136,7 +137,10 @@ def digests(roots: Iterable[Path]) -> dict[str, str]:
     for root in roots:
         for path in sorted(_files(root)):
             name = os.path.relpath(path, root.parent)
-            found[name] = hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
+            with contextlib.suppress(
+                OSError
+            ):  # no code: a link to nothing, such as an editor's lock, or removed by now
+                found[name] = hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
     return found
 
 

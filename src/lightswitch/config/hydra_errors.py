@@ -130,6 +130,8 @@ def problems_of_composition(error: BaseException, takes: Takes = lambda target: 
         return refusal.problems
     if isinstance(error, NO_YAML):
         return [_no_yaml(error)]
+    if isinstance(error, OSError) and str(error.filename).endswith(".yaml"):
+        return [f"{error.filename} can't be read: {error.strerror}; mend it, or remove it"]
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # some of Hydra's errors are OSErrors
         typed = [word for word in sys.argv if re.match(r"(hydra\.run\.dir|name|run_id)=.*oc\.env", word)]
         line = f"{' '.join(typed)}: {error.strerror}" if typed else error  # the error shows the variable's value

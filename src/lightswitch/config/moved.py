@@ -58,7 +58,7 @@ def replace(cfg: DictConfig) -> dict[str, str]:
 
 def in_folder(folder: Path) -> Iterator[str]:
     """Yield a line for each old name in a folder's configs, with the current name."""
-    for path in sorted(folder.rglob("*.yaml")):
+    for path in sorted(path for path in folder.rglob("*.yaml") if path.is_file()):
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             name = line.partition("_target_:")[2].partition("#")[0].strip()
             if today(name) != name:

@@ -101,7 +101,7 @@ def _named(override: str, is_sweep: bool) -> str:
 
 
 def _choosing(override: str) -> str:
-    """Quote a choice that looks like a number or boolean (`precision=16`), and convert `debug=null` to `~debug`.
+    """Quote choices that look like numbers or booleans (`precision=16,32`), and convert `debug=null` to `~debug`.
 
     Hydra crashes on both. `trainer.strategy=ddp`, which Lightning's users know, becomes `strategy=ddp`, and
     `plan.device=h100` becomes `device=h100`, the group that fills this key.
@@ -114,7 +114,10 @@ def _choosing(override: str) -> str:
         return override
     if choice == "null":
         return f"~{group}"
-    return f"{group}='{choice}'" if re.fullmatch(r"[\d.]+|true|false", choice, re.IGNORECASE) else override
+    if not re.fullmatch(r"[\w.-]+( *, *[\w.-]+)*", choice):
+        return override
+    quoted_ones = re.sub(r"(?<![\w.-])([\d.]+|true|false|null)(?![\w.-])", r"'\1'", choice, flags=re.IGNORECASE)
+    return f"{group}={quoted_ones}"
 
 
 def _addable(override: str) -> str:

@@ -84,4 +84,4 @@ def files_of_group(hydra: HydraConf, group: str) -> dict[str, Path]:
     """Return the file of each choice of a group, by name; if two folders have the name, the file that Hydra takes."""
     folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
     found = {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
-    return dict(sorted(found.items()))
+    return {name: path for name, path in sorted(found.items()) if path.is_file()}  # a link to nothing is a lock

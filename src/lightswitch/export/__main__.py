@@ -22,13 +22,9 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightswitch.errors import Command, Refused, listed
 from lightswitch.monitoring.display import Line
-
-if TYPE_CHECKING:
-    pass
 
 FOLDER_FILE = "model.safetensors"  # the file name if -o names a folder
 DTYPES = ("bfloat16", "float16", "float32")
@@ -72,7 +68,7 @@ def _file(text: str) -> Path:
     if text.endswith("/") or (path.is_dir() and path.suffix != ".ckpt") or not path.suffix:
         return path / FOLDER_FILE
     if path.suffix not in (".safetensors", ".pt", ".ckpt"):
-        raise argparse.ArgumentTypeError(f"{text}: end it with .safetensors, .pt or .ckpt, or name a folder")
+        raise argparse.ArgumentTypeError(f"{text}: end it with .safetensors, .pt or .ckpt, or with / if it is a folder")
     return path
 
 

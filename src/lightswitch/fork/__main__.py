@@ -22,7 +22,7 @@ from pathlib import Path
 from lightswitch.errors import Command, Refused
 from lightswitch.fork import engine, repository, tree
 
-_TAKEN = ("lightswitch", "tests", "train", "conf", "src", "slurm")  # folders and modules beside the package
+_TAKEN = ("lightswitch", "runs")  # beside the files and folders of the checkout
 _IMPORTED_AS = {"hydra-core": "hydra", "pyyaml": "yaml", "scikit-learn": "sklearn", "protobuf": "google"}
 
 
@@ -96,7 +96,7 @@ def check_name(name: str, root: Path) -> None:
         raise Refused(
             f"{name} is not a valid Python package name; use lower-case letters, digits and _, as in bird_song"
         )
-    if name in _TAKEN:
+    if name in _TAKEN or name in {path.stem for path in root.iterdir()}:  # such as eval.py, which would be imported
         raise Refused(f"{name} is already used in the project; choose another name")
     if name in sys.stdlib_module_names:
         raise Refused(f"{name} is a module of Python's standard library; choose another name")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightswitch.cluster.consistency import HIDDEN, Evidence, difference
+from lightswitch.cluster.consistency import HIDDEN, Evidence, difference, digests
 from lightswitch.cluster.sealed import Sealed
 from lightswitch.config.confidential import Values
 
@@ -67,6 +67,14 @@ def test_the_odd_ones_are_named_with_what_they_have(changed: dict[int, dict[str,
 
 def test_those_that_agree_are_told_nothing() -> None:
     assert difference(FOUR, READABLE.get) is None
+
+
+def test_a_link_to_nothing_is_no_code(tmp_path: Path) -> None:
+    """Such as an editor's lock beside the file that it edits."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/net.py").write_text("x = 1\n")
+    (tmp_path / "src/.#net.py").symlink_to("me@here.4711")
+    assert list(digests([tmp_path / "src"])) == ["src/net.py"]
 
 
 VALUES = Values({"seed": "1", "data.token": "hunter2"}, frozenset({"data.token"}))

@@ -79,6 +79,7 @@ def test_other_groups_keep_their_file_under_another_target(group: str) -> None:
 @pytest.mark.parametrize("choice", ["16", "32", "true", "1.5"])
 def test_a_choice_that_reads_as_a_number_is_a_name(choice: str) -> None:
     assert normalised([f"precision={choice}"]) == [f"precision='{choice}'"]
+    assert normalised(["-m", f"precision=bf16-mixed, {choice}"]) == ["-m", f"precision=bf16-mixed, '{choice}'"]
 
 
 @pytest.mark.parametrize("group", ["debug", "experiment", "logger"])
