@@ -61,6 +61,13 @@ class PlainData(pl.LightningDataModule):
         return DataLoader(Points(41, 2), batch_size=self.batch_size)
 
 
+class FixedData(PlainData):
+    """Has a batch size that no argument tells."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=24)
+
+
 class EmptyData(PlainData):
     def __init__(self, shuffle: bool) -> None:
         super().__init__()

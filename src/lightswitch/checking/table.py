@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightswitch.checking.causes import Cause
@@ -13,6 +13,10 @@ from lightswitch.checking.runs import EQUAL, Ended, Measured
 from lightswitch.errors import listed
 from lightswitch.monitoring.display import aligned
 
+_OF_A_STEP = (
+    "what is logged by step is the mean over devices and micro batches; a metric that is no mean over samples is exact "
+    "by epoch: self.log(…, metric, on_step=False, on_epoch=True) with a torchmetrics.Metric"
+)
 SAME_RUN = ("train/loss", "logged", "parameters", "buffers", "optimizer state")
 RANKS, EQUAL_STARTS, RESUMED, ELSEWHERE, EXPORTED = (
     "equal on all ranks",
@@ -160,8 +164,10 @@ def _same_run(way: Measured, comparison: Comparison, base: States | None = None)
         comparison.buffers(whole, base),
         comparison.optimizers(whole, base),
     )
-    for name, compared in zip(SAME_RUN, found, strict=True):
-        yield _cell(name, compared)
+    cells = {name: _cell(name, compared) for name, compared in zip(SAME_RUN, found, strict=True)}
+    if [name for name, cell in cells.items() if cell.status == "differs"] == ["logged"]:
+        cells["logged"] = replace(cells["logged"], told=f"{cells['logged'].told}; {_OF_A_STEP}")
+    yield from cells.values()
     ranks = next(unequal(whole, {f"model.{name}" for name in comparison.names}), None)
     if ranks is None:
         yield Cell(RANKS, "holds")

@@ -60,6 +60,12 @@ def test_what_differs_or_fails_is_told_with_its_moment_and_cause(train: Train) -
     }  # fmt: skip
 
 
+def test_a_logged_value_that_alone_differs_is_told_with_what_to_log(train: Train) -> None:
+    finished = train(*CHECK, _module("LogsTheLargest"), "check.strategies=[ddp]", "check.steps=2", check=False)
+    line = r"^differs    ddp, logged: train/largest after step 1: \S+; what is logged by step is the mean over devices"
+    assert re.search(line, finished.out, re.MULTILINE), finished.out
+
+
 def test_a_step_that_fails_in_one_process_is_the_modules_own(train: Train) -> None:
     finished = train(*CHECK, _module("Raises"), "strategy=ddp", check=False)
     assert finished.returncode == 1

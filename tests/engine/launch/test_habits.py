@@ -73,3 +73,11 @@ def test_a_batch_size_that_data_bring_along_is_that_of_a_step(typed: str, told: 
     """But not to one who has typed that of the run."""
     run = train(f"model._target_={PLAIN}", PLAIN_DATA, "logger=csv", "trainer.max_steps=1", typed)
     assert f"batch      {told}\n" in run.out
+    assert "is replaced by the global batch" not in run.out
+
+
+def test_a_batch_size_that_no_argument_tells_is_said_to_be_replaced(train: Train) -> None:
+    data = "data._target_=tests.engine.plain.FixedData"
+    run = train(f"model._target_={PLAIN}", data, "logger=csv", "trainer.max_steps=1")
+    line = "batch      24, of which a loader makes its batches, is replaced by the global batch of 64; to use it, type "
+    assert run.out.count(f"{line}global_batch_size=24\n") == 1

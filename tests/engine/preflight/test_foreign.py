@@ -18,6 +18,18 @@ class TrainBatchData:
     def __init__(self, train_batch_size: int = 8) -> None: ...
 
 
+SIZE = 4 * 3
+
+
+class ByConstant:
+    def __init__(self, batch_size: int = SIZE) -> None: ...
+
+
+class Passing(ByConstant):
+    def __init__(self, extra: int = 1, **kwargs: int) -> None:
+        super().__init__(**kwargs)
+
+
 class OtherData:
     def __init__(self, val_batch_size: int = 8) -> None: ...
 
@@ -27,6 +39,9 @@ OWN = {  # the global batch, by what is typed
     f"data._target_={DATA}.TrainBatchData": 8,
     f"data._target_={DATA}.TrainBatchData data.train_batch_size=16 global_batch_size=32": 32,
     f"data._target_={DATA}.OtherData": 64,
+    f"data._target_={DATA}.ByConstant": 12,
+    f"data._target_={DATA}.Passing": 12,
+    f"data._target_={DATA}.Passing data.batch_size=20": 20,
     f"data._target_={DATA}.TrainBatchData data.train_batch_size=${{global_batch_size}}": 64,
     f"data._target_={DATA}.TrainBatchData data.sharded_by=dataset": 64,
 }
