@@ -142,18 +142,21 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
 
     def _report(self, trainer: Trainer, found: str | None) -> bool:
         """Return whether a metric is found; log it once on rank 0 unless it is the expected one, or warn if none is."""
+        is_guessed = found is not None and self._given_mode is None and not objective.tells_mode(found)
         if not self._has_reported and trainer.is_global_zero:
             self._has_reported = True
             if found is None:
                 logged = objective.of_module(_logged_in_validation(trainer))
                 found_metrics = f"validation has logged {', '.join(logged) or 'no metric'}"
                 log.warning("best       is not saved: %s; type callbacks.best_checkpoint.monitor=NAME", found_metrics)
-            elif found != (self._given or objective.LOSS):
+            elif found != (self._given or objective.LOSS) or is_guessed:
                 of_first = found != objective.of_all_loaders(found) and self._given != found
                 others = " of the first loader; type callbacks.best_checkpoint.monitor=NAME for another's"
+                opposite = "; callbacks.best_checkpoint.mode=max makes it the highest"
                 log.info(
-                    "best       is the %sest %s%s",
+                    "best       is the %sest %s%s%s",
                     {"min": "low", "max": "high"}[self.mode], found, others if of_first else "",
+                    opposite if is_guessed else "",
                 )  # fmt: skip
         return found is not None
 

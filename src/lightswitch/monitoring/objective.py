@@ -47,6 +47,11 @@ def mode(name: str) -> Literal["min", "max"]:
     return "max" if _GROWS.search(plain) and not _FALLS.search(plain) else "min"
 
 
+def tells_mode(name: str) -> bool:
+    """Return whether a metric's name tells its direction."""
+    return bool(_GROWS.search(_plain(name)) or _FALLS.search(_plain(name)))
+
+
 def of_all_loaders(name: str) -> str:
     """Return a metric's name without the index of its loader, which Lightning appends if there are several."""
     return _OF_LOADER.sub("", name)

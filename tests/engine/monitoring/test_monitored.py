@@ -91,3 +91,10 @@ def test_a_name_that_is_logged_for_all_loaders_comes_first() -> None:
     assert objective.find([*reversed(LOADERS)], None) == LOADERS[0]
     assert objective.find([*LOADERS, "val/acc"], "validation_loss") == LOADERS[0]
     assert objective.find(LOADERS, "val/acc") is None
+
+
+def test_a_direction_that_no_name_tells_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightswitch")
+    assert best(tmp_path, "val/agreement", ("val/agreement",)).mode == "min"
+    (line,) = (message for message in caplog.messages if "best" in message)
+    assert line.endswith("callbacks.best_checkpoint.mode=max makes it the highest")
