@@ -96,7 +96,7 @@ def signature(target: str) -> Signature | None:
         return None
     scope, node = found
     if isinstance(node, ast.ClassDef):
-        return _of_class(scope, node)
+        return _of_constructor(_resolution_order(scope, node))
     decorators = [ast.unparse(one) for one in node.decorator_list] if isinstance(node, ast.FunctionDef) else []
     is_bound = any(name.endswith("classmethod") for name in decorators)  # Python gives it the class
     return _of_function(scope, node, skip=is_bound)
@@ -210,9 +210,7 @@ def _find_member(path: str, name: str, depth: int) -> tuple[_Scope, ast.stmt] | 
         found = _find(module, owner, depth)
     except LookupError:
         raise absent from None
-    if (
-        found is None and not owner[:1].isupper()
-    ):  # a module by its name, and modules with `import *` may have any class
+    if found is None and not owner[:1].isupper():  # by its name no class, which `import *` may bring
         raise absent
     if found is None or not isinstance(found[1], ast.ClassDef):
         return None
@@ -236,10 +234,6 @@ def _absolute(scope: _Scope, node: ast.ImportFrom) -> str:
 _Order = list[tuple[_Scope, ast.ClassDef] | None]
 
 
-def _of_class(scope: _Scope, node: ast.ClassDef) -> Signature | None:
-    return _of_constructor(_resolution_order(scope, node))
-
-
 def _of_constructor(order: _Order) -> Signature | None:
     """Return the signature of the first constructor of a class and its ancestors, with what it passes on to the next.
 
@@ -256,12 +250,14 @@ def _of_constructor(order: _Order) -> Signature | None:
                 passed = _of_constructor(order[index + 1 :]) if call else None
                 if own is None or passed is None or call is None:
                     return own
-                given = {keyword.arg for keyword in call.keywords} | {*[*passed.parameters][: len(call.args)]}
+                by_place = [one for one in call.args if not isinstance(one, ast.Starred)]
+                given = {keyword.arg for keyword in call.keywords} | {*[*passed.parameters][: len(by_place)]}
                 taken = {name: of_base for name, of_base in passed.parameters.items() if name not in given}
                 docstrings = tuple(dict.fromkeys((*own.docstrings, *passed.docstrings)))
                 both = {**taken, **own.parameters}
                 passed_on = frozenset(taken.keys() - own.parameters.keys())
-                return Signature(both, own.required, passed.open_ended, docstrings, passed_on)
+                is_open = passed.open_ended or _reads_kwargs(item)
+                return Signature(both, own.required, is_open, docstrings, passed_on)
         if any("dataclass" in ast.unparse(decorator) for decorator in ancestor.decorator_list):
             return None
     return None
@@ -278,6 +274,12 @@ def _passing_on(constructor: ast.FunctionDef) -> ast.Call | None:
     return None
 
 
+def _reads_kwargs(constructor: ast.FunctionDef) -> bool:
+    """Return whether a constructor that passes its **kwargs on also reads them itself, as by `kwargs.pop("width")`."""
+    names = (node.id for node in ast.walk(constructor) if isinstance(node, ast.Name))
+    return constructor.args.kwarg is not None and [*names].count(constructor.args.kwarg.arg) > 1
+
+
 def _resolution_order(scope: _Scope, node: ast.ClassDef) -> _Order:
     """Return a class and its ancestors in Python's order: a shared ancestor comes after the last of its subclasses.
 
@@ -286,7 +288,7 @@ def _resolution_order(scope: _Scope, node: ast.ClassDef) -> _Order:
     found: _Order = [(scope, node)]
     for base in node.bases:
         named = _named(scope, base)
-        if named is not None and isinstance(named[1], ast.ClassDef):
+        if named is not None and isinstance(named[1], ast.ClassDef) and named[1] is not node:
             inherited = _resolution_order(named[0], named[1])
             again = {id(one[1]) for one in inherited if one is not None}
             found = [one for one in found if one is None or id(one[1]) not in again] + inherited

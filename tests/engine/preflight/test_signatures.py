@@ -53,6 +53,15 @@ AGAIN = AGAIN + 1
 class Sized:
     def __init__(self, batch: int = SIZE, other=2 * SIZE - 1, endless=AGAIN, limit: int = None, made=make()): ...
 
+class Popping(Part):
+    def __init__(self, **kwargs):
+        self.depth = kwargs.pop("depth")
+        super().__init__(**kwargs)
+
+from elsewhere import Same
+
+class Same(Same): ...
+
 class Odd(torch_that_is_not_there.Base): ...
 
 def make(params, lr: Union[float, str] = 0.1, *, mode: Mode): ...
@@ -146,6 +155,8 @@ def test_what_a_constructor_passes_on_is_taken_by_its_base(source: str) -> None:
     assert (list(found.parameters), found.required) == (["mode", "rate", "sizes", "layer"], set())
     assert found.parameters["mode"].default == "'own'"
     assert not found.open_ended
+    assert _read(f"{source}.parts.Popping").open_ended  # it may take any other itself
+    assert signature(f"{source}.parts.Same") is None
 
 
 def test_a_package_hands_on_names_of_its_modules(source: str) -> None:
