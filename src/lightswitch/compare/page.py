@@ -105,7 +105,8 @@ def write(paths: list[Path], file: Path | None = None, tags: Sequence[str] = ())
 def _refuse_to_replace(*files: Path) -> None:
     """Refuse to write over a file that is not of an earlier comparison, such as README.md beside README.html."""
     for path in files:
-        if path.is_file() and not path.is_symlink() and _OURS not in path.read_text(errors="replace")[:_TITLE_WITHIN]:
+        is_other = path.is_file() and not path.is_symlink() and path.stat().st_size > 0
+        if is_other and _OURS not in path.read_text(errors="replace")[:_TITLE_WITHIN]:
             raise Refused(f"{path} exists already, and is of no comparison; name another file with -o FILE.html")
 
 

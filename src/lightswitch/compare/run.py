@@ -79,12 +79,12 @@ class Run:
 def find(paths: Sequence[Path]) -> list[Path]:
     """Return the run directories among the paths and, for sweep directories, those of their jobs, without duplicates.
 
-    Files beside directories are left out: a shell's `runs/NAME/*` includes the page of an earlier comparison.
+    Pages of an earlier comparison are left out: a shell's `runs/NAME/*` includes them.
 
     Raises:
         Refused: a path does not exist, or is neither a run nor a sweep.
     """
-    given = [path for path in paths if not path.is_file()] or paths
+    given = [path for path in paths if not (path.is_file() and path.suffix in (".html", ".md"))] or paths
     found = [run_dir for path in given for run_dir in _run_dirs(path)]
     return list({run_dir.resolve(): run_dir for run_dir in found}.values())
 

@@ -11,13 +11,15 @@ from lightswitch.errors import listed, nearest
 LOSS = "val/loss"
 _VALIDATION = re.compile(r"^(validation|valid|val|eval|dev)(?=[^a-z])")
 _OF_LOADER = re.compile(r"/dataloader_idx_\d+$")
-_FALLS = re.compile(
-    r"loss|error|perplexity|distance|divergence|(?<![a-z])(err|mae|mape|smape|mse|msle|rmse|nll|ppl|brier|crps|ece|fid|kid|"
-    r"lpips|wer|cer|mer|ter)(?![a-z])"
+_FALLS = (
+    r"loss|error|perplexity|distance|divergence|negative|(?<![a-z])(err|mae|mape|smape|mse|msle|rmse|nll|ppl|brier|crps|"
+    r"ece|fid|kid|lpips|wer|cer|mer|ter)(?![a-z])"
 )
-_GROWS = re.compile(
-    r"acc|auc|auroc|bleu|dice|f1|iou|precision|psnr|r2|recall|rouge|score|ssim|top\d|(?<![a-z])map(?![a-z])"
+_GROWS = (
+    r"acc|auc|auroc|auprc|bleu|correlation|dice|elbo|f1|iou|jaccard|kappa|map(?!e)|mcc|mrr|ndcg|pearson|precision|psnr|r2|"
+    r"recall|reward|rouge|similarity|spearman|ssim|success|top\d"
 )
+_GROWS_ALONE = r"score"  # says nothing of its own: brier_score, fid_score
 
 
 def find(names: Iterable[str], wanted: str | None) -> str | None:
@@ -43,13 +45,22 @@ def find(names: Iterable[str], wanted: str | None) -> str | None:
 
 def mode(name: str) -> Literal["min", "max"]:
     """Return, by a metric's name, whether its lowest or its highest value is the best: the lowest for unknown names."""
-    plain = _plain(name)
-    return "max" if _GROWS.search(plain) and not _FALLS.search(plain) else "min"
+    plain, told = _plain(name), _told(name)
+    if told and "loss" not in plain:
+        return told[-1]
+    return "max" if not told and re.search(_GROWS_ALONE, plain) else "min"
 
 
 def tells_mode(name: str) -> bool:
     """Return whether a metric's name tells its direction."""
-    return bool(_GROWS.search(_plain(name)) or _FALLS.search(_plain(name)))
+    plain, told = _plain(name), set(_told(name))
+    return "loss" in plain or len(told) == 1 or (not told and re.search(_GROWS_ALONE, plain) is not None)
+
+
+def _told(name: str) -> list[Literal["min", "max"]]:
+    """Return the directions that the words of a name tell, in order: the last one decides, as in error_recall."""
+    found = re.finditer(f"(?P<min>{_FALLS})|(?P<max>{_GROWS})", _plain(name))
+    return ["min" if one.lastgroup == "min" else "max" for one in found]
 
 
 def of_all_loaders(name: str) -> str:

@@ -110,8 +110,16 @@ class _Scope:
     path: Path
 
     @functools.cached_property
+    def _tree(self) -> ast.Module:
+        return ast.parse(self.path.read_text(encoding="utf-8"))
+
+    @functools.cached_property
     def names(self) -> dict[str, ast.stmt]:
-        return _bound_names(ast.parse(self.path.read_text(encoding="utf-8")).body)
+        return _bound_names(self._tree.body)
+
+    def binds_once(self, name: str) -> bool:
+        """Return whether one statement alone binds a name, also in classes, functions and conditions."""
+        return [ast.unparse(node) for node in ast.walk(self._tree) if _is_bound(node)].count(name) == 1
 
     @property
     def package(self) -> str:
@@ -237,7 +245,7 @@ _Order = list[tuple[_Scope, ast.ClassDef] | None]
 def _of_constructor(order: _Order) -> Signature | None:
     """Return the signature of the first constructor of a class and its ancestors, with what it passes on to the next.
 
-    Those that the first one gives are its own; the others need not be given.
+    It stays open-ended: the source does not show for certain which of its **kwargs are left for the next one.
     """
     for index, one in enumerate(order):
         if one is None:
@@ -250,37 +258,27 @@ def _of_constructor(order: _Order) -> Signature | None:
                 passed = _of_constructor(order[index + 1 :]) if call else None
                 if own is None or passed is None or call is None:
                     return own
-                by_place = [one for one in call.args if not isinstance(one, ast.Starred)]
-                given = {keyword.arg for keyword in call.keywords} | {*[*passed.parameters][: len(by_place)]}
+                given = own.parameters.keys() | {keyword.arg for keyword in call.keywords}
                 taken = {name: of_base for name, of_base in passed.parameters.items() if name not in given}
                 docstrings = tuple(dict.fromkeys((*own.docstrings, *passed.docstrings)))
-                both = {**taken, **own.parameters}
-                passed_on = frozenset(taken.keys() - own.parameters.keys())
-                is_open = passed.open_ended or _reads_kwargs(item)
-                return Signature(both, own.required, is_open, docstrings, passed_on)
+                return Signature({**own.parameters, **taken}, own.required, True, docstrings, frozenset(taken))
         if any("dataclass" in ast.unparse(decorator) for decorator in ancestor.decorator_list):
             return None
     return None
 
 
 def _passing_on(constructor: ast.FunctionDef) -> ast.Call | None:
-    """Return the call of a base's constructor to which this one passes its **kwargs."""
+    """Return the call of `super().__init__` to which a constructor passes its **kwargs, and nothing by place."""
     kwargs = constructor.args.kwarg
     for call in ast.walk(constructor):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "__init__":
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__" and not call.args:
             unpacked = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is None]
             if kwargs is not None and kwargs.arg in unpacked:
                 return call
     return None
 
 
-def _reads_kwargs(constructor: ast.FunctionDef) -> bool:
-    """Return whether a constructor that passes its **kwargs on also reads them itself, as by `kwargs.pop("width")`."""
-    names = (node.id for node in ast.walk(constructor) if isinstance(node, ast.Name))
-    return constructor.args.kwarg is not None and [*names].count(constructor.args.kwarg.arg) > 1
-
-
-def _resolution_order(scope: _Scope, node: ast.ClassDef) -> _Order:
+def _resolution_order(scope: _Scope, node: ast.ClassDef, of: tuple[ast.stmt, ...] = ()) -> _Order:
     """Return a class and its ancestors in Python's order: a shared ancestor comes after the last of its subclasses.
 
     None stands for an ancestor whose source is not found. Those of the standard library, such as ABC, are left out.
@@ -288,8 +286,8 @@ def _resolution_order(scope: _Scope, node: ast.ClassDef) -> _Order:
     found: _Order = [(scope, node)]
     for base in node.bases:
         named = _named(scope, base)
-        if named is not None and isinstance(named[1], ast.ClassDef) and named[1] is not node:
-            inherited = _resolution_order(named[0], named[1])
+        if named is not None and isinstance(named[1], ast.ClassDef) and named[1] not in (node, *of):
+            inherited = _resolution_order(named[0], named[1], (node, *of))
             again = {id(one[1]) for one in inherited if one is not None}
             found = [one for one in found if one is None or id(one[1]) not in again] + inherited
         elif ast.unparse(base) != "object" and not _is_of_stdlib(scope, base):
@@ -447,5 +445,8 @@ def _constant(scope: _Scope, node: ast.expr | None, depth: int = 0) -> object:
             return _ARITHMETIC[type(node.op)](left, right)
     if isinstance(node, ast.Name | ast.Attribute):
         of, found = _named(scope, node) or (scope, None)
-        return _constant(of, found.value, depth + 1) if isinstance(found, ast.Assign | ast.AnnAssign) else None
+        name = ast.unparse(node).rpartition(".")[2]
+        if not isinstance(found, ast.Assign | ast.AnnAssign) or not of.binds_once(name):
+            return None
+        return _constant(of, found.value, depth + 1)
     return node.value if isinstance(node, ast.Constant) else None

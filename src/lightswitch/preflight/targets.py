@@ -91,7 +91,7 @@ def _against_signature(path: str, node: dict[str, Any], cfg: dict[str, Any]) -> 
             yield from _unknown(path, key, accepted, node, cfg)
         elif path == "model" and key in GIVEN and _is_in_pieces(value, accepted.parameters[key]):
             yield f"{path}.{key}: found {', '.join(value)} but no _target_; type {key}.{next(iter(value))}=VALUE"
-        elif not _fits(value, accepted.parameters[key]):
+        elif key not in accepted.passed_on and not _fits(value, accepted.parameters[key]):
             problem = f"{path}.{key}={'null' if value is None else value}: {_misfit(value, accepted.parameters[key])}"
             is_text = set(accepted.parameters[key].kinds or ()) - {type(None)} == {str} and type(value) in (int, float)
             yield f"{problem}; type '{path}.{key}=\"{value}\"'" if is_text else problem
@@ -116,7 +116,7 @@ def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any], cfg
         yield f"{path}.{key}: {_short(node)} takes no {key}; type {message}"
         return
     other = aliases.argument(path, key, accepted.parameters) or _of_group(path, key, node, accepted, cfg)
-    alike = [one for one in accepted.parameters if not _are_numbered(one, key)]
+    alike = [one for one in accepted.parameters.keys() - accepted.passed_on if not _are_numbered(one, key)]
     hint = f" Did you mean {other}?" if other else nearest(key, alike, alike=0.85)
     if key in GIVEN and accepted.parameters and not accepted.open_ended:
         hint = f" Its arguments: {listed([f'{path}.{one}' for one in accepted.parameters], shown=6)}"

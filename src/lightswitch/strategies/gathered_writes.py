@@ -390,6 +390,8 @@ def reduce_as_if_trained(module: FSDPModule) -> None:
     pass, as of a backbone that is unfrozen, would be reduced in the dtype of the computation, and not fit parameters.
     """
 
+    # a module that is compiled calls it, as it calls torch's own hooks
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # in torch
     def read_dtypes(*_: object) -> None:
         hook.remove()
         for group in _groups(module):

@@ -166,6 +166,8 @@ class Attributes:
     def restore_when_gathered(self, module: nn.Module) -> None:
         """Set the attributes on the gathered parameters as well, which exist from a module's first forward pass on."""
 
+        # a module that is compiled calls it, as it calls torch's own hooks
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # in torch
         def restore_once(*_: object) -> None:
             hook.remove()
             self.restore()

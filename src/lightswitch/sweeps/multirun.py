@@ -120,7 +120,8 @@ def _run_jobs(walk: Callable[[], None], folder: Path) -> None:
     except Exception as error:
         if isinstance(cause := error.__cause__, subprocess.CalledProcessError) and "sbatch" in cause.cmd:
             raise RefusedRequest([f"sbatch rejected the job: {' '.join(str(error).split())}"]) from error
-        if not any(job.has_failed or not job.is_comparable for job in record.read_all(folder)):
+        has_none = "No trials are completed" in str(error)  # Optuna's, for example if all objectives are NaN
+        if not has_none and not any(job.has_failed for job in record.read_all(folder)):
             raise
         print(f"the sweep ended early: {str(error).splitlines()[0]}")  # for example, Optuna has no finished trial
 

@@ -19,7 +19,8 @@ from lightswitch.monitoring.objective import find, of_module
 from lightswitch.runs import saved
 
 _FILE = "job.json"
-_LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")  # a higher limit continues the same job
+# A job may be started again with others of these: a higher limit continues it, and the last two do not change the run
+_MAY_CHANGE = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time", "resume", "tags")
 RUNNING, FINISHED, FAILED, STOPPED = "running", "finished", "failed", "stopped"
 
 
@@ -58,7 +59,7 @@ class Record:
     def of_another_job(self, overrides: list[str]) -> str | None:
         """Return what this record has other than ``overrides``; None if both belong to the same job."""
         own, others = dict(map(key_and_value, self.overrides)), dict(map(key_and_value, overrides))
-        keys = [key for key in {**own, **others} if key not in _LIMITS and own.get(key) != others.get(key)]
+        keys = [key for key in {**own, **others} if key not in _MAY_CHANGE and own.get(key) != others.get(key)]
         return ", ".join(f"{key}={own[key]}" if key in own else f"no {key}" for key in keys) or None
 
 

@@ -54,6 +54,12 @@ def test_the_best_value_of_a_metric_follows_from_its_name() -> None:
         **dict.fromkeys(highest, "max"),
     }
     assert objective.mode("val/anything") == "min"
+    assert all(map(objective.tells_mode, (*lowest, *highest))) is False  # of two words, the last decides, and is told
+    told = {
+        name: objective.tells_mode(name) for name in ("val/anything", "val/acc_at_distance", "val/score", "val/loss")
+    }
+    assert told == {"val/anything": False, "val/acc_at_distance": False, "val/score": True, "val/loss": True}
+    assert objective.mode("val/error_recall") == objective.mode("cmAP") == "max"
 
 
 @pytest.mark.parametrize(

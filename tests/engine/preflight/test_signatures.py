@@ -45,7 +45,7 @@ class Open(Part):
 class Passing(Part):
     def __init__(self, *, mode: str = "own", layer=1, **kwargs):
         self.layer = layer
-        super().__init__(2, **kwargs)
+        super().__init__(**kwargs)
 
 SIZE = 16
 AGAIN = AGAIN + 1
@@ -53,14 +53,25 @@ AGAIN = AGAIN + 1
 class Sized:
     def __init__(self, batch: int = SIZE, other=2 * SIZE - 1, endless=AGAIN, limit: int = None, made=make()): ...
 
-class Popping(Part):
-    def __init__(self, **kwargs):
-        self.depth = kwargs.pop("depth")
-        super().__init__(**kwargs)
+class Explicit(Part):
+    def __init__(self, heads=3, **kwargs):
+        Part.__init__(self, **kwargs)
+
+class Hiding:
+    SIZE_OF_CLASS = 32
+    def __init__(self, batch=SIZE_OF_CLASS, rebound=REBOUND): ...
+
+SIZE_OF_CLASS = REBOUND = 8
+if True:
+    REBOUND = 4
 
 from elsewhere import Same
 
 class Same(Same): ...
+
+class Around(Back): ...
+
+class Back(Around): ...
 
 class Odd(torch_that_is_not_there.Base): ...
 
@@ -131,6 +142,7 @@ def test_keywords_of_any_name_are_open_ended(source: str) -> None:
 def test_defaults_have_values_where_the_source_shows_them(source: str) -> None:
     parameters = _read(f"{source}.parts.Sized").parameters
     assert [parameter.value for parameter in parameters.values()] == [16, 31, None, None, None]
+    assert [one.value for one in _read(f"{source}.parts.Hiding").parameters.values()] == [None, None]
     assert parameters["limit"].kinds == {int, type(None)}
 
 
@@ -152,11 +164,13 @@ def test_a_base_of_another_module_is_found_by_any_import(source: str, tmp_path: 
 
 def test_what_a_constructor_passes_on_is_taken_by_its_base(source: str) -> None:
     found = _read(f"{source}.parts.Passing")
-    assert (list(found.parameters), found.required) == (["mode", "rate", "sizes", "layer"], set())
+    assert (list(found.parameters), found.required) == (["mode", "layer", "width", "rate", "sizes"], set())
+    assert found.passed_on == {"width", "rate", "sizes"}
     assert found.parameters["mode"].default == "'own'"
-    assert not found.open_ended
-    assert _read(f"{source}.parts.Popping").open_ended  # it may take any other itself
+    assert found.open_ended  # it may take others itself, as by kwargs.pop
+    assert list(_read(f"{source}.parts.Explicit").parameters) == ["heads"]  # a base that is not the next in line
     assert signature(f"{source}.parts.Same") is None
+    assert signature(f"{source}.parts.Back") is None
 
 
 def test_a_package_hands_on_names_of_its_modules(source: str) -> None:

@@ -117,6 +117,25 @@ class Gathering(LanguageModel):
         return loss
 
 
+class NotesHooks(LanguageModel):
+    """Logs how many hooks of the engine a compiled module would trace: a dictionary there may change meanwhile."""
+
+    def on_fit_start(self) -> None:
+        hooks = [hook for module in self.modules() for hook in module._forward_pre_hooks.values()]
+        own = [hook for hook in hooks if str(hook.__module__).startswith("lightswitch")]
+        self.traced = (len(own), sum(not getattr(hook, "_torchdynamo_disable", False) for hook in own))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log_dict({"hooks": float(self.traced[0] > 0), "traced": float(self.traced[1])})
+        return super().training_step(batch, batch_idx)
+
+
+def test_no_hook_is_traced_by_a_module_that_is_compiled(fits: Fits) -> None:
+    run = fits(replace(LANGUAGE, module=partial(NotesHooks, ADAMW), strategy="fsdp"), 2)[0]
+    assert set(run.column("hooks").values()) == {1.0}
+    assert set(run.column("traced").values()) == {0.0}
+
+
 @pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), (TENSOR_PARALLEL, 4)])
 def test_bf16_mixed_gathers_in_16_bits_what_autocast_rounds_and_changes_no_bit(
     strategy: str, ranks: int, fits: Fits

@@ -105,6 +105,12 @@ def test_what_has_finished_is_not_run_again(sweep: Sweep, tmp_path: Path) -> Non
     assert [(runs / number / "starts").read_text() for number in "01"] == ["RUN\n", "RUN\nRUN\n"]
 
 
+def test_a_sweep_may_begin_anew(sweep: Sweep, tmp_path: Path) -> None:
+    for words in (("trainer.max_steps=5",), ("trainer.max_steps=6", "resume=never", "tags=[again]")):
+        assert sweep(*SWEPT, "seed=1,2", *words).returncode == 0
+    assert (tmp_path / "runs/plainmodel/x/1/starts").read_text() == "RUN\nRUN\n"
+
+
 def test_what_has_finished_is_not_run_again_by_a_requeued_job(sweep: Sweep) -> None:
     first, requeued, another = (
         sweep(*FAST, "seed=1,2", "resume=never", ENVIRONMENT="BATCH", SLURM_JOB_ID=job, SLURM_RESTART_COUNT=count)
