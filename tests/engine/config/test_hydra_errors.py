@@ -109,7 +109,7 @@ MISTAKES = {
     "seconds from 1 to 2000000",
     "trainer.num_nodes=abc": "trainer.num_nodes=abc: found str, expected int",
     "trainer.num_nodes='2'": "trainer.num_nodes=2: found str, expected int",
-    "trainer.num_nodes=null": "trainer.num_nodes=None: found NoneType, expected int",
+    "trainer.num_nodes=null": "trainer.num_nodes=null: found null, expected int",
     "trainer.val_check_interval=0": "trainer.val_check_interval=0: use a number from 1; trainer.limit_val_batches=0 "
     "disables validation",
     "trainer.val_check_interval=0.25": "trainer.val_check_interval=0.25 is a part of an epoch; type "
