@@ -97,11 +97,11 @@ class WholeBesideShards(TorchFunctionMode):
         for handle in self._handles:
             handle.remove()
 
-    def _begin_forward(self, *_: Any) -> None:
-        self._forwards += 1
+    def _begin_forward(self, module: nn.Module, *_: Any) -> None:
+        self._forwards += _has_parameters(module)
 
-    def _end_forward(self, *_: Any) -> None:
-        self._forwards -= 1
+    def _end_forward(self, module: nn.Module, *_: Any) -> None:
+        self._forwards -= _has_parameters(module)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -358,6 +358,11 @@ def _refuse_rounding(unit: Mapping[str, Gathered], written: Collection[str]) -> 
             f"{listed(rounded)} is set in training_step, but gathered in {str(unit[rounded[0]].own.dtype)[6:]}, which "
             "would round the new values; type trainer.strategy.param_dtype=float32"
         )
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """Return whether a module computes with parameters of its own: one that averages another's has none."""
+    return next(module.parameters(), None) is not None
 
 
 @torch.no_grad()
