@@ -137,9 +137,7 @@ def digests(roots: Iterable[Path]) -> dict[str, str]:
     for root in roots:
         for path in sorted(_files(root)):
             name = os.path.relpath(path, root.parent)
-            with contextlib.suppress(
-                OSError
-            ):  # no code: a link to nothing, such as an editor's lock, or removed by now
+            with contextlib.suppress(OSError):  # a link to nothing, such as an editor's lock, or removed by now
                 found[name] = hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
     return found
 
