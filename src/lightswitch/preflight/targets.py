@@ -116,8 +116,8 @@ def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any], cfg
         yield f"{path}.{key}: {_short(node)} takes no {key}; type {message}"
         return
     other = aliases.argument(path, key, accepted.parameters) or _of_group(path, key, node, accepted, cfg)
-    alike = [one for one in accepted.parameters.keys() - accepted.passed_on if not _are_numbered(one, key)]
-    hint = f" Did you mean {other}?" if other else nearest(key, alike, alike=0.85)
+    own = [one for one in accepted.parameters if one not in accepted.passed_on and not _are_numbered(one, key)]
+    hint = f" Did you mean {other}?" if other else nearest(key, own, alike=0.85)
     if key in GIVEN and accepted.parameters and not accepted.open_ended:
         hint = f" Its arguments: {listed([f'{path}.{one}' for one in accepted.parameters], shown=6)}"
     elif not (hint or accepted.open_ended):
