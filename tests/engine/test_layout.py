@@ -54,6 +54,7 @@ WITHOUT_TORCH = (
     "lightswitch.preflight.targets",
     "lightswitch.preflight.devices",
     "lightswitch.preflight.signatures",
+    "lightswitch.preflight.sources",
     "lightswitch.config.hydra_errors",
     "lightswitch.cluster.placement",
     "lightswitch.runs.claim",

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
-import operator
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
-from pathlib import Path
 
-_FARTHEST = 8  # followed from one module to the next, and names from one value to the next
-_ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-}
+from lightswitch.preflight.sources import Order, Scope, constant, definition, find, resolution_order, text_of
+
 _SIMPLE = {"int": int, "float": float, "str": str, "bool": bool, "None": type(None)}
 
 
@@ -32,14 +23,14 @@ class Parameter:
 
     name: str
     default: str | None
-    _scope: _Scope
+    _scope: Scope
     _annotation: ast.expr | None
     _default: ast.expr | None = None
 
     @property
     def value(self) -> object:
         """Value of the default if the source shows it, as `64`, `2 * 32` or a module's constant; None if not."""
-        return _constant(self._scope, self._default)
+        return constant(self._scope, self._default)
 
     @property
     def annotation(self) -> str:
@@ -91,158 +82,18 @@ def signature(target: str) -> Signature | None:
     module, _, name = target.rpartition(".")
     if not module:
         raise LookupError(f"it names no module; expected MODULE.CLASS, as in {name or 'my'}.Module")
-    found = _find(module, name)
+    found = find(module, name)
     if found is None:
         return None
     scope, node = found
     if isinstance(node, ast.ClassDef):
-        return _of_constructor(_resolution_order(scope, node))
+        return _of_constructor(resolution_order(scope, node))
     decorators = [ast.unparse(one) for one in node.decorator_list] if isinstance(node, ast.FunctionDef) else []
     is_bound = any(name.endswith("classmethod") for name in decorators)  # Python gives it the class
     return _of_function(scope, node, skip=is_bound)
 
 
-@dataclass(frozen=True)
-class _Scope:
-    """Top level of a module, with the names that it binds."""
-
-    module: str
-    path: Path
-
-    @functools.cached_property
-    def _tree(self) -> ast.Module:
-        return ast.parse(self.path.read_text(encoding="utf-8"))
-
-    @functools.cached_property
-    def names(self) -> dict[str, ast.stmt]:
-        return _bound_names(self._tree.body)
-
-    def binds_once(self, name: str) -> bool:
-        """Return whether one statement alone binds a name, also in classes, functions and conditions."""
-        return [ast.unparse(node) for node in ast.walk(self._tree) if _is_bound(node)].count(name) == 1
-
-    @property
-    def package(self) -> str:
-        return self.module if self.path.name == "__init__.py" else self.module.rpartition(".")[0]
-
-
-def _bound_names(body: Sequence[ast.stmt]) -> dict[str, ast.stmt]:
-    """Return the statements that bind names, by name; of several branches, the first that binds it."""
-    names: dict[str, ast.stmt] = {}
-    for node in body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            names[node.name] = node
-        elif isinstance(node, ast.ImportFrom | ast.Import):
-            names.update({alias.asname or alias.name.partition(".")[0]: node for alias in node.names})
-        else:
-            names.update({ast.unparse(target): node for target in ast.walk(node) if _is_bound(target)})
-            for branch in reversed([*_branches(node)]):
-                names.update(_bound_names(branch))
-    return names
-
-
-def _branches(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    """Yield the blocks of a compound statement: of if, try, with, for, while or match; none of a simple one."""
-    for _, value in ast.iter_fields(node):
-        if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
-            yield value
-        for item in value if isinstance(value, list) else ():
-            if isinstance(item, ast.ExceptHandler | ast.match_case):
-                yield item.body
-
-
-def _is_bound(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
-
-
-def _is_module(name: str) -> bool:
-    try:
-        _scope(name)
-    except LookupError:
-        return False
-    return True
-
-
-@functools.cache
-def _scope(module: str) -> _Scope | None:
-    """Return a module's top level; None if it has no Python source.
-
-    Raises:
-        LookupError: there is no such module.
-    """
-    top, *rest = module.split(".")
-    spec = importlib.util.find_spec(top)  # for a top-level name, this imports nothing
-    for part in rest:
-        if spec is None:
-            break
-        # by the last name only: for the full one, Python would look up the parent of a folder without __init__.py
-        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or []))
-    if spec is None:
-        raise LookupError(f"there is no module {module}")
-    origin = spec.origin or ""
-    return _Scope(module, Path(origin)) if origin.endswith(".py") else None
-
-
-def _find(module: str, name: str, depth: int = 0) -> tuple[_Scope, ast.stmt] | None:
-    """Return the definition of a name in a module or a class, following imports from other modules.
-
-    None if it may be there, but the source does not show its definition.
-    """
-    try:
-        scope = _scope(module)
-    except LookupError:
-        return _find_member(module, name, depth)
-    if scope is None or depth > _FARTHEST:
-        return None
-    node = scope.names.get(name)
-    if isinstance(node, ast.ImportFrom):
-        original = next(a.name for a in node.names if (a.asname or a.name) == name)
-        try:
-            return _find(_absolute(scope, node), original, depth + 1)
-        except LookupError:  # as of a package that is optional
-            return None
-    if node is None:
-        if any(key == "*" for key in scope.names) or "__getattr__" in scope.names or _is_module(f"{module}.{name}"):
-            return None
-        raise LookupError(f"{module} has no {name}")
-    return scope, node
-
-
-def _find_member(path: str, name: str, depth: int) -> tuple[_Scope, ast.stmt] | None:
-    """Return the definition of a class's method or inner class."""
-    module, _, owner = path.rpartition(".")
-    absent = LookupError(f"there is no module {path}")
-    if not module:
-        raise absent
-    try:
-        found = _find(module, owner, depth)
-    except LookupError:
-        raise absent from None
-    if found is None and not owner[:1].isupper():  # by its name no class, which `import *` may bring
-        raise absent
-    if found is None or not isinstance(found[1], ast.ClassDef):
-        return None
-    order = _resolution_order(found[0], found[1])
-    for ancestor in order:
-        if ancestor is None:
-            return None
-        if (node := _bound_names(ancestor[1].body).get(name)) is not None:
-            return ancestor[0], node
-    raise LookupError(f"{path} has no {name}")
-
-
-def _absolute(scope: _Scope, node: ast.ImportFrom) -> str:
-    if not node.level:
-        return node.module or ""
-    parts = scope.package.split(".")
-    base = parts[: len(parts) - node.level + 1]
-    return ".".join([*base, node.module] if node.module else base)
-
-
-_Order = list[tuple[_Scope, ast.ClassDef] | None]
-
-
-def _of_constructor(order: _Order) -> Signature | None:
+def _of_constructor(order: Order) -> Signature | None:
     """Return the signature of the first constructor of a class and its ancestors, with what it passes on to the next.
 
     It stays open-ended: the source does not show for certain which of its **kwargs are left for the next one.
@@ -278,25 +129,8 @@ def _passing_on(constructor: ast.FunctionDef) -> ast.Call | None:
     return None
 
 
-def _resolution_order(scope: _Scope, node: ast.ClassDef, of: tuple[ast.stmt, ...] = ()) -> _Order:
-    """Return a class and its ancestors in Python's order: a shared ancestor comes after the last of its subclasses.
-
-    None stands for an ancestor whose source is not found. Those of the standard library, such as ABC, are left out.
-    """
-    found: _Order = [(scope, node)]
-    for base in node.bases:
-        named = _named(scope, base)
-        if named is not None and isinstance(named[1], ast.ClassDef) and named[1] not in (node, *of):
-            inherited = _resolution_order(named[0], named[1], (node, *of))
-            again = {id(one[1]) for one in inherited if one is not None}
-            found = [one for one in found if one is None or id(one[1]) not in again] + inherited
-        elif ast.unparse(base) != "object" and not _is_of_stdlib(scope, base):
-            found.append(None)
-    return found
-
-
 def _of_function(
-    scope: _Scope, node: ast.stmt, skip: int, classes: Iterable[tuple[_Scope, ast.ClassDef] | None] = ()
+    scope: Scope, node: ast.stmt, skip: int, classes: Iterable[tuple[Scope, ast.ClassDef] | None] = ()
 ) -> Signature | None:
     if not isinstance(node, ast.FunctionDef):
         return None
@@ -316,29 +150,12 @@ def _of_function(
     )
 
 
-def _docstring(scope: _Scope, node: ast.ClassDef) -> str:
+def _docstring(scope: Scope, node: ast.ClassDef) -> str:
     """Return a class's docstring, which its module may also assemble and assign, as for torch's optimizers."""
     if docstring := ast.get_docstring(node):
         return docstring
     assigned = scope.names.get(f"{node.name}.__doc__")
-    return _text(scope, assigned.value) if isinstance(assigned, ast.Assign) else ""
-
-
-def _text(scope: _Scope, node: ast.expr) -> str:
-    """Return the value of a string expression built from constants; an empty string for anything else."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=parts):
-            return "".join(_text(scope, part) for part in parts)
-        case ast.BinOp(left=left, right=right):
-            return _text(scope, left) + _text(scope, right)
-        case ast.FormattedValue(value=inner):
-            return _text(scope, inner)
-        case ast.Name():
-            of, found = _named(scope, node) or (scope, None)
-            return _text(of, found.value) if isinstance(found, ast.Assign) else ""
-    return ""
+    return text_of(scope, assigned.value) if isinstance(assigned, ast.Assign) else ""
 
 
 _Accepted = tuple[frozenset[type] | None, frozenset[object] | None]
@@ -346,7 +163,7 @@ _ANYTHING: _Accepted = (None, None)
 _NOTHING: _Accepted = (frozenset({type(None)}), frozenset())
 
 
-def _accepted(scope: _Scope, node: ast.expr | None) -> _Accepted:
+def _accepted(scope: Scope, node: ast.expr | None) -> _Accepted:
     """Return the types and the literals that an annotation allows."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         try:
@@ -364,16 +181,16 @@ def _accepted(scope: _Scope, node: ast.expr | None) -> _Accepted:
     return _ANYTHING
 
 
-def _accepted_name(scope: _Scope, node: ast.Name) -> _Accepted:
+def _accepted_name(scope: Scope, node: ast.Name) -> _Accepted:
     if node.id in _SIMPLE:
         return frozenset({_SIMPLE[node.id]}), frozenset()
-    found = _named(scope, node)
+    found = definition(scope, node)
     if found is not None and isinstance(found[1], ast.Assign):
         return _accepted(found[0], found[1].value)
     return _ANYTHING
 
 
-def _accepted_subscript(scope: _Scope, node: ast.Subscript) -> _Accepted:
+def _accepted_subscript(scope: Scope, node: ast.Subscript) -> _Accepted:
     name = ast.unparse(node.value).rpartition(".")[2]
     inner = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
     if name == "Literal":
@@ -400,53 +217,3 @@ def _union(parts: list[_Accepted]) -> _Accepted:
         kinds |= part_kinds
         literals |= part_literals
     return frozenset(kinds), frozenset(literals)
-
-
-def _named(scope: _Scope, node: ast.expr) -> tuple[_Scope, ast.stmt] | None:
-    """Return the definition of what an expression names, such as `Base` or `nets.Base`; None if it is not found."""
-    module, name = _origin(scope, node)
-    if not module or module.partition(".")[0] in sys.stdlib_module_names:
-        return None  # a class such as Path or timedelta, whose file takes longer to parse than all others
-    try:
-        return _find(module, name)
-    except LookupError:
-        return None
-
-
-def _is_of_stdlib(scope: _Scope, node: ast.expr) -> bool:
-    return _origin(scope, node)[0].partition(".")[0] in sys.stdlib_module_names
-
-
-def _origin(scope: _Scope, node: ast.expr) -> tuple[str, str]:
-    """Return the module in which an expression such as `Base`, `nets.Base` or `Base[int]` is defined, and its name.
-
-    The module is empty if no statement binds the expression's first name.
-    """
-    first, *rest = ast.unparse(node.value if isinstance(node, ast.Subscript) else node).split(".")
-    bound = scope.names.get(first)
-    if not isinstance(bound, ast.Import | ast.ImportFrom):
-        return (scope.module, first) if bound is not None and not rest else ("", first)
-    alias = next(one for one in bound.names if first in (one.asname, one.name.partition(".")[0]))
-    if isinstance(bound, ast.ImportFrom):
-        imported = f"{_absolute(scope, bound)}.{alias.name}"
-    else:
-        imported = alias.name if alias.asname else first
-    module, _, name = ".".join([imported, *rest]).rpartition(".")
-    return module, name
-
-
-def _constant(scope: _Scope, node: ast.expr | None, depth: int = 0) -> object:
-    """Return the value of a constant, a name of one, or arithmetic with these; None if it is none of them."""
-    if depth > _FARTHEST:  # such as SIZE = SIZE + 1
-        return None
-    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        left, right = (_constant(scope, side, depth + 1) for side in (node.left, node.right))
-        if isinstance(left, int) and isinstance(right, int):
-            return _ARITHMETIC[type(node.op)](left, right)
-    if isinstance(node, ast.Name | ast.Attribute):
-        of, found = _named(scope, node) or (scope, None)
-        name = ast.unparse(node).rpartition(".")[2]
-        if not isinstance(found, ast.Assign | ast.AnnAssign) or not of.binds_once(name):
-            return None
-        return _constant(of, found.value, depth + 1)
-    return node.value if isinstance(node, ast.Constant) else None
