@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hmac
 import json
+import logging
 import os
 import resource
 import secrets
@@ -23,6 +24,8 @@ from lightswitch.errors import Failure
 from lightswitch.failures.classify import Rank
 from lightswitch.failures.stacks import ThreadPosition
 
+log = logging.getLogger(__name__)
+
 LONGEST_LINE_BYTES = 1 << 20  # of a message: a message is one line of JSON
 _TICK_SECONDS = 0.2
 _SPARE_STRANGERS = 256  # unauthenticated connections beyond one per rank; above this limit, the oldest is dropped
@@ -32,6 +35,8 @@ _SPARE_FILES = 1024  # file descriptors beyond one socket per rank
 
 _SETTLE_SECONDS = 0.5  # ranks that end together reach the hub one by one
 ANSWER_SECONDS = 15.0  # within which a live rank answers, even on a busy machine or while a call holds the GIL
+_LOOK_SECONDS = 60.0  # without a batch begun, after which the hub looks whether the ranks wait for one another
+_MOST_NUMBERS = 8  # of ranks in a message
 WITHOUT_MESSAGE = "ended without an error message: it was killed, or crashed outside of Python"
 
 
@@ -54,6 +59,7 @@ class Hub:
         self._ranks: dict[int, RankState] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._asked: float | None = None
+        self._look_after = self._first_look = min(_LOOK_SECONDS, timeouts.hung_after_seconds / 4)
 
     async def open(self, listener: socket.socket) -> None:
         """Start serving and checking the ranks in the running event loop."""
@@ -115,7 +121,10 @@ class Hub:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             now, ranks = time.monotonic(), self._ranks.values()
-            if self._asked is None and suspicious(ranks, now, self.timeouts):
+            idle_seconds = _idle_seconds(ranks, now)
+            if idle_seconds < self._first_look:
+                self._look_after = self._first_look
+            if self._asked is None and (suspicious(ranks, now, self.timeouts) or idle_seconds > self._look_after):
                 self._asked = now
                 for rank in ranks:
                     rank.position = None
@@ -127,7 +136,17 @@ class Hub:
                 self._send_to_all(verdict=asdict(failure))
                 return
             if self._asked is not None and not suspicious(ranks, now, self.timeouts):
-                self._asked = None
+                self._look(_present(ranks), idle_seconds, is_late=now - self._asked > ANSWER_SECONDS)
+
+    def _look(self, present: Sequence[RankState], idle_seconds: float, is_late: bool) -> None:
+        """Log once, from the answers of the ranks, that they wait for one another; look again at twice the time."""
+        if idle_seconds >= self._first_look:
+            if not is_late and any(rank.position is None for rank in present):
+                return
+            if (notice := standstill(present, idle_seconds)) is not None:
+                log.warning("%s", notice)
+            self._look_after = 2 * idle_seconds
+        self._asked = None
 
     def _send_to_all(self, **message: Any) -> None:
         for number, writer in self._writers.items():
@@ -347,7 +366,7 @@ def verdict(ranks: Collection[RankState], asked: float | None, now: float, timeo
     gone = [rank for rank in ranks if rank.gone is not None]
     if gone and now - min(rank.gone or now for rank in gone) > _SETTLE_SECONDS:
         return _died(gone, ranks)
-    present = [rank for rank in ranks if not rank.left and rank.gone is None]
+    present = _present(ranks)
     silent = [rank for rank in present if now - rank.at > timeouts.lost_after_seconds]
     if silent:
         return _lost(silent, timeouts.lost_after_seconds)
@@ -361,10 +380,34 @@ def verdict(ranks: Collection[RankState], asked: float | None, now: float, timeo
     return _hangs(present, timeouts.hung_after_seconds) if _hang(ranks, now, timeouts) else None
 
 
+def standstill(present: Sequence[RankState], idle_seconds: float) -> str | None:
+    """Return a notice if all ranks wait for others at different lines; None if one works, or all wait at one line."""
+    by_line: dict[str, list[RankState]] = {}
+    for rank in present:
+        if rank.position is None or not rank.position.waits:
+            return None
+        by_line.setdefault(rank.position.location, []).append(rank)
+    if len(by_line) < 2:
+        return None
+    lines = "\n".join(f"{_numbers(some)} at {line}" for line, some in by_line.items())
+    return (
+        f"waiting    for {idle_seconds:.0f} s without a batch: the ranks wait for one another at different lines; some "
+        f"may have called what all must call, such as self.log with sync_dist=True\n{lines}"
+    )
+
+
+def _present(ranks: Collection[RankState]) -> list[RankState]:
+    return [rank for rank in ranks if not rank.left and rank.gone is None]
+
+
+def _idle_seconds(ranks: Collection[RankState], now: float) -> float:
+    """Return for how long no rank has begun a batch; 0 for a single remaining rank, which may export the weights."""
+    moved = [rank.moved for rank in _present(ranks)]
+    return now - max(moved) if len(moved) > 1 else 0.0
+
+
 def _hang(ranks: Collection[RankState], now: float, timeouts: Timeouts) -> bool:
-    """Return whether the run hangs. A single remaining rank, which may export the weights, does not count."""
-    moved = [rank.moved for rank in ranks if not rank.left and rank.gone is None]
-    return len(moved) > 1 and now - max(moved) > timeouts.hung_after_seconds
+    return _idle_seconds(ranks, now) > timeouts.hung_after_seconds
 
 
 def _died(gone: Sequence[RankState], ranks: Collection[RankState]) -> Failure:
@@ -423,7 +466,9 @@ def _location(rank: RankState) -> str:
 
 
 def _numbers(ranks: Sequence[RankState]) -> str:
-    return "ranks " + ", ".join(str(rank.rank.number) for rank in ranks)
+    shown = ", ".join(str(rank.rank.number) for rank in ranks[:_MOST_NUMBERS])
+    more = f" and {len(ranks) - _MOST_NUMBERS} more" if len(ranks) > _MOST_NUMBERS else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
 
 
 def _nodes(ranks: Sequence[RankState]) -> str:

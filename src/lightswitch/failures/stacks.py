@@ -32,8 +32,8 @@ class ThreadPosition:
     """Line of code that a rank's main thread is executing.
 
     Args:
-        location: file, line, function and source line: of the user's code if the stack contains any and the rank does
-            not wait, else of the innermost frame.
+        location: file, line, function and source line: of the user's code if the stack contains any, else of the
+            innermost frame. Where a rank waits in a call of the user's code, the waiting function follows.
         waits: whether the rank is in distributed, autograd or CUDA code of torch, or in a call that waits for a device:
             it may wait for other ranks.
         oom_kills: number of processes that the node's kernel has killed for lack of memory since boot.
@@ -51,10 +51,11 @@ def thread_position() -> ThreadPosition:
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     stack, waits = traceback.extract_stack(frame), is_waiting(frame)
     others = (*_LIBRARIES, _ENGINE, os.path.abspath(sys.argv[0]), "<")
-    own = [] if waits else [frame for frame in stack if not frame.filename.startswith(others)]
+    own = [frame for frame in stack if not frame.filename.startswith(others)]
     at = (own or stack)[-1]
+    within = f", in {stack[-1].name}" if waits and at is not stack[-1] else ""
     return ThreadPosition(
-        f"{at.filename}:{at.lineno} in {at.name}: {at.line}", waits, oom_kills(), collectives_entered()
+        f"{at.filename}:{at.lineno} in {at.name}: {at.line}{within}", waits, oom_kills(), collectives_entered()
     )
 
 

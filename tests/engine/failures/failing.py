@@ -85,6 +85,16 @@ class LaggingModel(PlainModel):
             time.sleep(0.01)
 
 
+class LonelyModel(PlainModel):
+    """Rank 0 alone logs what all ranks have to log."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and self.trainer.is_global_zero:
+            self.log("rare", loss, sync_dist=True, on_step=True)
+        return loss
+
+
 class FailingCallback(pl.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         fail("refuses")

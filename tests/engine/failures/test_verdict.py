@@ -8,7 +8,7 @@ import pytest
 
 from lightswitch.errors import Failure
 from lightswitch.failures.classify import Rank, failure_of
-from lightswitch.failures.hub import ANSWER_SECONDS, RankState, Timeouts, verdict
+from lightswitch.failures.hub import ANSWER_SECONDS, RankState, Timeouts, standstill, verdict
 from lightswitch.failures.stacks import ThreadPosition, thread_position
 
 TIMEOUTS = Timeouts(lost_after_seconds=60, hung_after_seconds=1000)
@@ -109,6 +109,26 @@ def test_a_rank_that_runs_ahead_of_its_device_is_not_blamed() -> None:
     told = verdict(ranks, 1, 1003, TIMEOUTS)
     assert told is not None
     assert told.line.startswith("rank 1 of 4 on ")
+
+
+def test_ranks_that_all_wait_at_different_lines_are_told_once_for_a_line() -> None:
+    elsewhere = replace(WAITS, location="model.py:9 in training_step: self.log(), in barrier")
+    ranks = [_state(number, 61, moved=0, position=elsewhere if number == 2 else WAITS) for number in range(12)]
+    told = standstill(ranks, 61)
+    assert told is not None
+    first, *lines = told.splitlines()
+    assert first.startswith("waiting    for 61 s without a batch: the ranks wait for one another")
+    assert lines == [
+        f"ranks 0, 1, 3, 4, 5, 6, 7, 8 and 3 more at {WAITS.location}",
+        f"rank 2 at {elsewhere.location}",
+    ]
+
+
+@pytest.mark.parametrize("other", [WAITS, WORKS, None])
+def test_ranks_are_not_told_to_wait_for_one_another_where_one_works_or_all_wait_at_one_line(
+    other: ThreadPosition | None,
+) -> None:
+    assert standstill([_state(0, 61, position=WAITS), _state(1, 61, position=other)], 61) is None
 
 
 def test_a_rank_left_alone_may_take_its_time() -> None:
