@@ -161,6 +161,7 @@ class Failure:
         follows: whether it looks like the consequence of another rank's failure.
         rank: the number of the rank that raised it.
         lacks_memory: whether a device or a node ran out of memory.
+        signal: the signal that ended the rank; None if none did.
     """
 
     line: str
@@ -169,6 +170,7 @@ class Failure:
     follows: bool = False
     rank: int | None = None
     lacks_memory: bool = False
+    signal: int | None = None
 
 
 class RanksFailed(Exception):

@@ -28,6 +28,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from lightswitch.errors import ExitCode, Refused, RefusedRequest, Stopped
 
 _RANKS_PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write their reports
+_FLUSH_SECONDS = 1.0  # for what is buffered in stdout and stderr, before this process exits at once
 _GRACE_SECONDS = 20.0  # for a rank that gets SIGTERM: a step and a checkpoint
 
 
@@ -152,16 +153,19 @@ class Process:
     def leave_now(self, code: int) -> NoReturn:
         """Kill this process's children and exit at once, without an exception: the main thread may be in a collective
         that never returns."""
-        import psutil  # slow to import
+        try:
+            import psutil  # slow to import
 
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        children = [child.pid for child in psutil.Process().children(recursive=True)]
-        for pid in children:  # all at once, or torch reports dead loader workers in the main thread
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.release_locks()
-        os._exit(code)
+            children = [child.pid for child in psutil.Process().children(recursive=True)]
+            for pid in children:  # all at once, or torch reports dead loader workers in the main thread
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.release_locks()
+            flushing = threading.Thread(target=_flush, daemon=True)  # blocks if the reader of a pipe has stopped
+            flushing.start()
+            flushing.join(_FLUSH_SECONDS)
+        finally:
+            os._exit(code)
 
     def follow_parent(self) -> None:
         """End this rank when its parent has ended, until the watchdog takes over.
@@ -174,7 +178,9 @@ class Process:
             while not self.is_watched.wait(1):
                 if os.getppid() != parent:
                     if os.environ["LOCAL_RANK"] == "1":  # one line for all ranks
-                        line = f"rank 0 failed: process {parent} was killed before training began"
+                        line = (
+                            f"process {parent}, which started the ranks of this node, was killed before training began"
+                        )
                         print(line, file=sys.stderr, flush=True)
                     self.leave_now(ExitCode.FAILED)
 
@@ -198,9 +204,18 @@ class Process:
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
 
 
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader has ended, or it is closed
+            stream.flush()
+
+
 def ended_by(exit_code: int) -> str:
     """Return a text that says how a process ended. After a signal, `exit_code` is negative, as in subprocess."""
-    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    names = {one.value: one.name for one in signal.Signals}  # not every real-time signal has a name
+    return f"was killed by {names.get(-exit_code, f'signal {-exit_code}')}"
 
 
 def leave_group_at_exit() -> None:
@@ -239,14 +254,20 @@ def stopped_with(exit_code: int | None) -> Stopped | None:
 class Signals:
     """The signals that one process has received. A copy that is sent to another process has received none.
 
+    Args:
+        requeue: takes how this process ends by a signal, and whether to ask the scheduler to start the job again if the
+            signal was its notice; returns the exception with which to exit.
+
     Attributes:
         received: the first signal that requested the end of this process.
         is_first: whether this is rank 0, which reports for all ranks that a signal has ended them.
         is_deferred: whether a signal waits until all ranks have agreed on it, instead of ending this process at once.
     """
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, requeue: Callable[[Stopped, bool], Stopped] | None = None) -> None:
         self.process = process
+        self._requeue = requeue
+        self._has_requeued = False
         self.received: signal.Signals | None = None
         self.is_first = False
         self.is_deferred = False
@@ -254,7 +275,7 @@ class Signals:
         self._pid = 0  # of the process that listens
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Signals, (self.process,)
+        return Signals, (self.process, self._requeue)
 
     def catch(self, is_first: bool) -> None:
         """Handle signals from now on. Call it in the main thread; a second call only sets `is_first`.
@@ -287,6 +308,14 @@ class Signals:
         self.is_deferred = False
         if self.received is not None:
             raise Stopped(self.received)
+
+    def end_by(self, stopped: Stopped) -> Stopped:
+        """Return the exception with which this process ends by a signal, its own or another rank's.
+
+        Rank 0 requeues the job, also if it ends without raising it. May be called in any thread, and several times.
+        """
+        is_asking, self._has_requeued = self.is_first and not self._has_requeued, True
+        return stopped if self._requeue is None else self._requeue(stopped, is_asking)
 
     @contextmanager
     def forwarded_by(self, launcher: object) -> Iterator[None]:
@@ -331,7 +360,7 @@ class Signals:
                     by = self.received or signal.Signals(asked[0])
                     if self.is_first:
                         self._say(f"stopped    by {by.name}, at once")
-                    self.process.leave_now(Stopped(by).exit_code)
+                    self.process.leave_now(self.end_by(Stopped(by)).exit_code)
 
     def _say(self, text: str) -> None:
         """Write a line to stderr without Python's buffers, as the main thread may be in a write of its own."""

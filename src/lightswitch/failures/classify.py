@@ -39,6 +39,7 @@ from lightswitch.process import Process, ended_by
 _LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters sent to the hub: an error message can have any length
 # Errors of a rank that has lost its connection to another rank, from gloo, NCCL and the rendezvous store
 _FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to host|socket|timed? ?out", re.IGNORECASE)
+_OF_DEVICES = re.compile(r"AcceleratorError|(CUDA|HIP) error")
 _MIXES_TENSORS = "got mixed torch.Tensor and DTensor"  # torch's, for a sharded parameter and a plain tensor
 # Failed memory allocations: torch on a GPU; CUDA and HIP, also inside NCCL errors; libraries such as cuBLAS; torch on
 # the CPU; Python
@@ -239,6 +240,12 @@ def failure_of(rank: Rank, error: BaseException) -> Failure:
     return Failure(
         f"{rank} failed: {line}", full_traceback(error), follows=follows, rank=rank.number, lacks_memory=lacks_memory
     )
+
+
+def is_of_another_rank_or_device(error: BaseException) -> bool:
+    """Return whether an error suggests that another rank failed first, or that the device has failed."""
+    text = f"{type(error).__name__}: {error}"
+    return _FOLLOWS.search(text) is not None or _OF_DEVICES.search(text) is not None
 
 
 def one_line(error: BaseException) -> str:

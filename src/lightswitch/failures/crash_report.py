@@ -123,7 +123,8 @@ def write_for_torchrun(failure: Failure) -> None:
     if path and not Path(path).exists():
         details = failure.details if failure.exit_code == ExitCode.FAILED else ""
         said = {"py_callstack": f"{failure.line}\n{details}".rstrip(), "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": failure.line, "extraInfo": said}}))
+        with contextlib.suppress(OSError):  # a full disk must not hide the failure
+            Path(path).write_text(json.dumps({"message": {"message": failure.line, "extraInfo": said}}))
 
 
 def _environment() -> str:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from lightswitch.errors import Failure
-from lightswitch.failures.classify import Rank
+from lightswitch.failures.classify import Rank, shortened
 from lightswitch.failures.stacks import ThreadPosition
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class Hub:
                 if rank.gone is not None:
                     rank.ended = rank.ended or self._how_ended(rank.rank.pid)
             if (failure := verdict(ranks, self._asked, now, self.timeouts)) is not None:
-                self._send_to_all(verdict=asdict(failure))
+                self._send_to_all(verdict=asdict(shortened(failure)))
                 return
             if self._asked is not None and not suspicious(ranks, now, self.timeouts):
                 self._look(_present(ranks), idle_seconds, is_late=now - self._asked > ANSWER_SECONDS)
@@ -382,14 +382,11 @@ def verdict(ranks: Collection[RankState], asked: float | None, now: float, timeo
 
 def standstill(present: Sequence[RankState], idle_seconds: float) -> str | None:
     """Return a notice if all ranks wait for others at different lines; None if one works, or all wait at one line."""
-    by_line: dict[str, list[RankState]] = {}
-    for rank in present:
-        if rank.position is None or not rank.position.waits:
-            return None
-        by_line.setdefault(rank.position.location, []).append(rank)
-    if len(by_line) < 2:
+    if any(rank.position is None or not rank.position.waits for rank in present):
         return None
-    lines = "\n".join(f"{_numbers(some)} at {line}" for line, some in by_line.items())
+    lines = _lines_of(present)
+    if "\n" not in lines:
+        return None
     return (
         f"waiting    for {idle_seconds:.0f} s without a batch: the ranks wait for one another at different lines; some "
         f"may have called what all must call, such as self.log with sync_dist=True\n{lines}"
@@ -441,7 +438,7 @@ def _hangs(present: Sequence[RankState], seconds: float) -> Failure:
     blamed = _late(blamed, present) or blamed
     blamed = [rank for rank in blamed if rank.position is None or not rank.position.waits] or blamed
     line = f"{blamed[0].rank} hangs{_location(blamed[0])}; no rank began a batch for {seconds:g} s"
-    return Failure(line, "\n".join(f"{rank.rank}{_location(rank)}" for rank in present) if len(present) > 1 else "")
+    return Failure(line, _lines_of(present) if len(present) > 1 else "")
 
 
 def _late(some: Sequence[RankState], present: Sequence[RankState]) -> list[RankState]:
@@ -459,6 +456,14 @@ def _late(some: Sequence[RankState], present: Sequence[RankState]) -> list[RankS
         return position is None or any(count < most[group] for group, count in position.collectives.items())
 
     return [rank for rank in some if is_late(rank)]
+
+
+def _lines_of(ranks: Sequence[RankState]) -> str:
+    """Return a line for each line of code that ranks are at, with their numbers."""
+    at: dict[str, list[RankState]] = {}
+    for rank in ranks:
+        at.setdefault(_location(rank), []).append(rank)
+    return "\n".join(f"{_numbers(some)}{location}" for location, some in at.items())
 
 
 def _location(rank: RankState) -> str:

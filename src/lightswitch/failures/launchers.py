@@ -53,7 +53,6 @@ class Scripts(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
-            self.run.process.ranks[:] = self.procs
             threading.Thread(target=self._observe, name="ranks", daemon=True).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
@@ -70,7 +69,9 @@ class Scripts(_SubprocessScriptLauncher):
         command = [sys.executable, *_script(), *sys.argv[1:], *self.run.process.decided, *own]
         for local_rank in range(1, self.num_processes):
             environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
-            self.procs.append(subprocess.Popen(command, env=environment))
+            process = subprocess.Popen(command, env=environment)
+            self.procs.append(process)
+            self.run.process.ranks.append(process)  # at once, for a signal that arrives before the last has started
 
     def _observe(self) -> None:
         while not self.run.process.is_watched.wait(0.2):

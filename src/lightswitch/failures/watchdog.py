@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -184,6 +185,8 @@ class Watchdog(Callback):
     def _answer(self, failure: Failure) -> None:
         member = self._member
         assert member is not None
+        if failure.signal is not None:
+            self.run.signals.end_by(Stopped(signal.Signals(failure.signal)))
         crash_report.write_for_torchrun(failure)
         if failure.exit_code == ExitCode.FAILED:
             self._note_reached(self._trainer)
@@ -276,7 +279,8 @@ class Member:
 
     def stop(self, stopped: Stopped) -> None:
         """End all ranks for a signal that possibly only this rank has received."""
-        self.fail(Failure(f"stopped    by {stopped.by.name}", exit_code=stopped.exit_code, rank=self.rank.number))
+        line = f"stopped    by {stopped.by.name}"
+        self.fail(Failure(line, exit_code=stopped.exit_code, rank=self.rank.number, signal=stopped.by))
         if self._timer is not None:  # this rank ends by itself
             self._timer.cancel()
 
@@ -344,6 +348,8 @@ class Member:
             pass
         except OSError as error:
             lost = f"was lost: {error.strerror}"
+        except ValueError as error:
+            lost = f"has sent what is no message: {error}"
         self._end(Failure(f"{self._first} failed: process {self._first.pid} {lost}"))
 
     def _end(self, failure: Failure) -> None:

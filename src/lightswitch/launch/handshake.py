@@ -21,7 +21,7 @@ from lightswitch.cluster.rendezvous import MeetingPoint, agree
 from lightswitch.cluster.sealed import Values
 from lightswitch.config import confidential
 from lightswitch.context import RunContext
-from lightswitch.errors import Refused, ReportedElsewhere
+from lightswitch.errors import LostRank, Refused, ReportedElsewhere
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy
 
@@ -77,12 +77,25 @@ class Handshake:
 
         Raises:
             Refused: the processes differ, or some did not connect in time.
+            LostRank: this process does not see the checkpoint that rank 0 resumes from.
         """
         store = None if self.is_over else self._compare()  # held until the group, served at the same port, is formed
         self.is_over = True
         yield
         del store
         self.watchdog.join(self.trainer)
+        self._agree_on_start()
+
+    def _agree_on_start(self) -> None:
+        """Check that all processes resume, or none: Lightning reads no checkpoint in a process that has none."""
+        own = self.trainer.ckpt_path
+        of_first = self.strategy.broadcast(own)
+        if (own is None) != (of_first is None):
+            one, other = (f"resumes from {path}" if path else "starts at step 0" for path in (own, of_first))
+            raise LostRank(
+                f"rank {self.trainer.global_rank} {one}, but rank 0 {other}: the file system of its node lags, or "
+                "is not the same; start the run again"
+            )
 
     def _compare(self) -> Store:
         point = self._meeting_point()

@@ -52,7 +52,7 @@ class Entry:
     def __init__(self, main: Main) -> None:
         self.main = main
         self.process = Process()
-        self.signals = Signals(self.process)
+        self.signals = Signals(self.process, requeue_after)
         self.is_composed = False
         self.typed: list[str] = []  # the script and its arguments
 
@@ -73,7 +73,7 @@ class Entry:
             ignore_signals()
         except Stopped as stopped:
             ignore_signals()
-            raise requeue_after(stopped, self.signals.is_first) from None
+            raise self.signals.end_by(stopped) from None
         except (HydraException, OmegaConfBaseException, OSError, RefusedRequest, *NO_YAML) as error:
             if self.is_composed:
                 raise
@@ -127,7 +127,6 @@ class Entry:
             self.process.failure_file = job.failure_file(run.run_dir, found)
         try:
             self.main(cfg, run)
-            run.process.raise_disk_error()
             _flush_stdout()
             leave_watchdog(run.process)
         except Stopped as stopped:
@@ -217,8 +216,11 @@ def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:
 
 
 def _stop_cause(error: BaseException, run: RunContext) -> Stopped | None:
-    """Return the signal that caused an error, received by this process or by a rank it started; None without one."""
-    if run.signals.received is not None:
+    """Return the signal that caused an error, received by this process or by a rank it started; None without one.
+
+    A deferred signal interrupts nothing, so it causes no error.
+    """
+    if run.signals.received is not None and not run.signals.is_deferred:
         return Stopped(run.signals.received)
     codes = [error.exit_code] if isinstance(error, RanksFailed) else [rank.poll() for rank in run.process.ranks]
     return next(filter(None, map(stopped_with, codes)), None)
@@ -359,7 +361,7 @@ def log_error(error: BaseException, cfg: DictConfig, run: RunContext) -> None:
     CrashReport(run).log(Cleaner.of(cfg).cleaned(full_traceback(error)))
 
 
-def requeue_after(stopped: Stopped, is_first: bool) -> Stopped:
+def requeue_after(stopped: Stopped, is_asking: bool) -> Stopped:
     """Requeue the job if a notice from Slurm stopped the run, and return the exception with which to exit.
 
     SIGTERM is such a notice only if Slurm preempts the job; Slurm itself requeues a preempted job only if it outlives
@@ -371,8 +373,8 @@ def requeue_after(stopped: Stopped, is_first: bool) -> Stopped:
         return stopped
     if shutil.which("scontrol") is None:
         if stopped.by in REQUEUED:
-            stopped.code = ExitCode.REQUEUE
-    elif is_first and (stopped.by in REQUEUED or (stopped.by == SIGTERM and _is_preempted(job))):
+            stopped.code = stopped.exit_code = ExitCode.REQUEUE
+    elif is_asking and (stopped.by in REQUEUED or (stopped.by == SIGTERM and _is_preempted(job))):
         _requeue(job)
     return stopped
 

@@ -76,7 +76,12 @@ def _of_data(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> str:
 
 @rank_zero_only
 def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) -> None:
-    """Write results.json and ended.json, and log the metrics and the commands to run next."""
+    """Write results.json and ended.json, and log the metrics and the commands to run next.
+
+    Raises:
+        OSError: a library's thread could not write its file.
+    """
+    run.process.raise_disk_error()
     changed = starts.changes(starts.read(run.run_dir)) if cfg.mode == "fit" else starts.Changes([], 0)
     if changed.steps:
         metrics |= {"world_changes": len(changed.steps), "steps_trained_twice": changed.trained_twice}

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 
 from lightswitch.batches.generators import generator_states, restore_generators
 from lightswitch.errors import NeedsValues, Refused
-from lightswitch.failures.classify import raised_in
+from lightswitch.failures.classify import is_of_another_rank_or_device, raised_in
 from lightswitch.strategies.replicas import broadcast_in_place
 from lightswitch.strategies.sharded import first_name
 from lightswitch.strategies.writes import CarriesWrites
@@ -67,9 +67,9 @@ def refusing_in_evaluation(trainer: Trainer) -> AbstractContextManager[None]:
 def _refused(error: Exception, trainer: Trainer, steps: int) -> Refused | None:
     """Return the refusal for an error of a step; None if the strategy is not the cause.
 
-    The strategy is not the cause if it keeps parameters whole, after the first steps, or if code outside of torch,
-    DeepSpeed and Lightning raises the error by a `raise` statement. A `training_step` that returns None in automatic
-    optimization is refused in any case.
+    The strategy is not the cause if it keeps parameters whole, after the first steps, if the error tells of another
+    rank or of the device, or if code outside of torch, DeepSpeed and Lightning raises it by a `raise` statement. A
+    `training_step` that returns None in automatic optimization is refused in any case.
     """
     name = first_name(trainer.lightning_module)
     if _SKIPPED in str(error) and isinstance(error, RuntimeError | MisconfigurationException):
@@ -83,6 +83,8 @@ def _refused(error: Exception, trainer: Trainer, steps: int) -> Refused | None:
         isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
     )
     if is_whole or steps >= STEPS or not isinstance(error, _KINDS) or isinstance(error, _OTHERS):
+        return None
+    if is_of_another_rank_or_device(error):  # a killed rank must not be told as what a strategy can't do
         return None
     frame = raised_in(error)
     if frame is not None and _package(frame.f_globals.get("__name__")) not in _LIBRARIES:

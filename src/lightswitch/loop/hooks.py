@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
@@ -63,21 +64,24 @@ class _CallbackHooks:
         self, trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
     ) -> None:
         module: LightningModule | None = trainer.lightning_module  # None before it is attached
-        if module is None or monitoring_callbacks is not None:
+        if module is None:
             _call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
             return
         callbacks = callbacks_of(trainer)
         having = self._having.get(hook_name)
         if having is None or not having.fits(callbacks):
             having = self._having[hook_name] = _Having(hook_name, callbacks)
+        called = having.callbacks
+        if monitoring_callbacks is not None:  # Lightning calls these after the others
+            called = [one for one in called if isinstance(one, EarlyStopping | Checkpoint) == monitoring_callbacks]
         if is_observed(trainer):
-            users = [callback for callback in having.callbacks if _is_users(getattr(callback, hook_name))]
+            users = [callback for callback in called if _is_users(getattr(callback, hook_name))]
             with _around(trainer, users[0], hook_name) if users else nullcontext():
-                _call_callbacks(trainer, hook_name, *args, **kwargs)
+                _call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
             return
         known = vars(module)  # bypasses nn.Module's __setattr__, which checks for parameters
         before, known["_current_fx_name"] = known["_current_fx_name"], hook_name
-        for callback in having.callbacks:
+        for callback in called:
             hook = getattr(callback, hook_name)
             if _is_users(hook):
                 with _around(trainer, callback, hook_name):

@@ -150,6 +150,9 @@ def fail(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "ends":
         os._exit(9)
+    if how == "is asked to end and raises":
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise RuntimeError("this is the bug")
     if how == "has Python raise":
         int("three")
     if how == "runs out of memory":

@@ -66,10 +66,11 @@ class Asks(pl.Callback):
         when: the hook in which it does.
         step: the first in which it does.
         rank: the one that is asked.
+        by: the signal.
     """
 
-    def __init__(self, when: str, step: int = 0, rank: int = 0) -> None:
-        self.when, self.step, self.rank = when, step, rank
+    def __init__(self, when: str, step: int = 0, rank: int = 0, by: str = "SIGTERM") -> None:
+        self.when, self.step, self.rank, self.by = when, step, rank, signal.Signals[by]
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._perhaps_ask("on_fit_start", trainer)
@@ -84,4 +85,4 @@ class Asks(pl.Callback):
         is_time = (hook, trainer.global_rank) == (self.when, self.rank) and trainer.global_step >= self.step
         if is_time and not Path("asked").exists():
             Path("asked").touch()
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self.by)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 
 import pytest
@@ -54,7 +55,10 @@ def test_a_killed_rank_that_python_forked_is_named_and_what_resumes_the_run(trai
 
 @pytest.mark.parametrize("rank", [0, *at_night(1)])
 def test_a_rank_that_is_killed_is_named(rank: int, train: Train) -> None:
-    failed = _failed(train, "model.how='is killed'", f"model.rank={rank}")
+    fsdp = ("strategy=fsdp", "model.where='training_step 1'")  # whose first steps are refused for what it can't do
+    killed = (*RUN[:3], *RUN[4:], *fsdp, "model.how='is killed'", f"model.rank={rank}")
+    failed = train(*killed, ranks=2, check=False)
+    assert failed.returncode == (-signal.SIGKILL if rank == 0 else 1)  # that of rank 0
     assert failed.err.splitlines()[0].startswith(f"rank {rank} of 2 on ")
     assert "it was killed, or crashed outside of Python" in failed.err.splitlines()[0]
     assert "Traceback" not in failed.err

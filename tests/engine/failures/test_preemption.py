@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train, runs_in
+from tests.engine.failures.failing import FAILING_MODEL
 from tests.engine.failures.pace import PACE_TARGET
 from tests.engine.processes import TRAIN_PY, shown_by
 from tests.night import at_night
@@ -113,6 +114,14 @@ def test_before_it_trains_a_run_ends_at_once(seconds: float, train: Train, tmp_p
     assert "Traceback" not in stopped.err
     pacing = stopped.folder / "pacing"
     assert not pacing.exists() or pacing.stat().st_mtime <= asks.asked, "it trained after it was asked to end"
+
+
+def test_an_error_after_a_signal_is_told(train: Train) -> None:
+    failing = (FAILING_MODEL, "model.how='is asked to end and raises'", "model.rank=0")
+    failed = train(*failing, *RUN[1:-1], "strategy=single", check=False)
+    assert failed.returncode == 1
+    assert "RuntimeError: this is the bug" in failed.err
+    assert "stopped    by" not in failed.out
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def test_of_a_hang_the_rank_is_blamed_that_waits_for_nobody() -> None:
     told = verdict(ranks, 1001, 1003, TIMEOUTS)
     assert told is not None
     assert told.line == f"rank 2 of 4 on node2 hangs at {WORKS.location}; no rank began a batch for 1000 s"
+    assert told.details.splitlines() == [f"ranks 0, 1, 3 at {WAITS.location}", f"rank 2 at {WORKS.location}"]
 
 
 ENTERED, LATE = {"0": 7, "3": 2}, {"0": 6, "3": 2}

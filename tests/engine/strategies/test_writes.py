@@ -99,6 +99,18 @@ def test_so_is_what_a_callback_writes(strategy: str, fits: Fits) -> None:
     assert largest_difference(run, alone) <= 1e-5
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_1"])
+@pytest.mark.parametrize(
+    "hook", ["on_train_epoch_start", "on_train_batch_start", "on_train_epoch_end", "on_validation_end"]
+)
+def test_so_is_what_a_callback_writes_in_any_hook(hook: str, strategy: str, fits: Fits) -> None:
+    shrinking = {"callbacks": (partial(writing.Shrinks, hook),), "arguments": "gradient_clip_val=null"}
+    (alone,), run = fits(fit("PlainModel", **shrinking)), fits(fit("PlainModel", strategy, **shrinking), 2)[0]
+    assert distance(alone.end, alone.start) > 0.01
+    assert distance(run.end, alone.end) <= 1e-5
+    assert largest_difference(run, alone) <= 1e-5
+
+
 @pytest.mark.parametrize("strategy", [*WAYS, "ddp static_graph=true", "fsdp sharding_strategy=SHARD_GRAD_OP"])
 def test_weights_set_from_the_first_batch_are_those_of_one_process_in_the_same_micro_batches(
     strategy: str, fits: Fits

@@ -93,6 +93,18 @@ class Follows(pl.Callback):
         follow_by_data(module.teacher, module.net)
 
 
+class Shrinks(pl.Callback):
+    """Shrinks the weights in one hook."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._shrink)
+
+    @torch.no_grad()
+    def _shrink(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        for parameter in module.parameters():
+            parameter.mul_(0.8)
+
+
 class InBuffers(PlainModel):
     """Averages weights in buffers, as latent diffusion's LitEma, and pulls them to the averages now and then."""
 

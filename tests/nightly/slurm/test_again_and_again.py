@@ -56,6 +56,20 @@ def test_jobs_that_meet_their_time_limit_go_on(slurm_cluster: Cluster, checkout:
         assert losses == pytest.approx({step: expected[step] for step in range(STEPS // 2)}, abs=1e-5)
 
 
+def test_a_notice_that_another_rank_hears_before_it_trains_requeues_the_job(
+    slurm_cluster: Cluster, checkout: Path, uninterrupted: Finished
+) -> None:
+    asks = ("callbacks.asks._target_=tests.engine.failures.pace.Asks", "callbacks.asks.when=on_fit_start")
+    notice = (*asks, "callbacks.asks.rank=1", "callbacks.asks.by=SIGUSR1", "strategy=ddp")
+    job = submit(slurm_cluster, SLURM / "multinode.sh", *RUN, *notice, cwd=checkout, nodes=1, ntasks=2)
+    assert job.wait() == "COMPLETED", job.output()
+    assert job.output().count("requeued   job") == 1
+    assert job.details()["Restarts"] == "1"
+    assert "failed with exit code" not in job.output()
+    losses = run_of(checkout, job).column("train/loss")
+    assert losses == pytest.approx(uninterrupted.column("train/loss"), abs=1e-5)
+
+
 def test_where_failures_can_not_be_written_down_all_starts_are_counted(slurm_cluster: Cluster, tmp_path: Path) -> None:
     with_site(tmp_path, 'max_failures=1\nsrun() { mkdir -p "$failures" && return 3; }\n')
     job = submit(slurm_cluster, SLURM / "single.sh", cwd=tmp_path, gpus_per_node=0)

@@ -1,0 +1,71 @@
+"""A process that has to end does, whoever reads what it prints, and asks once that its job be started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from lightswitch.errors import ExitCode, Stopped
+from lightswitch.process import Process, Signals, ended_by
+
+LEAVES = """
+import sys, threading, time
+from lightswitch.process import Process
+print("a line that nobody reads")
+threading.Thread(target=Process().leave_now, args=(7,)).start()
+time.sleep(60)
+"""
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+def test_a_process_leaves_at_once_though_its_output_has_no_reader() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    left = subprocess.run([sys.executable, "-c", LEAVES], stdout=write, env=_environment(), timeout=50)
+    os.close(write)
+    assert left.returncode == 7
+
+
+def test_a_process_leaves_at_once_though_the_reader_of_its_output_has_stopped() -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    while True:  # fill the pipe
+        try:
+            os.write(write, b"x" * 4096)
+        except BlockingIOError:
+            break
+    os.set_blocking(write, True)
+    left = subprocess.run([sys.executable, "-c", LEAVES], stdout=write, env=_environment(), timeout=50)
+    os.close(read)
+    os.close(write)
+    assert left.returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [(3, "ended with exit code 3"), (-9, "was killed by SIGKILL"), (-40, "was killed by signal 40")],
+)
+def test_how_a_process_ended_is_told_for_every_signal(code: int, told: str) -> None:
+    assert ended_by(code) == told
+
+
+def test_rank_0_asks_once_that_its_job_be_started_again_and_all_exit_with_its_code() -> None:
+    asked = []
+
+    def requeue(stopped: Stopped, is_asking: bool) -> Stopped:
+        asked.append(is_asking)
+        stopped.exit_code = ExitCode.REQUEUE
+        return stopped
+
+    signals = Signals(Process(), requeue)
+    signals.is_first = True
+    codes = [signals.end_by(Stopped(signal.SIGUSR1)).exit_code for _ in range(2)]
+    assert asked == [True, False]
+    assert codes == [ExitCode.REQUEUE, ExitCode.REQUEUE]
