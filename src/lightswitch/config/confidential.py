@@ -20,9 +20,19 @@ from lightswitch.cluster.sealed import Values
 
 Path = tuple[str | int, ...]  # keys from the config's root to a value
 
-_LIKE_A_SECRET = re.compile(
-    r"key|token(?!i[sz]er)|secret|passw|pwd|credential|auth|jwt|cookie|private|bearer", re.IGNORECASE
+# Names of secrets, after `_spelled`. Substrings where no other word contains them; else whole words: `max_tokens`,
+# `author` and `sort_key` are no secrets.
+_SECRET = re.compile(
+    r"passw|passphrase|pwd|secret|credential|"
+    r"(access|account|admin|aes|api|app|auth|client|crypt|deploy|encryption|gpg|hmac|license|master|private|rsa|service|"
+    r"session|shared|signing|ssh|ssl|storage|subscription|tls)_?keys?(?![a-z])"
 )
+_SECRET_TEXT = re.compile(r"token(?![a-z])|(access|api)_?tokens|auth(?!or(?!i[sz]))|bearer|cookie|jwt|private")
+_KEY = re.compile(r"(?<![a-z])keys?(?![a-z])")  # of a service, or of a dict
+_LIKE_A_KEY = re.compile(r"""['"]?(?=\S*\d)[\w+/=.-]{16,}['"]?""")  # the value of a service's key
+_LOGIN = re.compile(r"://[^/\s]*@")  # in a URL
+_SWITCH = re.compile(r"true|false|null|none", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?[\d_.]+(e[-+]?\d+)?", re.IGNORECASE)
 _FROM_ENVIRONMENT = re.compile(r"""['"]?\$\{oc\.env:[^{}]*\}['"]?""")
 _REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # reference to another config value
 _LEAST_DIGITS = 4  # characters of a number that is replaced under any key
@@ -98,15 +108,14 @@ def redacted(cfg: DictConfig) -> DictConfig:
 
 
 def public(cfg: DictConfig) -> dict[str, Any]:
-    """Return `redacted` ``cfg`` as plain containers, with *** for strings whose keys look like those of secrets."""
+    """Return `redacted` ``cfg`` as plain containers, with *** for values that look like secrets."""
 
     def masked(node: Any, key: str) -> Any:
         if isinstance(node, dict):
             return {name: masked(child, str(name)) for name, child in node.items()}
         if isinstance(node, list):
             return [masked(child, key) for child in node]
-        is_secret = isinstance(node, str) and _LIKE_A_SECRET.search(key) and not _FROM_ENVIRONMENT.fullmatch(node)
-        return "***" if is_secret else node
+        return "***" if _is_secret(key, repr(node)) else node
 
     plain: dict[str, Any] = masked(OmegaConf.to_container(redacted(cfg), resolve=False), "")
     return plain
@@ -118,32 +127,55 @@ def values(cfg: DictConfig, without: tuple[str, ...] = ()) -> Values:
     Args:
         without: prefixes of keys to leave out.
     """
-    flat = {key: text for key, text in _flat(OmegaConf.to_container(cfg, resolve=True)) if not key.startswith(without)}
+    flat = {key: leaf for key, leaf in _flat(OmegaConf.to_container(cfg, resolve=True)) if not key.startswith(without)}
     outside = [".".join(map(str, path)) for path in from_environment(cfg)]
-    hidden = {key for key in flat if _LIKE_A_SECRET.search(key.rpartition(".")[2])}
+    hidden = {key for key, leaf in flat.items() if _is_secret(key.rpartition(".")[2], repr(leaf))}
     hidden |= {
         key for key in flat for other in outside if f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.")
     }
-    return Values(flat, frozenset(hidden))
+    return Values({key: str(leaf) for key, leaf in flat.items()}, frozenset(hidden))
 
 
 def without_secret(override: str) -> str:
-    """Return an override with *** for a secret: a value with a key that looks like a secret's, or a URL with a user.
-
-    An interpolation from the environment is unchanged.
-    """
+    """Return an override with *** for a value that looks like a secret, or contains one under a key of its own."""
     key, equals, value = override.partition("=")
-    names = [key.rpartition(".")[2], *re.findall(r"(\w+)['\"]?\s*:", value)]
-    is_secret = any(map(_LIKE_A_SECRET.search, names)) or re.search(r"://[^/\s]*@", value)
-    return f"{key}=***" if equals and is_secret and not _FROM_ENVIRONMENT.fullmatch(value) else override
+    inner = re.findall(r"([\w-]+)['\"]?\s*:\s*([^,{}\[\]]*)", value)  # of a dict, such as {api_key: abc}
+    is_secret = any(_is_secret(name, text.strip()) for name, text in [(key.rpartition(".")[2], value), *inner])
+    return f"{key}=***" if equals and is_secret else override
 
 
-def _flat(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def _is_secret(name: str, value: str) -> bool:
+    """Return whether a value looks like a secret: by its name, as a URL with a user, or as a long key.
+
+    A switch, null, and an interpolation from the environment are none. Under a name like `token` or `auth`, a number is
+    none either: it is a setting, as in `eos_token=2`. Under a name like `password` it is one.
+
+    Args:
+        name: last part of the key.
+        value: as it is written in an override, or as its repr; a string's repr has quotes, so that it is no number.
+    """
+    if _SWITCH.fullmatch(value) or _FROM_ENVIRONMENT.fullmatch(value):
+        return False
+    name = _spelled(name)
+    return bool(
+        _SECRET.search(name)
+        or (_SECRET_TEXT.search(name) and not _NUMBER.fullmatch(value))
+        or (_KEY.search(name) and _LIKE_A_KEY.fullmatch(value))
+        or _LOGIN.search(value)
+    )
+
+
+def _spelled(name: str) -> str:
+    """Return a name in lower case, with its words separated by underscores: api_key for apiKey and API-KEY."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.replace("-", "_")).lower()
+
+
+def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(node, dict) and node:
         for name, child in node.items():
             yield from _flat(child, f"{path}.{name}")
     else:
-        yield path.removeprefix("."), str(node)
+        yield path.removeprefix("."), node
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import socket
@@ -143,14 +144,21 @@ class Listener:
     """Socket that answers each connection's first byte with the same byte, until the process ends.
 
     Args:
-        main_address: address of rank 0; the socket listens on the interface that routes there.
+        main_address: address of rank 0; the socket listens on the interface that routes there. On the node of rank 0,
+            its name may mean the loopback interface (127.0.1.1 in Debian's /etc/hosts): the socket then listens on all
+            interfaces, and its host is the name, by which the other nodes have reached this one.
+
+    Attributes:
+        address: host and port to connect to.
     """
 
     def __init__(self, main_address: str) -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
             there.connect((main_address, 1))  # sends nothing
-            self._socket = socket.create_server((there.getsockname()[0], 0))
-        self.address: tuple[str, int] = self._socket.getsockname()
+            own = there.getsockname()[0]
+        is_by_name = ipaddress.ip_address(own).is_loopback and _is_name(main_address)
+        self._socket = socket.create_server(("" if is_by_name else own, 0))
+        self.address: tuple[str, int] = (main_address if is_by_name else own, self._socket.getsockname()[1])
         threading.Thread(target=self._answer, daemon=True).start()
 
     def _answer(self) -> None:
@@ -159,6 +167,15 @@ class Listener:
             with peer, contextlib.suppress(OSError):
                 peer.settimeout(_QUESTION_SECONDS)
                 peer.sendall(peer.recv(1))
+
+
+def _is_name(address: str) -> bool:
+    """Return whether an address is a name that other nodes may resolve to another address than this one does."""
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return address != "localhost"
+    return False
 
 
 def reach(others: Mapping[str, tuple[str, int]]) -> dict[str, str]:

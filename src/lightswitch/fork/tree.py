@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from lightswitch.fork import bare as bare_fork
 from lightswitch.fork import engine, repository
 from lightswitch.fork.repository import File
 
@@ -25,11 +24,6 @@ lint: $(INSTALLED) $(SCHEMAS) ## look for mistakes in the code; make lint STRICT
 	$(PYTHON) -m ruff check $(if $(STRICT),,--select E9,F63,F7,F82) .
 	$(if $(STRICT),$(PYTHON) -m ruff format --check .)
 	$(if $(STRICT),$(PYTHON) -m mypy)
-"""
-_BARE = """\
-bare: $(INSTALLED) ## remove the examples that the project was made with; your files stay
-	@$(PYTHON) -m lightswitch.fork.bare
-
 """
 _UPDATE_ENGINE = """\
 update-engine: $(INSTALLED) ## update the engine, and run the tests: make update-engine FROM=../lightswitch
@@ -60,25 +54,11 @@ def of_fork(root: Path, name: str, bare: bool, pin: str | None) -> dict[str, Fil
     removed = examples if bare else []
     fork = Fork(name, pin, removed, sorted(files), defaults)
     files = {renamed_path(path, name): _edited(path, file, fork) for path, file in sorted(files.items())}
-    files |= {} if bare else _listing(root, fork, examples, files)
     engine_files = {} if pin else _engine(root)
     pages = documents(root, name, {*files, *engine_files})
     if not pin:
         engine_files |= _manifest(root, engine_files, pages)
     return {**files, **engine_files, **{f"{DOCUMENTS}/{path}": File(content) for path, content in pages.items()}}
-
-
-def _listing(root: Path, fork: Fork, examples: list[str], files: dict[str, File]) -> dict[str, File]:
-    """Return the manifest by which `make bare` recognises the examples."""
-    named = [renamed_path(path, fork.name) for path in examples]
-    of_bare = [path for path in repository.tracked(root) if path.startswith("template/bare/")]
-    replaced = {}
-    for path, file in _read(root, of_bare).items():
-        path = path.removeprefix("template/bare/")
-        if (place := renamed_path(path, fork.name)) in files:
-            replaced[place] = (files[place].content, _edited(path, file, fork).content)
-    content = bare_fork.manifest({path: files[path].content for path in named}, replaced)
-    return {bare_fork.MANIFEST: File(content)}
 
 
 def _listed(path: Path) -> list[str]:
@@ -268,14 +248,13 @@ def _makefile(text: str, fork: Fork) -> str:
     gone = [part for part in paragraphs if re.search(rf"^\t.*({_NOT_OF_A_FORK})", part, re.MULTILINE)]
     text = "\n\n".join(part for part in paragraphs if part not in gone)
     targets = {target for part in gone for target in re.findall(r"^([\w-]+):", part, re.MULTILINE)}
-    added = ["update-engine", *([] if fork.is_bare else ["bare"])]
     text = re.sub(
         r"^\.PHONY: .*$",
-        lambda line: " ".join(word for word in [*line[0].split(" "), *added] if word not in targets),
+        lambda line: " ".join(word for word in [*line[0].split(" "), "update-engine"] if word not in targets),
         text,
         flags=re.MULTILINE,
     )
-    text = _replaced(text, r"^clean:", f"{'' if fork.is_bare else _BARE}{_UPDATE_ENGINE}clean:")
+    text = _replaced(text, r"^clean:", f"{_UPDATE_ENGINE}clean:")
     text = _replaced(text, r"^WORKERS \?= \d+$", "WORKERS ?= 2")
     text = _replaced(text, r"^lint: .*\n(\t.*\n)+", _LINT)
     text = _replaced(text, r"^types: .*\n(\t.*\n)+\n", "")

@@ -47,6 +47,8 @@ def main() -> None:
 
 def _update(given: str, fork: Path) -> None:
     folder, pyproject = fork / engine.FOLDER, fork / "pyproject.toml"
+    for replaced in (folder, fork / tree.DOCUMENTS):
+        _restore(replaced)  # after an update that was killed
     if (folder / engine.MANIFEST).is_file():
         with tempfile.TemporaryDirectory() as space:
             _replace_folder(folder, found_engine(given, Path(space)), fork)
@@ -90,19 +92,32 @@ def _pages(new: Source, known: Mapping[str, str] | None, fork: Path) -> dict[str
 
 
 def _exchange(folder: Path, files: Mapping[str, File]) -> None:
-    """Replace a folder: write the files beside it, then rename, so that a full disk or a kill loses nothing."""
-    space = folder.parent / f".{folder.name}_update"
-    if space.exists():  # of an update that was killed
-        remove_tree(space)
-    make_tree(space)
+    """Replace a folder: write the files beside it, then rename both.
+
+    A full disk changes nothing. A kill between the two renames leaves no folder, and its old files in `old` beside the
+    new ones; `_restore` puts them back in the next update. If the folder is the engine that this command is a part of,
+    they must be put back by hand: docs/fork.md says how.
+    """
+    space = make_tree(_beside_it(folder))
     try:
         write(space / "new", files)
         folder.rename(space / "old")
         (space / "new").rename(folder)
     finally:
-        if not folder.exists():
-            (space / "old").rename(folder)
+        _restore(folder)
+
+
+def _restore(folder: Path) -> None:
+    """Put the old files of a folder back if new ones have not taken their place, and remove what an update left."""
+    space = _beside_it(folder)
+    if not folder.exists() and (space / "old").exists():
+        (space / "old").rename(folder)
+    if space.exists():
         remove_tree(space)
+
+
+def _beside_it(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}_update"
 
 
 def _refuse_changed(folder: Path, fork: Path) -> None:

@@ -33,8 +33,9 @@ class MetricsFile(Logger):
     """Logger that writes `metrics.csv` in `directory`, which is complete on disk after each call.
 
     Columns: `step` (Lightning's index of the last optimizer step, from 0), `samples` (consumed so far), `epoch`, then
-    the metrics in order of first appearance. All calls for one step share a row. A row without a value of `samples`,
-    such as that of a test, takes the value of the previous row.
+    the metrics in order of first appearance. All calls for one step share a row, and the steps of the rows increase. A
+    row without a value of `samples`, such as that of a test, takes the value of the previous row when it is appended;
+    it has none if it is put before others.
 
     If the file exists, training first drops the rows that it will write again: those after its first logged step. It
     updates that step's row instead of dropping it, since the row may hold the metrics of a validation. Evaluation alone
@@ -110,17 +111,18 @@ class Table:
 
     @property
     def last_step(self) -> int:
-        """Step of the last row; 0 in an empty table."""
+        """Step of the last row, the largest; 0 in an empty table."""
         return int(self._last.get("step", 0))
 
     def put(self, step: int, values: Mapping[str, str]) -> None:
-        """Merge values, as text by column, into the row of a step, or append a row."""
+        """Merge values, as text by column, into the row of a step, or add the row where its step belongs."""
         if _size(self._path) != self._size:
             self._load()  # another process, such as a spawned worker, has written since
         if self._own.get("step") != str(step):
             self._own = {"step": str(step)}
         self._own.update(values)
-        if step < self.last_step and self._amend(step, values):
+        if step < self.last_step:
+            self._put_earlier(step, values)
             return
         if self._last.get("step") != str(step):
             self._append(step)
@@ -140,21 +142,21 @@ class Table:
         if int(own.get("step", -1)) > step:
             self.put(int(own["step"]), own)
 
-    def _amend(self, step: int, values: Mapping[str, str]) -> bool:
-        """Update an earlier row, as for the evaluation of an older checkpoint; return False if the row is missing."""
+    def _put_earlier(self, step: int, values: Mapping[str, str]) -> None:
+        """Merge values into a row before the last one, as for the evaluation of an older checkpoint, or insert it."""
         rows = self._rows()
-        for row in rows:
-            if row["step"] == str(step):
-                # the row has its epoch and samples already: an evaluation reports those at the time that it runs
-                row.update({name: text for name, text in values.items() if name not in FIRST_COLUMNS})
-                self._add_columns(row)
-                self._replace(rows)
-                return True
-        return False
+        place = next(index for index, row in enumerate(rows) if int(row["step"]) >= step)
+        if rows[place]["step"] == str(step):
+            # the row has its epoch and samples already: an evaluation reports those at the time that it runs
+            values = {name: text for name, text in values.items() if name not in FIRST_COLUMNS}
+        else:
+            rows.insert(place, {"step": str(step)})
+        rows[place].update(values)
+        self._add_columns(rows[place])
+        self._replace(rows)
 
     def _append(self, step: int) -> None:
-        samples = self._last.get("samples", "") if step >= self.last_step else ""
-        self._last = {"step": str(step), "samples": samples}
+        self._last = {"step": str(step), "samples": self._last.get("samples", "")}
         self._last_start = self._end
 
     def _widen(self) -> None:

@@ -47,6 +47,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         _raise(planned.checked_problems(plain, run.placement, files_of_group(run.hydra, "strategy")))
     _raise(environment.unfit_packages())
     _raise(devices.other_counts(plain["trainer"], run.placement), devices.absent_processes(plain, run.placement))
+    _raise(devices.separate(plain, run.placement))
     _raise(
         targets.problems(plain, plain.keys() - typed_nodes, _choices(run.hydra)),
         _batch(plain),

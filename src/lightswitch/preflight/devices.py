@@ -191,6 +191,7 @@ _EVENED = {
     "torchrun": "give every torchrun the same --nproc-per-node",
     "env": "export the same LOCAL_WORLD_SIZE on every node",
 }
+_MPI_SIZES = {"mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}  # of Open MPI; of MPICH, Intel MPI and Cray
 _DETECT = "lightswitch.cluster.environments.detect"
 
 
@@ -244,13 +245,36 @@ def unstarted(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
     The process would wait for the others until `meet_timeout_seconds` have passed.
     """
     nodes = cfg["trainer"]["num_nodes"]
-    named = str((cfg.get("cluster") or {}).get("_target_", _DETECT)) != _DETECT
-    if nodes > 1 and not (place.is_external or named or "MASTER_ADDR" in os.environ):
+    if nodes > 1 and not (place.is_external or _is_named(cfg) or "MASTER_ADDR" in os.environ):
         yield (
             f"trainer.num_nodes={nodes}: no launcher has started the processes of {_counted(nodes, 'node')}; start it "
             "with srun or torchrun, and leave trainer.num_nodes out, or start it on each node by the same command with "
             "run_id=NAME cluster=manual cluster.node_rank=N cluster.main_address=FIRST_NODE"
         )
+
+
+def separate(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
+    """Yield a problem if MPI started several processes, of which each would be a whole run of its own.
+
+    One process that MPI started is fine, and so are processes that srun, torchrun, exported variables or a cluster's
+    config join into one run: srun sets the variables of MPI, too.
+    """
+    if place.is_external or _is_named(cfg):
+        return
+    counts = {starter: os.environ.get(size, "1") for starter, size in _MPI_SIZES.items()}
+    if found := next((starter for starter in counts if counts[starter] != "1"), None):
+        size, count = _MPI_SIZES[found], counts[found]
+        yield (
+            f"{size}={count}: {found} started {count} processes, and each would be a run of its own; type python "
+            "train.py trainer.devices=N, which starts a machine's processes itself, or start them with torchrun or "
+            "srun, or export RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT for each; if no MPI started this process, "
+            f"type unset {size}"
+        )
+
+
+def _is_named(cfg: dict[str, Any]) -> bool:
+    """Return whether the config names a cluster other than the default, which looks for a launcher."""
+    return str((cfg.get("cluster") or {}).get("_target_", _DETECT)) != _DETECT
 
 
 def unfit_for_changes() -> Iterator[str]:

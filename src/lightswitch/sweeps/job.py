@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -47,7 +48,7 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement) -> float | None
     hydra = HydraConfig.get()
     folder, cwd = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd)
     directory = str(folder.relative_to(cwd)) if folder.is_relative_to(cwd) else str(folder)
-    job = Record(hydra.job.num, typed_overrides(hydra), directory, start=_start())
+    job = Record(hydra.job.num, typed_overrides(hydra), directory, start=start_id(placement))
     earlier = record.read(folder)
     if record.is_damaged(folder):
         print(f"{directory}/job.json can't be read; the job is treated as unfinished", flush=True)
@@ -77,9 +78,14 @@ def _are_of_one_job(one: str, other: str) -> bool:
     return one.partition(".")[0] == other.partition(".")[0] != ""
 
 
-def _start() -> str:
-    """Return an id of the current start of a cluster job, equal in all its tasks and different in every other start."""
-    return ".".join(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))
+def start_id(placement: Placement, environ: Mapping[str, str] = os.environ) -> str:
+    """Return an id of the current start of a job, equal in all its tasks and different in every other start.
+
+    The text before the first period is the cluster job's id; it is empty outside of Slurm. A job without other tasks
+    has no variable that differs between two starts in one allocation, so its id ends in random digits.
+    """
+    job, restarts, step = (environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID"))
+    return f"{job}.{restarts}.{step}" if placement.is_external else f"{job}.{secrets.token_hex(4)}"
 
 
 def _run(

@@ -35,7 +35,7 @@ class Record:
         state: running, finished, failed or stopped.
         objective: value of the metric by which jobs are compared; None until it is known.
         error: first line of its failure.
-        start: identifies the start of the cluster job; all tasks of one start write the same record.
+        start: identifies the start of the job; all tasks of one start write the same record.
     """
 
     number: int

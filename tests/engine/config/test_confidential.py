@@ -190,6 +190,54 @@ def test_loggers_get_a_config_without_what_reads_like_a_secret() -> None:
     assert confidential.public(OmegaConf.create(written)) == told
 
 
+SECRETS = (
+    *("HF_TOKEN=hf_x", "hftoken=x", "hfToken=x", "access_token=x", "api_tokens=[x,y]", "token=null0", "token='12'"),
+    *(
+        "WANDB_API_KEY=x",
+        "apiKey=x",
+        "api-key=1",
+        "apikeys=[x]",
+        "aws_secret_access_key=x",
+        "secret_key=7",
+        "ssh_key=x",
+    ),
+    *("private_key=x", "encryption_key=x", "openai_key=sk-4bd1c09a2f7e66d0", "key=AKIAIOSFODNN7EXAMPLE", "jwt=x"),
+    *("password=x", "password=12345678", "DB_PASSWD=x", "PGPASSWORD=x", "pwd=x", "passphrase=x", "credentials=x"),
+    *("client_secret=x", "auth=x", "http_auth=x", "oauth2=x", "authorization=x", "bearer=x", "cookie=x"),
+    *("dsn=postgres://u:p@host/x", "url=https://key@sentry.io/1", "options={a: {apiKey: x}, b: 1}", 'o={"token":x}'),
+)
+SETTINGS = (
+    *(
+        "tokens_per_sample=1024",
+        "max_tokens=4096",
+        "tokens=train.txt",
+        "tokenizer=bpe",
+        "eos_token=2",
+        "eos_token_id=2",
+    ),
+    *("key_dim=64", "num_kv_heads=8", "keys=[a,b]", "sort_key=len", "label_key=label", "monkey=x", "keyboard=x"),
+    *("author=x", "authority=x", "use_auth=1", "use_auth=true", "token=null", "password=null", "private=False"),
+    *("token=${oc.env:HF_TOKEN}", "url=https://host/x@y", "options={max_tokens: 5, sort_key: len}"),
+)
+
+
+@pytest.mark.parametrize("override", SECRETS)
+def test_what_reads_like_a_secret_is_no_part_of_a_command(override: str) -> None:
+    assert confidential.without_secret(f"+data.{override}") == f"+data.{override.partition('=')[0]}=***"
+
+
+@pytest.mark.parametrize("override", SETTINGS)
+def test_settings_are_shown(override: str) -> None:
+    assert confidential.without_secret(f"+data.{override}") == f"+data.{override}"
+
+
+def test_numbers_that_differ_between_ranks_are_shown_and_texts_of_secrets_are_not() -> None:
+    cfg = OmegaConf.create(
+        {"max_tokens": 8, "eos_token": 2, "token": "12", "password": 34, "auth": None, "sort_key": "x"}
+    )
+    assert confidential.values(cfg).hidden == {"token", "password"}
+
+
 def test_what_is_no_text_is_known_as_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PIN": "4711", "AUTH": "{user: me, pin: 12}", "SMALL": "7", "FLAG": "true"}.items():
         monkeypatch.setenv(name, value)

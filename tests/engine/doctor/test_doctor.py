@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 
+import pytest
+
+from lightswitch.doctor.examination import Listener, reach
 from tests.engine.conftest import CHECKOUT
 
 DOCTOR = ("-m", "lightswitch.doctor", "--timeout", "300")
@@ -20,3 +23,13 @@ def test_alone_it_tells_what_the_machine_has() -> None:
     assert asked.returncode == 0, asked.stdout + asked.stderr
     assert "CPU cores" in asked.stdout
     assert asked.stdout.endswith("no problem was found\n")
+
+
+@pytest.mark.parametrize(("main_address", "is_reached"), [("127.1", True), ("localhost", False), ("127.0.0.1", False)])
+def test_rank_0_is_reached_by_its_name_also_where_its_own_hosts_file_names_the_loopback(
+    main_address: str, is_reached: bool
+) -> None:
+    """127.1 is resolved like a host's name, to the loopback; 127.0.0.2 is another address of this machine."""
+    host, port = Listener(main_address).address
+    assert host == (main_address if is_reached else "127.0.0.1")
+    assert (reach({"other": ("127.0.0.2", port)})["other"] == "") == is_reached

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from lightswitch.errors import Refused
-from lightswitch.fork import bare
 from tests.engine.conftest import CHECKOUT, Train
 from tests.engine.fork.forks import fork, git, made, run
 from tests.night import at_night
@@ -86,39 +84,6 @@ def test_make_fork_prints_what_its_page_shows(clone: Path, tmp_path: Path) -> No
     links = [(page, link) for page in documents for link in re.findall(r"\]\(([^()#\s:]+)[)#]", page.read_text())]
     assert len(links) > 250
     assert [(page, link) for page, link in links if not (page.parent / link).exists()] == []
-
-
-def test_make_bare_removes_what_the_template_brought_and_nothing_of_theirs(clone: Path, tmp_path: Path) -> None:
-    folder = made(clone, tmp_path / "birdsong")
-    with pytest.raises(Refused, match="has the defaults model: gpt, data: python_source, which are examples; replace"):
-        bare.remove(folder)
-    defaults = (folder / "conf/config.yaml").read_text()
-    defaults = defaults.replace("- model: gpt", "- model: mine").replace("- data: python_source", "- data: digits")
-    (folder / "conf/config.yaml").write_text(defaults)
-    with pytest.raises(Refused, match="has the defaults data: digits, which are examples"):
-        bare.remove(folder)
-    (folder / "conf/config.yaml").write_text(defaults.replace("- data: digits", "- data: mine"))
-    mine = {
-        "conf/model/mine.yaml": "_target_: birdsong.models.mine.Mine\n",
-        "conf/data/mine.yaml": "_target_: birdsong.models.mine.Mine\n",
-        "conf/experiment/mine.yaml": "# @package _global_\ndefaults:\n  - override /model: vit\n",
-        "src/birdsong/models/mine.py": "from birdsong.data import text\nfrom .transformer import Transformer\n",
-        "conf/model/gpt2.yaml": (folder / "conf/model/gpt2.yaml").read_text() + "# changed\n",
-    }
-    for path, content in mine.items():
-        (folder / path).write_text(content)
-    told = bare.remove(folder)
-    assert all((folder / path).read_text() == content for path, content in mine.items())
-    stays = dict(line.removeprefix("stays").strip().split(": ") for line in told if line.startswith("stays"))
-    assert stays["conf/model/gpt2.yaml"] == "it was changed here"
-    assert stays["conf/model/vit.yaml"] == "conf/experiment/mine.yaml needs it"
-    assert stays["src/birdsong/data/text.py"] == "src/birdsong/models/mine.py needs it"
-    assert {"src/birdsong/models/transformer.py", "src/birdsong/models/vit.py", "conf/model/gpt.yaml"} <= stays.keys()
-    deleted = {line[3:] for line in git(folder, "status", "--porcelain").splitlines() if line.startswith(" D")}
-    assert {"conf/experiment/gpt_search.yaml", "src/birdsong/data/pack.py", "conf/data/digits.yaml"} <= deleted
-    assert not deleted & stays.keys()
-    assert not (folder / "tests/birdsong/examples").exists()
-    assert "  plans: {}" in (folder / "conf/strategy/fsdp_tp.yaml").read_text()
 
 
 def test_the_engine_is_the_folder_as_it_was_with_a_manifest(clone: Path, tmp_path: Path) -> None:

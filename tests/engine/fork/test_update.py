@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lightswitch.regular_files import make_tree
 from tests.engine.fork.forks import git, made, run
 
 
@@ -137,6 +138,14 @@ def test_a_wheel_that_would_write_elsewhere_is_refused(name: str, unchanged: Pat
     assert f"would write {name}, outside of the engine; use a wheel that pip built" in told
     assert git(unchanged, "status", "--porcelain") == ""
     assert not (tmp_path / "mine.py").exists()
+
+
+def test_what_a_killed_update_has_moved_is_put_back(birdsong: Path, newer: Path) -> None:
+    for folder in (birdsong / "src/lightswitch", birdsong / "docs/lightswitch"):
+        folder.rename(make_tree(folder.parent / ".lightswitch_update") / "old")
+    bash = f"PYTHONPATH={newer}/src exec {sys.executable} -m lightswitch.fork.update nowhere"
+    assert "nowhere is not a folder, a wheel or a git address" in run(["bash", "-c", bash], birdsong, code=2)
+    assert git(birdsong, "status", "--porcelain", "--ignored") == ""
 
 
 def test_an_update_that_the_disk_does_not_take_leaves_the_old_engine_whole(birdsong: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_row_without_samples_takes_the_previous_ones(tmp_path: Path) -> None:
     logger.log_metrics({"samples": 64}, step=9)
     logger.log_metrics({"test/loss": 1.0}, step=10)
     logger.log_metrics({"test/loss": 2.0}, step=4)  # an older checkpoint's: how many is not known
-    assert column(tmp_path, "samples") == ["64", "64", ""]
+    assert column(tmp_path, "samples") == ["", "64", "64"]
 
 
 def test_an_older_checkpoints_evaluation_joins_the_row_of_its_step(tmp_path: Path) -> None:
@@ -72,6 +72,20 @@ def test_an_older_checkpoints_evaluation_joins_the_row_of_its_step(tmp_path: Pat
     assert column(tmp_path, "step") == ["4", "9", "10"]
     assert column(tmp_path, "test/loss") == ["3.0", "", "2.0"]
     assert column(tmp_path, "epoch") == ["1", "2", "3"]
+
+
+def test_what_is_logged_for_an_earlier_step_is_a_row_before_the_later_ones(tmp_path: Path) -> None:
+    logger = MetricsFile(tmp_path)
+    logger.log_metrics({"samples": 9600, "train/loss": 2.0}, step=149)
+    logger.log_metrics({"fid": 33.0}, step=1)  # as by step=self.current_epoch
+    logger.log_metrics({"fid": 30.0}, step=2)
+    logger.log_metrics({"val/loss": 1.5}, step=149)
+    logger.log_metrics({"test/loss": 1.4})
+    assert column(tmp_path, "step") == ["1", "2", "149"]
+    assert rows(tmp_path)[2] == {
+        **{"step": "149", "samples": "9600", "train/loss": "2.0"},
+        **{"fid": "", "val/loss": "1.5", "test/loss": "1.4"},
+    }
 
 
 def test_a_resumed_run_leaves_the_file_of_one_uninterrupted_run(tmp_path: Path) -> None:
@@ -101,7 +115,7 @@ def test_a_finished_run_that_is_started_again_or_evaluated_keeps_its_rows(tmp_pa
     run = trainer(tmp_path, logger=MetricsFile(tmp_path))
     run.validate(Regression(), loader(16), verbose=False)
     run.test(Regression(), loader(16), verbose=False)
-    assert [{name: row[name] for name in before[0]} for row in rows(tmp_path)[:4]] == before
+    assert [{name: row[name] for name in before[0]} for row in rows(tmp_path) if row["train/loss"]] == before
 
 
 def test_half_a_line_of_a_killed_process_is_overwritten(tmp_path: Path) -> None:
@@ -132,9 +146,9 @@ def test_a_logger_that_has_written_can_be_sent_to_a_spawned_process(tmp_path: Pa
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
     fit_and_test(tmp_path, strategy="ddp_fork", devices=2)
-    assert column(tmp_path, "step")[:4] == ["4", "9", "14", "19"]
+    assert [row["step"] for row in rows(tmp_path) if row["train/loss"]] == ["4", "9", "14", "19"]
     assert len([value for value in column(tmp_path, "test/loss") if value]) == 1
-    assert column(tmp_path, "samples")[3] == str(20 * BATCH)
+    assert column(tmp_path, "samples")[-1] == str(20 * BATCH)
 
 
 class Scheduled(Regression):

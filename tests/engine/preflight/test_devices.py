@@ -136,6 +136,25 @@ def test_gpus_that_deepspeed_would_not_take_are_refused(named: Any) -> None:
     assert _told("DeepSpeed", "cuda", [0, 1]) == _told("DDP", "cuda", named) == []
 
 
+@pytest.mark.parametrize(
+    ("size", "place", "cluster", "is_refused"),
+    [
+        ("OMPI_COMM_WORLD_SIZE=2", ALONE, "lightswitch.cluster.environments.detect", True),
+        ("PMI_SIZE=2", ALONE, "lightswitch.cluster.environments.detect", True),
+        ("PMI_SIZE=1", ALONE, "lightswitch.cluster.environments.detect", False),
+        ("OMPI_COMM_WORLD_SIZE=2", ALONE, "lightswitch.cluster.environments.by_hand", False),
+        ("PMI_SIZE=2", Placement("slurm", 1, 2), "lightswitch.cluster.environments.detect", False),
+    ],
+    ids=["mpirun", "mpiexec", "of one process", "cluster=manual", "srun --mpi=pmi2"],
+)
+def test_processes_of_mpi_that_would_be_runs_of_their_own_are_refused(
+    size: str, place: Placement, cluster: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(*size.split("="))
+    lines = list(devices.separate({"cluster": {"_target_": cluster}}, place))
+    assert [line.startswith(f"{size}: mpi") for line in lines] == [True] * is_refused
+
+
 def test_apples_gpus_have_no_double_precision() -> None:
     cfg = {"trainer": {"precision": "64-true"}, "mode": "fit", "model": {}, "optimizer": {}}
     (told,) = trainer.precision_problems(cfg, "mps")

@@ -63,6 +63,7 @@ REFUSED = {
     "GROUP_RANK=x": f"GROUP_RANK: found 'x', {FROM_0}",
     "SLURM_PROCID=1": "SLURM_PROCID=1: srun started no other process of this run; type unset SLURM_PROCID",
     "SLURM_PROCID=x": f"SLURM_PROCID: found 'x', {FROM_0}",
+    "OMPI_COMM_WORLD_SIZE=2": "OMPI_COMM_WORLD_SIZE=2: mpirun started 2 processes, and each would be a run of its own",
     "JSM_NAMESPACE_RANK=1": "JSM_NAMESPACE_RANK=1: jsrun started no other process of this run; type unset JSM_",
     "SLURM_STEP_NUM_TASKS=4": "SLURM_STEP_NUM_TASKS=4: there is no SLURM_STEP_NUM_NODES, SLURM_PROCID, SLURM_LOCALID, "
     "SLURM_NODEID, SLURM_NTASKS; start it with srun python train.py, or type unset SLURM_STEP_NUM_TASKS",

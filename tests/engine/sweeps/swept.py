@@ -12,9 +12,14 @@ from lightswitch.runs import finished
 
 @entry(config_path="conf", config_name="config")
 def main(cfg: DictConfig, run: RunContext) -> None:
+    is_first = not (run.run_dir / "starts").exists()
     with (run.run_dir / "starts").open("a") as starts:
         starts.write(f"{run.hydra.mode.name}\n")
-    if cfg.name == "broken" or (cfg.name == "half" and run.placement.rank == 1):
+    if (
+        cfg.name == "broken"
+        or (cfg.name == "broken_once" and is_first)
+        or (cfg.name == "half" and run.placement.rank == 1)
+    ):
         raise RuntimeError("it is broken\nfor a reason")
     if cfg.name == "waiting":
         (run.run_dir / "waits").touch()

@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightswitch.sweeps import record
+from lightswitch.cluster.placement import Placement
+from lightswitch.sweeps import job, record
 from tests.engine.conftest import CHECKOUT, PLAIN
 from tests.engine.launch.witness import WITNESS, witnesses
 
@@ -162,6 +163,20 @@ def test_a_task_that_failed_is_not_overwritten_by_another_of_the_same_start(tmp_
         record.write(written, tmp_path)
         states.append(record.read(tmp_path).state)
     assert states == [record.FAILED, record.FAILED, record.RUNNING]
+
+
+@pytest.mark.parametrize("allocation", [{}, {"SLURM_JOB_ID": "17"}], ids=["no_slurm", "one_allocation"])
+def test_a_job_that_failed_and_then_succeeds_has_finished(sweep: Sweep, allocation: dict[str, str]) -> None:
+    first, second = (sweep(*SWEPT, "name=broken_once", **allocation) for _ in range(2))
+    assert [(done.returncode, rows(done.stdout)[0][-2]) for done in (first, second)] == [(1, "failed"), (0, "finished")]
+
+
+def test_tasks_of_one_start_have_one_id_and_another_step_of_their_allocation_has_another() -> None:
+    first, second, step = (
+        job.start_id(Placement("slurm", 1, 2, rank), {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": step})
+        for rank, step in ((0, "0"), (1, "0"), (0, "1"))
+    )
+    assert first == second != step
 
 
 def test_an_interrupt_ends_the_sweep_and_leaves_no_process(swept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
