@@ -74,7 +74,7 @@ def _choice(cfg: DictConfig, run: RunContext) -> Choice:
     device, world = estimates.device_of(cfg), estimates.world_of(cfg)
     usable = device.usable_bytes(world.devices_per_node)
     parameters = estimates.parameter_bytes(cfg)
-    among = candidates.simplest(run.hydra, world.nodes, world.devices_per_node)
+    among = candidates.simplest(run.hydra, world.nodes, world.devices_per_node, device)
     if cfg.mode not in ("fit", "dry_run"):
         return _evaluating(
             parameters, usable, among, f"parameters are {report.share(parameters, usable)} on {device.name}"
@@ -256,8 +256,7 @@ def out_of_memory(cfg: DictConfig, run: RunContext, batch: BatchPlan, trainer: T
     states, usable = _states_of(trainer), device.usable_bytes(world.devices_per_node)
     message = f"parameters, gradients and optimizer state are {report.amount(states)} in total, and a device has "
     message += report.amount(usable)
-    among = candidates.simplest(run.hydra, world.nodes, world.devices_per_node)
-    others = [one for one in among if not (one.offloads and device.kind == "cpu")]
+    others = candidates.simplest(run.hydra, world.nodes, world.devices_per_node, device)
     words = candidates.next_words(states, usable, batch, _run_under(cfg, run, world), others, world)
     if not words:
         return f"next: {message}; use more devices, or larger ones: mode=plan says how many"

@@ -46,7 +46,7 @@ def test_what_is_small_is_not_simulated_and_what_fits_nowhere_is_refused(train: 
     refused = train(*RUN, "plan.memory_gib=0.0005", check=False)
     assert refused.returncode == 2
     (line,) = refused.err.strip().splitlines()
-    assert line.startswith("error: strategy=auto: no strategy fits; the smallest is fsdp_offload, recomputing, micro batch 8: ")
+    assert line.startswith("error: strategy=auto: no strategy fits; the smallest is fsdp, recomputing, micro batch 8: ")
     assert "; use devices of " in line
 
 
