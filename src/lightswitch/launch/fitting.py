@@ -23,7 +23,7 @@ from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import GIB, Device
 from lightswitch.planning.estimate import Estimate
 from lightswitch.planning.fakes import World, has_collectives
-from lightswitch.strategies.ddp import auto
+from lightswitch.strategies.ddp import DDP, Single, auto
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def _choice(cfg: DictConfig, run: RunContext) -> Choice:
     device, world = estimates.device_of(cfg), estimates.world_of(cfg)
     usable = device.usable_bytes(world.devices_per_node)
     parameters = estimates.parameter_bytes(cfg)
-    among = candidates.simplest(run.hydra, world.nodes, world.devices_per_node)
+    among = candidates.simplest(run.hydra, world.nodes, world.devices_per_node, device)
     if cfg.mode not in ("fit", "dry_run"):
         return _evaluating(
             parameters, usable, among, f"parameters are {report.share(parameters, usable)} on {device.name}"
@@ -184,7 +184,7 @@ def largest_micro_batch(cfg: DictConfig, run: RunContext) -> BatchPlan:
     """
     try:
         request = estimates.requested(cfg, prepares_data=not run.placement.is_external)
-        candidate = _run_under(cfg, run)
+        candidate = _run_under(cfg, run, request.world)
         found = estimates.confirmed(request, estimates.fitted(request, candidate), [candidate])
     except Unplanned as unplanned:
         raise Refused(f"micro_batch_size=auto: the memory of a step is unknown: {unplanned}; {_TYPE}") from unplanned
@@ -213,8 +213,9 @@ def check_fewest(worlds: range, cfg: DictConfig, run: RunContext) -> None:
     Raises:
         Refused: they don't fit; the text names the lowest sufficient number of nodes.
     """
-    device, devices = estimates.device_of(cfg), estimates.world_of(cfg).devices_per_node
-    usable, candidate = device.usable_bytes(devices), _run_under(cfg, run)
+    device, world = estimates.device_of(cfg), estimates.world_of(cfg)
+    devices, candidate = world.devices_per_node, _run_under(cfg, run, world)
+    usable = device.usable_bytes(devices)
     try:
         if _STATES_BY_ADAM * estimates.parameter_bytes(cfg) < _SMALL_SHARE * usable:
             return
@@ -236,13 +237,17 @@ def check_fewest(worlds: range, cfg: DictConfig, run: RunContext) -> None:
         )
 
 
-def _run_under(cfg: DictConfig, run: RunContext) -> Candidate:
+def _run_under(cfg: DictConfig, run: RunContext, world: World) -> Candidate:
     """Return the run's strategy; single or ddp while strategy=auto has chosen no other."""
-    world, node = estimates.world_of(cfg), _strategy_node(cfg)
-    if node is not None:
+    node: Any = OmegaConf.to_container(cfg.trainer, resolve=True).get("strategy")  # type: ignore[union-attr]  # a node
+    if isinstance(node, dict) and node.get("_target_") != _path(auto):
         return candidates.chosen(run.hydra.runtime.choices.get("strategy"), node)
-    name = "single" if world.size == 1 else "ddp"
-    return next(one for one in candidates.every(run.hydra, world.nodes) if one.name == name)
+    name, cls = ("single", Single) if world.size == 1 else ("ddp", DDP)
+    return candidates.chosen(name, {"_target_": _path(cls)})
+
+
+def _path(known: Any) -> str:
+    return f"{known.__module__}.{known.__qualname__}"
 
 
 def out_of_memory(cfg: DictConfig, run: RunContext, batch: BatchPlan, trainer: Trainer) -> str:
@@ -251,9 +256,8 @@ def out_of_memory(cfg: DictConfig, run: RunContext, batch: BatchPlan, trainer: T
     states, usable = _states_of(trainer), device.usable_bytes(world.devices_per_node)
     message = f"parameters, gradients and optimizer state are {report.amount(states)} in total, and a device has "
     message += report.amount(usable)
-    among = candidates.simplest(run.hydra, world.nodes, world.devices_per_node)
-    others = [one for one in among if not (one.offloads and device.kind == "cpu")]
-    words = candidates.next_words(states, usable, batch, _strategy_of(cfg, run, world), others, world)
+    others = candidates.simplest(run.hydra, world.nodes, world.devices_per_node, device)
+    words = candidates.next_words(states, usable, batch, _run_under(cfg, run, world), others, world)
     if not words:
         return f"next: {message}; use more devices, or larger ones: mode=plan says how many"
     return f"next: {message}; try {commands.instead(cfg, run.placement, list(words))}"
@@ -273,18 +277,3 @@ def _states_of(trainer: Trainer) -> float:
     made = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
     moments = sum(isinstance(value, torch.Tensor) and value.ndim > 0 for value in made[0].values()) if made else 0
     return bytes * (2 + (moments or _MOMENTS))
-
-
-def _strategy_of(cfg: DictConfig, run: RunContext, world: World) -> Candidate:
-    """Return the strategy of a run that has started; single or ddp if strategy=auto has chosen no other."""
-    if (node := _strategy_node(cfg)) is not None:
-        return candidates.chosen(run.hydra.runtime.choices.get("strategy"), node)
-    cls = "lightswitch.strategies.ddp.Single" if world.size == 1 else "lightswitch.strategies.ddp.DDP"
-    return Candidate((), {"_target_": cls})
-
-
-def _strategy_node(cfg: DictConfig) -> dict[str, Any] | None:
-    """Return the config of the strategy; None while that is `auto`."""
-    node: Any = OmegaConf.to_container(cfg.trainer, resolve=True).get("strategy")  # type: ignore[union-attr]  # a node
-    is_chosen = isinstance(node, dict) and node.get("_target_") != f"{auto.__module__}.{auto.__qualname__}"
-    return node if is_chosen else None

@@ -143,7 +143,7 @@ def _node(cfg: DictConfig, name: str) -> Any:
 def _is_of_user(error: BaseException) -> bool:
     """Return whether the constructor that Hydra called when the error was raised is user code."""
     called = error.__traceback__ and error.__traceback__.tb_next
-    return called is not None and called.tb_frame.f_globals["__name__"].partition(".")[0] not in _LIBRARIES
+    return called is not None and called.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
 
 
 def refused_optimizers(cfg: DictConfig) -> list[Refused]:

@@ -62,10 +62,14 @@ class Candidate:
 
     @property
     def on_host(self) -> tuple[Kind, ...]:
-        """Kinds of states that are offloaded to the host's memory."""
+        """Kinds of memory that are offloaded to the host."""
         if self.node.get(_OFFLOADS):
-            return STATES
-        offloaded: dict[Kind, str] = {"parameters": "offload_parameters", "optimizer": "offload_optimizer"}
+            return (*STATES, "update")
+        offloaded: dict[Kind, str] = {
+            "parameters": "offload_parameters",
+            "optimizer": "offload_optimizer",
+            "update": "offload_optimizer",
+        }
         return tuple(kind for kind, key in offloaded.items() if self.is_zero and self.node.get(key))
 
     @property
@@ -155,17 +159,17 @@ def every(hydra: HydraConf, nodes: int, with_zero: bool = False) -> list[Candida
     return [one for one in those if with_zero or not one.is_zero]
 
 
-def simplest(hydra: HydraConf, nodes: int, devices_per_node: int) -> list[Candidate]:
+def simplest(hydra: HydraConf, nodes: int, devices_per_node: int, device: Device) -> list[Candidate]:
     """Return the strategies that strategy=auto tries, in order.
 
     Strategies that keep everything on the devices come before those that offload to the host, and each of the two
-    groups is repeated with activation checkpointing.
+    groups is repeated with activation checkpointing. None offloads if the device's memory is the host's.
     """
     found = [one for one in every(hydra, nodes) if one.name in _TRIED]
     if nodes * devices_per_node == 1:
         found = [one for one in found if one.name in _TRIED_ALONE]
     on_device = [one for one in found if not one.offloads]
-    offloading = [one for one in found if one.offloads]
+    offloading = [one for one in found if one.offloads and not device.is_host]
     return [*on_device, *_recomputing(on_device), *offloading, *_recomputing(offloading)]
 
 
@@ -197,6 +201,8 @@ def _arguments(node: Mapping[str, Any]) -> set[str]:
 def what_would_fit(tried: Sequence[Estimate], sharding: Sequence[Estimate], device: Device) -> str:
     """Return advice on the smallest change that makes the run fit: a smaller micro-batch, or more or larger devices.
 
+    If every strategy offloads more than the host's memory holds, the advice is on the host instead of the devices.
+
     Args:
         tried: the estimates, none of which fits.
         sharding: those of ``tried`` that shard all states over all devices.
@@ -204,8 +210,12 @@ def what_would_fit(tried: Sequence[Estimate], sharding: Sequence[Estimate], devi
     samples = max(found.largest_micro_batch or 0 for found in tried)
     if samples:
         return f"use micro_batch_size={samples} or less"
+    enough = [one.memory.bytes for one in tried if one.memory.fits_host]
+    if not enough:
+        needed = min(one.memory.host_bytes * one.run.devices_per_node for one in tried)
+        return f"use more nodes, or nodes with {report.amount(needed)} of free memory"
     found = [count for one in sharding if (count := devices_needed(one)) is not None]
-    larger = f"devices of {report.amount(bytes_needed(min(one.memory.bytes for one in tried), device))}"
+    larger = f"devices of {report.amount(bytes_needed(min(enough), device))}"
     return f"use at least {min(found)} devices, or {larger}" if found else f"use {larger}, or shorter samples"
 
 

@@ -50,6 +50,11 @@ class Device:
     host_gb_per_second: float = 31.5
     kind: Literal["cuda", "cpu"] = "cuda"
 
+    @property
+    def is_host(self) -> bool:
+        """Whether its memory is the host's, so that offloading to the host saves nothing."""
+        return self.kind == "cpu"
+
     def with_memory(self, gib: float | None) -> Device:
         """Return the device with another memory size; unchanged if None."""
         return self if gib is None else replace(self, memory_gib=gib)

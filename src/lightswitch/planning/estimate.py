@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lightswitch.planning.collectives import Collective, Traffic, traffic
 from lightswitch.planning.device import Device
-from lightswitch.planning.timeline import Growth, Kind, Peak
+from lightswitch.planning.timeline import KINDS, Growth, Kind, Peak
 
 STATES: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")  # states that persist between steps
 _MOST_SAMPLES = 2**20  # upper limit of the search for the largest micro-batch
@@ -82,20 +82,20 @@ class Run:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a device at the peak of a step.
+    """Memory of a device at its peak in a step, and of the host at its own.
 
     Attributes:
+        peak: tensors on the device.
         runtime_bytes: memory beside tensors; see `Device.runtime_bytes`.
         usable_bytes: memory available to the process on the device.
-        host_bytes: memory that the process offloads to the host, including ``host_parameter_bytes``.
+        host_peak: tensors that the process offloads to the host.
         usable_host_bytes: memory available to the process on the host.
     """
 
     peak: Peak
     runtime_bytes: float
     usable_bytes: float
-    host_bytes: float
-    host_parameter_bytes: float
+    host_peak: Peak
     usable_host_bytes: float
 
     @property
@@ -104,9 +104,19 @@ class Memory:
         return self.peak.bytes + self.runtime_bytes
 
     @property
+    def host_bytes(self) -> float:
+        """Total bytes on the host."""
+        return self.host_peak.bytes
+
+    @property
     def fits(self) -> bool:
         """Return whether the step fits in the memory of the device and of the host."""
-        return self.bytes <= self.usable_bytes and self.host_bytes <= self.usable_host_bytes
+        return self.bytes <= self.usable_bytes and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """Return whether what is offloaded fits in the memory of the host."""
+        return self.host_bytes <= self.usable_host_bytes
 
 
 @dataclass(frozen=True)
@@ -136,7 +146,7 @@ class Estimate:
 
     Attributes:
         words: command-line overrides that select the strategy.
-        largest_micro_batch: most samples that fit on the device; None if unknown, 0 if not even one sample fits.
+        largest_micro_batch: most samples that fit on the device and the host; None if unknown, 0 if not even one fits.
         flops: floating-point operations of one device in a step.
         checkpoint_bytes: size of one checkpoint, over all ranks.
         guessed: see `Step`.
@@ -175,17 +185,18 @@ def estimate(words: tuple[str, ...], step: Step, run: Run, device: Device, on_ho
     """Return the estimate of a run under a strategy whose step was simulated.
 
     Args:
-        on_host: kinds of states that are offloaded to the host's memory.
+        on_host: kinds of memory that are offloaded to the host. On a CPU they stay where they are.
     """
     groups = len({one.ranks for one in (*step.micro_collectives, *step.last_collectives) if len(one.ranks) > 1})
-    memory = memory_at(run.micro_batch, step.growth, device, run.devices_per_node, groups, on_host)
+    use = _Use.of(step.growth, () if device.is_host else on_host, device, run.devices_per_node, groups)
+    memory = use.at(run.micro_batch)
     sent = _step_traffic(step, run)
     flops = step.micro_flops * run.micro_batch / step.samples * run.accumulation
     return Estimate(
         words,
         run,
         memory,
-        largest_micro_batch(step.growth, device, run.devices_per_node, groups, on_host),
+        use.largest_micro_batch(),
         flops,
         sent,
         step_time(flops, _moved_bytes(memory, run), sent, _host_traffic(memory, run), run, device),
@@ -195,50 +206,60 @@ def estimate(words: tuple[str, ...], step: Step, run: Run, device: Device, on_ho
     )
 
 
-def memory_at(
-    samples: int, growth: Growth, device: Device, devices_per_node: int, groups: int, on_host: Collection[Kind] = ()
-) -> Memory:
-    """Return the peak memory of a device with a micro-batch of ``samples`` samples."""
-    peak = growth.at(samples).peak()
-    host = parameters = 0.0
-    if on_host:
-        parameters = peak.by_kind.get("parameters", 0) if "parameters" in on_host else 0.0
-        host = sum(peak.by_kind.get(kind, 0) for kind in on_host)
-        kept = {kind: bytes for kind, bytes in peak.by_kind.items() if kind not in on_host}
-        peak = Peak(peak.bytes - host, kept, peak.phase, peak.where)
-    return Memory(
-        peak,
-        device.runtime_bytes(peak.bytes, groups),
-        device.usable_bytes(devices_per_node),
-        host,
-        parameters,
-        device.host_bytes(devices_per_node),
-    )
+@dataclass(frozen=True)
+class _Use:
+    """Growth of the memory that a process uses with the samples of a micro-batch.
 
-
-def largest_micro_batch(
-    growth: Growth, device: Device, devices_per_node: int, groups: int, on_host: Collection[Kind] = ()
-) -> int | None:
-    """Return the largest micro-batch that fits on a device; None if the growth of memory is unknown.
-
-    The search is a bisection, because memory grows with the number of samples.
+    Attributes:
+        here, there: the growth on the device and on the host, whose peaks are at different moments: gradients that are
+            on the host fill it until the backward pass begins, and the device is fullest after that.
+        groups: number of process groups in which the process communicates.
     """
-    if not growth.is_known:
-        return None
 
-    elsewhere = memory_at(growth.samples[0], growth, device, devices_per_node, groups, on_host).host_bytes
+    here: Growth
+    there: Growth
+    device: Device
+    devices_per_node: int
+    groups: int
 
-    def fits(samples: int) -> bool:
-        bytes = growth.peak_bytes(samples) - elsewhere
-        return bytes + device.runtime_bytes(bytes, groups) <= device.usable_bytes(devices_per_node)
+    @classmethod
+    def of(cls, growth: Growth, on_host: Collection[Kind], device: Device, devices_per_node: int, groups: int) -> _Use:
+        """Return the use of memory in a step of which some kinds of memory are on the host."""
+        here = growth.only([kind for kind in KINDS if kind not in on_host])
+        return cls(here, growth.only(on_host), device, devices_per_node, groups)
 
-    low, high = 0, 1
-    while high < _MOST_SAMPLES and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    def at(self, samples: int) -> Memory:
+        """Return the peak memory with a micro-batch of ``samples`` samples."""
+        return self._memory(self.here.at(samples).peak(), self.there.at(samples).peak())
+
+    def largest_micro_batch(self) -> int | None:
+        """Return the largest micro-batch that fits; None if the growth of memory is unknown.
+
+        The search is a bisection, because memory grows with the number of samples.
+        """
+        if not self.here.is_known:
+            return None
+        low, high = 0, 1
+        while high < _MOST_SAMPLES and self._fits(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(middle) else (low, middle)
+        return low
+
+    def _fits(self, samples: int) -> bool:
+        """Return whether `at(samples).fits`, but compute it faster: without the moments of the peaks."""
+        here, there = (Peak(growth.peak_bytes(samples), {}, "", "") for growth in (self.here, self.there))
+        return self._memory(here, there).fits
+
+    def _memory(self, here: Peak, there: Peak) -> Memory:
+        return Memory(
+            here,
+            self.device.runtime_bytes(here.bytes, self.groups),
+            self.device.usable_bytes(self.devices_per_node),
+            there,
+            self.device.host_bytes(self.devices_per_node),
+        )
 
 
 def step_time(flops: float, moved_bytes: float, sent: Traffic, host_bytes: float, run: Run, device: Device) -> StepTime:
@@ -255,7 +276,7 @@ def step_time(flops: float, moved_bytes: float, sent: Traffic, host_bytes: float
         "links in a node": (sent.within, _per_second(device.link_gb_per_second)),
         "network": (sent.between, _per_second(device.network_gb_per_second)),
     }
-    if host_bytes and device.kind != "cpu":
+    if host_bytes:
         rates["host's memory"] = (host_bytes, device.host_gb_per_second * 1e9)
     return StepTime({name: amount / rate for name, (amount, rate) in rates.items() if rate})
 
@@ -274,7 +295,7 @@ def _step_traffic(step: Step, run: Run) -> Traffic:
 
 def _host_traffic(memory: Memory, run: Run) -> float:
     """Return the bytes that a device copies from the host: its shards, for each forward and each backward pass."""
-    return 2 * run.accumulation * memory.host_parameter_bytes
+    return 2 * run.accumulation * memory.host_peak.by_kind.get("parameters", 0)
 
 
 def _moved_bytes(memory: Memory, run: Run) -> float:

@@ -291,10 +291,10 @@ def shards_gradients(strategy: Strategy) -> bool:
 def alone(strategy: Strategy) -> Strategy:
     """Return a copy of a strategy that neither moves fake tensors nor waits for other ranks."""
     has_reducer = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
-    return with_mixin(_AloneInDDP if has_reducer else _Alone, strategy)
+    return with_mixin(_DDPWithoutOtherRanks if has_reducer else _WithoutOtherRanks, strategy)
 
 
-class _Alone(Mixin, Strategy):
+class _WithoutOtherRanks(Mixin, Strategy):
     def model_to_device(self) -> None:
         """Do nothing: fake tensors are created on the right device."""
 
@@ -305,7 +305,7 @@ class _Alone(Mixin, Strategy):
         return obj
 
 
-class _AloneInDDP(_Alone, DDPStrategy):
+class _DDPWithoutOtherRanks(_WithoutOtherRanks, DDPStrategy):
     def _setup_model(self, model: nn.Module) -> FakeDDP:
         """Return a stand-in for DistributedDataParallel, whose reducer would wait for other ranks."""
         options = self._ddp_kwargs

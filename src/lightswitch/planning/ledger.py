@@ -30,6 +30,7 @@ from lightswitch.planning.timeline import Change, Kind, Timeline
 from lightswitch.planning.values import Repeats, Values, patch_value_reads
 
 Phase = Literal["setup", "forward", "backward", "optimizer"]
+_UNNAMED: Mapping[Phase, Kind] = {"forward": "activations", "optimizer": "update"}
 
 
 class Block:
@@ -49,8 +50,8 @@ class Block:
 
     @property
     def role(self) -> Kind:
-        """Kind of the storage; if unnamed, activations for storages of the forward pass, else temporary."""
-        return self.kind or ("activations" if self.phase == "forward" else "temporary")
+        """Kind of the storage; if unnamed, that of the phase in which it was allocated."""
+        return self.kind or _UNNAMED.get(self.phase, "temporary")
 
     def is_like(self, other: Block) -> bool:
         """Return whether both have the same kind, phase and module, and are both empty or both not."""

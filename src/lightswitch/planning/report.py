@@ -188,11 +188,16 @@ def guessed(one: Estimate) -> str:
 
 
 def took(one: Estimate, device: Device) -> str:
-    """Return one line with a strategy's memory use on the device, and whether values were guessed."""
+    """Return one line with a strategy's memory use on the device, and whether values were guessed.
+
+    The host's memory is mentioned if it is too small.
+    """
     memory = one.memory
-    of = share(memory.bytes, memory.usable_bytes)
+    of = f"{share(memory.bytes, memory.usable_bytes)} on {device.name}"
+    if not memory.fits_host:
+        of += f", {share(memory.host_bytes, memory.usable_host_bytes)} on the host"
     about = ", with guessed values" if one.guessed else ""
-    return f"{name(one)}, micro batch {one.run.micro_batch}: {of} on {device.name}{about}"
+    return f"{name(one)}, micro batch {one.run.micro_batch}: {of}{about}"
 
 
 def share(bytes: float, whole_bytes: float) -> str:

@@ -188,7 +188,7 @@ def _prepared(
         plugins=[FakeCluster(world), *work.options.get("plugins", ())],
         num_nodes=world.nodes,
         devices=world.devices_per_node,
-        callbacks=[tracking, FusedStep(), _Alone(work, tracking)],
+        callbacks=[tracking, FusedStep(), _StopAfterSteps(work, tracking)],
         max_epochs=1,
         accumulate_grad_batches=work.accumulation,
         limit_val_batches=0,
@@ -225,7 +225,7 @@ def _options(work: Work, model: LightningModule) -> dict[str, Any]:
     return options | {"gradient_clip_val": None} if by_itself else options
 
 
-class _Alone(Callback):
+class _StopAfterSteps(Callback):
     """Callback that stops the run after enough steps and keeps the strategy from waiting for other ranks.
 
     It stops before the end of the epoch, because a scheduler may need a metric there.

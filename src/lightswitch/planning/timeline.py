@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, get_args
 
+# "update" is what the optimizer's step computes with: it lies where the optimizer's state does
 Kind = Literal[
-    "parameters", "gradients", "optimizer", "buffers", "gathered", "communication", "activations", "temporary"
+    "parameters", "gradients", "optimizer", "update", "buffers", "gathered", "communication", "activations", "temporary"
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -77,6 +78,11 @@ class Timeline:
         shown = {kind: by_kind[kind] for kind in KINDS if by_kind[kind]}
         return Peak(held[at], shown, last.phase if last else "", last.where if last else "")
 
+    def only(self, kinds: Collection[Kind]) -> Timeline:
+        """Return the timeline of these kinds of memory alone."""
+        before = {kind: bytes for kind, bytes in self.before.items() if kind in kinds}
+        return Timeline(before, tuple(change for change in self.changes if change.kind in kinds))
+
     def accumulating(self) -> Timeline:
         """Return the step as if it accumulated its gradients onto those of an earlier micro-batch.
 
@@ -129,6 +135,11 @@ class Growth:
         )
         before = {kind: bytes + weight * (other.before.get(kind, 0) - bytes) for kind, bytes in one.before.items()}
         return Timeline(before, changes)
+
+    def only(self, kinds: Collection[Kind]) -> Growth:
+        """Return the growth of these kinds of memory alone."""
+        one, other = self.steps
+        return Growth(self.samples, (one.only(kinds), other.only(kinds)))
 
     def accumulating(self) -> Growth:
         """Return the growth of a step that accumulates gradients over micro-batches; see `Timeline.accumulating`."""

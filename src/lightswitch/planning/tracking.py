@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
@@ -118,6 +119,9 @@ class Tracking(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._fake is not None:
             self._open.enter_context(self._fake)
+        if not pl_module.automatic_optimization:  # it may run another forward pass after an optimizer's step
+            next_pass = register_optimizer_step_post_hook(lambda *_: self.ledger.enter_phase("forward"))
+            self._open.callback(next_pass.remove)
         self._open.enter_context(self._modules)
         self._open.enter_context(self.ledger)
         for mode in self._inner:

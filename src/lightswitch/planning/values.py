@@ -240,11 +240,14 @@ def _place() -> str:
     """
     frame: FrameType | None = sys._getframe(2)
     found = None
-    while frame is not None and frame.f_globals["__name__"] != _SIMULATION:
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")  # code that torch.fx generates has none
+        if module == _SIMULATION:
+            break
         if not _is_installed(frame.f_code.co_filename):
             found = frame
             break
-        if found is None and not frame.f_globals["__name__"].startswith(_PASSED):
+        if found is None and not module.startswith(_PASSED):
             found = frame
         frame = frame.f_back
     return "" if found is None else f"{shown(Path(found.f_code.co_filename))}:{found.f_lineno}"

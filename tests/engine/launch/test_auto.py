@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from omegaconf import OmegaConf
 
 from lightswitch.cluster.placement import NO_SHARED_STORE
+from lightswitch.launch import fitting
 from lightswitch.launch.fitting import by_states
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import Device
@@ -42,9 +46,7 @@ def test_what_is_small_is_not_simulated_and_what_fits_nowhere_is_refused(train: 
     refused = train(*RUN, "plan.memory_gib=0.0005", check=False)
     assert refused.returncode == 2
     (line,) = refused.err.strip().splitlines()
-    assert line.startswith(
-        "error: strategy=auto: no strategy fits; the smallest is fsdp_offload, recomputing, micro batch 8: "
-    )
+    assert line.startswith("error: strategy=auto: no strategy fits; the smallest is fsdp, recomputing, micro batch 8: ")
     assert "; use devices of " in line
 
 
@@ -83,6 +85,14 @@ def test_micro_batch_size_auto_is_the_largest_that_fits(train: Train) -> None:
     assert decision(run.out).startswith("fsdp, micro batch 2: ")
     assert "batch      16 samples a step = 2 × 2 devices × accumulation 4" in run.out
     assert "micro_batch_size: 2\n" in (run.run_dir / "config.yaml").read_text()
+
+
+def test_strategies_that_a_fork_has_removed_are_not_needed() -> None:
+    """The strategy that a run is under follows from its config, whatever files are in conf/strategy."""
+    cfg = OmegaConf.create({"trainer": {"strategy": {"_target_": "lightswitch.strategies.ddp.auto"}}})
+    run: Any = None  # whose words are not asked for
+    under = [fitting._run_under(cfg, run, world) for world in (World(1, 1), World(2, 4))]
+    assert [(one.name, one.resident_share(2, 4)) for one in under] == [("single", 1), ("ddp", 1)]
 
 
 def test_where_no_step_can_be_simulated_states_decide() -> None:

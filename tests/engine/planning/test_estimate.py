@@ -69,6 +69,36 @@ def test_what_is_offloaded_is_on_the_host() -> None:
     assert found.time.seconds["host's memory"] == pytest.approx(2 * 3 * 2 * GIB / 31.5e9)
 
 
+def test_the_device_and_the_host_have_their_own_peaks() -> None:
+    """A step's gradients fill the host until the backward pass begins; the device is fullest in that pass."""
+
+    def at(samples: int) -> Timeline:
+        changes = [("activations", 4 * samples, "forward"), ("gradients", -3, "backward"), ("gathered", 1, "backward")]
+        changes += [
+            ("activations", -4 * samples, "backward"),
+            ("gradients", 3, "backward"),
+            ("gathered", -1, "backward"),
+        ]
+        changes += [("update", 2, "optimizer"), ("update", -2, "optimizer")]
+        held = {"parameters": 2 * GIB, "gradients": 3 * GIB}
+        return Timeline(held, tuple(Change(kind, GIB * bytes, phase, "") for kind, bytes, phase in changes))
+
+    step = replace(STEP, growth=Growth((1, 2), (at(1), at(2))))
+    found = estimate((), step, replace(RUN, micro_batch=1), DEVICE, on_host=(*STATES, "update"))
+    assert (found.memory.peak.bytes, found.memory.peak.phase) == ((4 + 1) * GIB, "backward")
+    assert (found.memory.host_bytes, found.memory.host_peak.phase) == ((2 + 3 + 2) * GIB, "optimizer")
+    # 4 m + 1 (the host's 7 aside) times 1.03, and 0.78 of the runtime, are at most 9.9 while m ≤ 1.96
+    assert found.largest_micro_batch == 1
+
+
+def test_on_a_cpu_what_is_offloaded_takes_its_memory_all_the_same() -> None:
+    cpu = Device("CPU", 80, {}, kind="cpu")
+    found, offloading = (estimate((), STEP, RUN, cpu, on_host=kinds) for kinds in ((), STATES))
+    assert offloading.memory == found.memory
+    assert (offloading.memory.peak.bytes, offloading.memory.host_bytes) == (8 * GIB, 0)
+    assert offloading.largest_micro_batch == found.largest_micro_batch == 4  # 6 + m ≤ 80 / 8
+
+
 def test_the_hosts_link_is_the_devices_own() -> None:
     found = estimate((), STEP, RUN, replace(DEVICE, host_gb_per_second=63), on_host=STATES)
     assert found.time.seconds["host's memory"] == pytest.approx(2 * 3 * 2 * GIB / 63e9)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.planning import candidates
+from lightswitch.planning import candidates, report
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import GIB
-from lightswitch.planning.estimate import STATES, Estimate, Memory
+from lightswitch.planning.estimate import STATES, Estimate, Memory, estimate
 from lightswitch.planning.fakes import World
 from lightswitch.planning.timeline import Peak
-from tests.engine.planning.test_estimate import DEVICE, RUN, found
+from tests.engine.planning.test_estimate import DEVICE, RUN, STEP, found
 
 __all__ = ["found"]  # a fixture
 FSDP = "lightswitch.strategies.fsdp.FSDP"
@@ -29,7 +29,7 @@ RECOMPUTING = Candidate(("strategy=fsdp", "trainer.strategy.activation_checkpoin
 def _of(found: Estimate, usable: float) -> Estimate:
     """Of 2 devices, each keeps 6 GiB of states and 2 GiB of activations."""
     peak = Peak(8 * GIB, {"parameters": 2 * GIB, "optimizer": 4 * GIB, "activations": 2 * GIB}, "forward", "")
-    memory = Memory(peak, 0, usable * GIB, 0, 0, 0)
+    memory = Memory(peak, 0, usable * GIB, Peak(0, {}, "", ""), 0)
     return replace(found, run=replace(RUN, nodes=1, devices_per_node=2), memory=memory, largest_micro_batch=0)
 
 
@@ -45,6 +45,17 @@ def test_more_devices_share_the_states_alone(found: Estimate) -> None:
         candidates.what_would_fit([replace(large, largest_micro_batch=3)], [large], DEVICE)
         == "use micro_batch_size=3 or less"
     )
+
+
+def test_where_the_host_is_too_small_its_memory_is_named_and_not_the_devices() -> None:
+    """Each of 8 devices offloads 6 GiB."""
+    small = estimate(("strategy=fsdp_offload",), STEP, RUN, replace(DEVICE, host_gib=40), on_host=STATES)
+    assert (small.memory.fits, small.largest_micro_batch) == (False, 0)
+    assert candidates.what_would_fit([small], [], DEVICE) == "use more nodes, or nodes with 48 GiB of free memory"
+    assert report.took(small, DEVICE) == "fsdp_offload, micro batch 2: 2.84 of 9.9 GiB on X, 6 of 5 GiB on the host"
+    sharded = estimate((), STEP, RUN, DEVICE.with_memory(8))
+    advice = candidates.what_would_fit([small, replace(sharded, largest_micro_batch=0)], [], DEVICE)
+    assert advice == "use devices of 9.11 GiB, or shorter samples"  # not the 2.84 that the other one takes
 
 
 @pytest.mark.parametrize(
@@ -84,11 +95,11 @@ def test_a_state_that_zero_keeps_whole_counts_as_such() -> None:
     ("node", "expected"),
     [
         ({"_target_": "x.FSDP"}, ()),
-        ({"_target_": "x.FSDP", "cpu_offload": True}, STATES),
-        ({"_target_": "x.DeepSpeed", "stage": 2, "offload_optimizer": True}, ("optimizer",)),
+        ({"_target_": "x.FSDP", "cpu_offload": True}, (*STATES, "update")),
+        ({"_target_": "x.DeepSpeed", "stage": 2, "offload_optimizer": True}, ("optimizer", "update")),
         (
             {"_target_": "x.DeepSpeed", "stage": 3, "offload_optimizer": True, "offload_parameters": True},
-            ("parameters", "optimizer"),
+            ("parameters", "optimizer", "update"),
         ),
     ],
 )

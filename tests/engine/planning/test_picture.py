@@ -20,7 +20,7 @@ EXPONENT = re.compile(r"\de[+-]?\d|10\^|×10|mathdefault")
 
 
 def _estimate(bytes: float) -> Estimate:
-    memory = Memory(Peak(bytes, {"parameters": bytes}, "forward", ""), 0.0, 2 * bytes, 0.0, 0.0, 0.0)
+    memory = Memory(Peak(bytes, {"parameters": bytes}, "forward", ""), 0.0, 2 * bytes, Peak(0.0, {}, "", ""), 0.0)
     run = Run(8, 1, 2, 1, 2, "32-true", "highest", None, None, 1.0, 16)
     return Estimate(("strategy=ddp",), run, memory, None, 0.0, Traffic(0.0, 0.0), StepTime({}), 1, 1)
 

@@ -9,13 +9,14 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightswitch.planning.estimate import Step
 from lightswitch.planning.fakes import World
-from lightswitch.planning.simulation import simulate
+from lightswitch.planning.simulation import Work, simulate
 from lightswitch.planning.tracking import Tracking
 from lightswitch.strategies.ddp import DDP, Single
 from lightswitch.strategies.fsdp import FSDP
@@ -47,6 +48,43 @@ def test_of_a_module_that_goes_by_its_size_other_micro_batches_are_estimated() -
     found, expected = (simulate(replace(work, samples=samples), Single(), World(1, 1)).growth for samples in (4, 16))
     assert found.is_known
     assert found.peak_bytes(16) == pytest.approx(expected.at(16).peak().bytes, rel=0.1)
+
+
+class Gan(LightningModule):
+    """Two parts, each with a forward pass after the other's step; the second takes the most memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.parts = nn.ModuleList([nn.Linear(64, 8), nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for part, optimizer in zip(self.parts, self.optimizers(), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(part(batch).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adamax(part.parameters(), foreach=False) for part in self.parts]
+
+
+def _step_of_gan(samples: int) -> Step:
+    work = Work(Gan, lambda count: torch.ones(count, 64), True, samples, 1, {})
+    return simulate(work, FSDP(cpu_offload=True), World(1, 2))
+
+
+def test_a_forward_pass_after_an_optimizers_step_grows_with_the_samples() -> None:
+    found, expected = (_step_of_gan(samples).growth.at(512).peak() for samples in (64, 512))
+    assert found.bytes == expected.bytes
+    assert found.by_kind["activations"] == expected.by_kind["activations"] > 4 * 512 * 512  # of tanh, in 32 bits
+
+
+def test_what_an_optimizer_computes_with_is_where_its_state_is() -> None:
+    """Adamax makes tensors of a parameter's size: a rank's half of the largest weight, 64 × 512."""
+    changes = _step_of_gan(64).growth.at(64).changes
+    largest = max(change.bytes for change in changes if change.kind == "update")
+    assert largest == 4 * 64 * 512 / 2
+    assert {change.phase for change in changes if change.kind == "update" and change.bytes > 0} == {"optimizer"}
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,16 @@ def test_what_guesses_do_not_lead_through_is_a_line(asks: Asks, told: str) -> No
         _planned(asks)
 
 
+def test_a_place_is_found_beyond_code_that_torch_fx_generates() -> None:
+    class Selecting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x.masked_select(x > 0).sum()
+
+    traced = torch.fx.symbolic_trace(Selecting())
+    (place,) = _planned(lambda m, logits, loss, labels: traced(logits).sum()).guessed
+    assert place.partition(":")[0].endswith(Path(__file__).name)
+
+
 def test_a_simulation_leaves_the_methods_of_tensors_as_they_were() -> None:
     before = [getattr(FakeTensor, name) for name in ("numpy", "tolist", "__format__")]
     _planned(STEPS["text"][0])

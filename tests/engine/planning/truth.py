@@ -13,13 +13,15 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from lightswitch.planning.estimate import STATES
+from lightswitch.planning.timeline import KINDS
 from lightswitch.planning.tracking import Tracking
 from tests.engine.data.pictures import Pictures, pictures
 from tests.engine.data.text import Text, Windows, sentences
 
 
 class Truth(Tracking):
-    """Writes the least of the peaks of steps 2 and 3.
+    """Writes the least of the peaks of steps 2 and 3, and of what fsdp offloads and what it does not, apart.
 
     A step's own varies: gloo's threads keep what they have sent until they come to run.
     """
@@ -32,7 +34,13 @@ class Truth(Tracking):
         super().on_train_end(trainer, pl_module)
         steps = self.steps()[1:]
         least = min((step.timeline.peak() for step in steps), key=lambda peak: peak.bytes)
-        told = {**asdict(least), "flops": steps[0].flops}
+        offloaded = (*STATES, "update")
+        parts = {"host": offloaded, "device": [kind for kind in KINDS if kind not in offloaded]}
+        apart = {
+            f"{name}_bytes": min(step.timeline.only(kinds).peak().bytes for step in steps)
+            for name, kinds in parts.items()
+        }
+        told = {**asdict(least), **apart, "flops": steps[0].flops}
         (self.folder / f"peak_{trainer.global_rank}.json").write_text(json.dumps(told))
 
 

@@ -27,7 +27,8 @@ from tests.engine.tables import documents
 
 CARDS = ("rtx_4090", "a100_40gb", "h100")
 WORLDS = (World(1, 1), World(1, 8), World(8, 8))
-RUN = ("precision=bf16-mixed", "trainer.default_root_dir=.")  # the run's directory, which only a run has
+# without what needs the run's directory and its name, which only a run has
+RUN = ("precision=bf16-mixed", "trainer.default_root_dir=.", "name=guide", "~callbacks", "~logger")
 CONF = CHECKOUT / "conf"
 
 
@@ -55,16 +56,17 @@ def main() -> None:
         documents.put("strategies.md", marker, ["", *documents.markdown(head, rows), ""])
 
 
-def _by_auto(world: World) -> list[Candidate]:
-    return candidates.simplest(_folders(), world.nodes, world.devices_per_node)
+def _by_auto(request: Request) -> list[Candidate]:
+    world = request.world
+    return candidates.simplest(_folders(), world.nodes, world.devices_per_node, request.device)
 
 
-def _by_deepspeed(world: World) -> list[Candidate]:
-    every = candidates.every(_folders(), world.nodes, with_zero=True)
+def _by_deepspeed(request: Request) -> list[Candidate]:
+    every = candidates.every(_folders(), request.world.nodes, with_zero=True)
     return sorted((one for one in every if one.is_zero), key=lambda one: one.offloads)
 
 
-def _rows(model: Model, worlds: Sequence[World], tried: Callable[[World], list[Candidate]]) -> list[list[str]]:
+def _rows(model: Model, worlds: Sequence[World], tried: Callable[[Request], list[Candidate]]) -> list[list[str]]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", [*model.words, "data=text", f"data.files=['{CHECKOUT}/docs/*.md']", *RUN])
         cards = {
@@ -77,7 +79,7 @@ def _rows(model: Model, worlds: Sequence[World], tried: Callable[[World], list[C
     for world in worlds:
         simulated: dict[Any, Any] = {}
         of = {name: Request(cfg, card, world, samples, simulated=simulated) for name, card in cards.items()}
-        rows.append([model.size, str(world.size), *(_cell(one, tried(world), states) for one in of.values())])
+        rows.append([model.size, str(world.size), *(_cell(one, tried(one), states) for one in of.values())])
         print(*rows[-1], sep=" | ", flush=True)
     return rows
 
