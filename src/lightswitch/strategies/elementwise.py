@@ -11,7 +11,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import softplus
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, listed
 
 _STEPS = 5  # the first steps of some optimizers are elementwise: Prodigy's learning rate estimate acts from the third
 _OF_DEVICES = ("capturable", "fused", "foreach")  # arguments that select another implementation of the same update
@@ -53,10 +54,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Stepped:
-    """Parameters after some steps, and the floats in the optimizer's groups at that time."""
+    """Parameters after some steps, and the floats in the optimizer's groups at that time.
+
+    Attributes:
+        other_shapes: names of states that hold DTensors of other shapes than their parameter, as of several parameters
+            in a row.
+    """
 
     parameters: list[Tensor]
     numbers: list[float]
+    other_shapes: list[str] = field(default_factory=list)
 
 
 def refuse_in_pieces(optimizer: Optimizer) -> None:
@@ -92,12 +99,17 @@ def _refuse_if_otherwise(make: Make, optimizer: Optimizer, mesh: DeviceMesh) -> 
     problem = problem.changed(lambda tensor: tensor.to(mesh.device_type))
     try:
         sharded = _stepped(make, problem.changed(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])))
-        found = Stepped([_whole(parameter) for parameter in sharded.parameters], sharded.numbers)
+        found = replace(sharded, parameters=[_whole(parameter) for parameter in sharded.parameters])
     except Exception as error:
         message = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         raise Refused(f"{name} fails with sharded parameters: {message}; use strategy=ddp") from error
     if not _are_alike(_stepped(make, problem), found, problem.starts, _HALF_ROUNDING):
         raise Refused(f"{name} would train differently with sharded parameters; use strategy=ddp")
+    if sharded.other_shapes:  # a resume lays states out like the parameters of their shape
+        raise Refused(
+            f"{name} keeps shards of another shape than its parameters' ({listed(sharded.other_shapes)}), from which a "
+            "sharded run can't be resumed; use strategy=ddp"
+        )
 
 
 def _are_uneven(optimizer: Optimizer, devices: int) -> bool:
@@ -200,7 +212,13 @@ def _stepped(make: Make, problem: Problem) -> Stepped:
             closure()
             optimizer.step(*[closure] if "closure" in inspect.signature(optimizer.step).parameters else [])
     numbers = [value for group in optimizer.param_groups for value in group.values() if isinstance(value, float)]
-    return Stepped([parameter.detach() for parameter in parameters], numbers)
+    other_shapes = {
+        str(key)
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if any(isinstance(leaf, DTensor) and leaf.shape != parameter.shape for leaf in tree_leaves(value))
+    }
+    return Stepped([parameter.detach() for parameter in parameters], numbers, sorted(other_shapes))
 
 
 def _are_alike(one: Stepped, other: Stepped, starts: list[Tensor], tolerance: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -186,3 +187,17 @@ def test_an_optimizer_that_fails_for_shards_is_refused_in_a_line(fit: Fit, name:
     told = _refusal(fit, "fsdp", fits)
     assert told.startswith(f"{name} ")
     assert told.endswith("; use strategy=ddp")
+
+
+class QuasiNewtonModel(PlainModel):
+    def configure_optimizers(self) -> optim.Optimizer:
+        return optim.LBFGS(self.parameters(), max_iter=2, line_search_fn="strong_wolfe")
+
+
+def test_an_optimizer_whose_state_no_resume_could_lay_out_again_is_refused(fits: Fits) -> None:
+    told = _refusal(replace(PLAIN, module=QuasiNewtonModel, arguments="gradient_clip_val=null"), "fsdp", fits)
+    assert re.fullmatch(
+        r"LBFGS keeps shards of another shape than its parameters' \(H_diag, .*\), from which a sharded run "
+        r"can't be resumed; use strategy=ddp",
+        told,
+    )
