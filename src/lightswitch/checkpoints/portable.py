@@ -103,20 +103,30 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
             state["callbacks"] = writing.trusted_states(state["callbacks"], callbacks_of(trainer), is_of_run, is_best)
         return laid_out(state, names.parameters(module))
 
-    def start_from(self, path: Path, renamed: Mapping[str, str]) -> None:
-        """Load only the weights of a checkpoint; from safetensors, only those that fit.
+    def start_from(self, path: Path, renamed: Mapping[str, str] | None) -> None:
+        """Load only the weights of a checkpoint; from safetensors, or with new names, only those that fit.
 
         Args:
-            renamed: prefixes of names in safetensors, with the model's prefix for each.
+            renamed: prefixes of names in the checkpoint, with the model's prefix for each; None if the model's names
+                are to be the same.
         """
         module = self.lightning_module
         assert module is not None
         self._reader = Reader(path, self.checkpoint_group)
-        if of_hub := is_hub(path):
+        self._reader.advice = (
+            "use the model arguments that it was saved with, or take what fits with init_names={}; where shapes "
+            "differ, give the checkpoint's weights other names: 'init_names={head.: unused.}'"
+        )
+        if is_hub(path) or renamed is not None:
             state = self.lightning_module_state_dict()
             live = [name for name, value in state.items() if names.is_stored(value)]
-            self._reader.take(lambda found: fitted(path, found, module, live, renamed))
-        self.load_model_state_dict(self._reader.state, strict=module.strict_loading and not of_hub)
+            if is_hub(path):
+                self._reader.take(lambda found: fitted(path, found, module, live, renamed or {}))
+            else:
+                self._reader.rename(partial(_renamed, renamed=renamed or {}))
+                _check_fit(path, self._reader.names("model."), live)
+        is_strict = module.strict_loading and renamed is None and not is_hub(path)
+        self.load_model_state_dict(self._reader.state, strict=is_strict)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
@@ -230,15 +240,24 @@ def fitted(
     translate = getattr(model, "from_hf", None)
     if translate is not None and not wanted & weights.keys():
         weights = dict(translate(weights))
-    fits = {name: value for name, value in weights.items() if name in wanted}
-    if not fits:
+    _check_fit(path, weights.keys(), wanted)
+    return {name: value for name, value in weights.items() if name in wanted}
+
+
+def _check_fit(path: Path, found: Set[str], live: Iterable[str]) -> None:
+    """Log which weights fit, by their names in the model, and which do not.
+
+    Raises:
+        Refused: none of them fits.
+    """
+    wanted = set(live)
+    if not wanted & found:
         raise Refused(
             f"init_from={path}: none of its {len(found)} tensors has the name of a tensor in the model; it has "
             f"{listed(sorted(found))}, the model has {listed(sorted(wanted))}; "
             "map the prefixes of names: 'init_names={old.: new.}'"
         )
-    _report(path, wanted, weights.keys(), fits.keys())
-    return fits
+    _report(path, wanted, found, wanted & found)
 
 
 @rank_zero_only
@@ -263,12 +282,13 @@ class InitialWeights(Callback):
     Args:
         path: a checkpoint of any strategy, written by the engine or by Lightning, or weights in the format of the
             Hugging Face hub (safetensors). A run that resumes from its own checkpoint ignores it.
-        renamed: prefixes of names in the hub's weights, with the model's prefix for each.
+        renamed: prefixes of names in the file, with the model's prefix for each; None to take all weights, or of the
+            hub's those that fit.
     """
 
     def __init__(self, path: str, renamed: Mapping[str, str] | None = None) -> None:
         self.path = Path(path)
-        self.renamed = renamed or {}
+        self.renamed = renamed
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path is not None:

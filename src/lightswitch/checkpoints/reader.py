@@ -46,6 +46,7 @@ class Reader:
     Attributes:
         state: the checkpoint without the tensors.
         like: meta tensors by name, with the shapes and dtypes of the stored tensors.
+        advice: what to do if the model differs, for the error.
 
     Raises:
         UnfitCheckpoint: on every rank, if the checkpoint can't be read or is damaged.
@@ -58,6 +59,8 @@ class Reader:
         self._group = group
         self._index: Index | None = None
         self._loaded: dict[str, Tensor] = {}
+        self._saved_names: dict[str, str] = {}  # of weights that `rename` has given other names
+        self.advice = "use the model arguments that it was saved with, or start a new run with another run_id"
         problem: Exception | CheckpointException | None = None
         try:
             self.state = self._open()
@@ -83,6 +86,12 @@ class Reader:
         """Return a message if a running run has replaced the checkpoint since it was opened, else None."""
         was_removed_at_once = self._identity is None and self.path.resolve() != self._files  # the link has changed
         return directory.REPLACED if was_removed_at_once else directory.replaced(self._files, self._identity)
+
+    def rename(self, renamed: Callable[[str], str]) -> None:
+        """Give the weights other names, by a function of their names; other tensors keep theirs."""
+        self._saved_names = {f"model.{renamed(name)}": f"model.{name}" for name in self.names("model.")}
+        others = {name: like for name, like in self.like.items() if not name.startswith("model.")}
+        self.like = {**others, **{name: self.like[saved] for name, saved in self._saved_names.items()}}
 
     def take(self, translate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
         """Replace the weights of a foreign file by the result of a function of them, by name."""
@@ -110,6 +119,7 @@ class Reader:
             UnfitCheckpoint: on every rank, if a file can't be read, differs from the index, or was replaced during the
                 read.
         """
+        tensors = {self._saved_names.get(name, name): tensor for name, tensor in tensors.items()}
         if self._index is not None:
             self._load(self._index, tensors, on_read, self._group)
             return
@@ -122,11 +132,12 @@ class Reader:
 
     def read(self, name: str) -> Tensor:
         """Return one whole tensor on the CPU."""
+        saved = self._saved_names.get(name, name)
         if self._index is None:
-            return self._loaded[name]
-        whole = {name: torch.empty_like(self.like[name], device="cpu")}
+            return self._loaded[saved]
+        whole = {saved: torch.empty_like(self.like[name], device="cpu")}
         self._load(self._index, whole, None, None)
-        return whole[name]
+        return whole[saved]
 
     def _load(
         self,
@@ -188,10 +199,7 @@ class Reader:
             problems += [f"the model has no {name}" for name in sorted(saved - live.keys())]
         if problems:
             message = listed([*self._other_arguments(arguments), *problems], shown=4, separator="; ")
-            raise UnfitCheckpoint(
-                f"{self.path} was saved from a different model: {message}; "
-                "use the model arguments that it was saved with, or start a new run with another run_id"
-            )
+            raise UnfitCheckpoint(f"{self.path} was saved from a different model: {message}; {self.advice}")
 
     def _other_arguments(self, arguments: Mapping[str, Any]) -> list[str]:
         saved = self.state.get("hyper_parameters", {})

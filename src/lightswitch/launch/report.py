@@ -85,7 +85,8 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
     changed = starts.changes(starts.read(run.run_dir)) if cfg.mode == "fit" else starts.Changes([], 0)
     if changed.steps:
         metrics |= {"world_changes": len(changed.steps), "steps_trained_twice": changed.trained_twice}
-    finished.write_results(run.run_dir, metrics)
+    of_training = finished.read_results(run.run_dir) if cfg.mode != "fit" and saved.has_trained(run.run_dir) else {}
+    finished.write_results(run.run_dir, of_training | metrics)
     rows: dict[str, object] = {name: value for name, value in metrics.items() if not name.startswith("lr-")}
     rows["seconds in all"] = timedelta(seconds=time.time() - psutil.Process().create_time())
     log.info("\n%s\n", table(rows))

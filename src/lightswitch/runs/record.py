@@ -96,7 +96,10 @@ class RunRecord(Callback):
         self._loggers: list[Logger] = []
         self._cleaner = confidential.Cleaner.of(cfg)
         self._config = confidential.public(cfg) if run.is_first else {}
-        self._logs_hyperparameters = cfg.trainer.get("enable_autolog_hparams") is not False
+        # an evaluation in the directory of a training adds to its metrics, and leaves its record as it is
+        self._is_beside_training = cfg.mode != "fit" and saved.has_trained(self.run_dir)
+        is_logging = cfg.trainer.get("enable_autolog_hparams") is not False
+        self._logs_hyperparameters = is_logging and not self._is_beside_training
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": claim.for_child(self.run.process)}
@@ -172,6 +175,8 @@ class RunRecord(Callback):
         files[record] = json.dumps({**json.loads(files[record]), "starts": starts.as_json(of_run)}, indent=2) + "\n"
         for path in (*files, *(self.run_dir / name for name in _IN_PLACE), *run_log.files()):
             regular_files.check_own(path)
+        if self._is_beside_training:
+            return
         _write_all(files, set_aside)
         _link_log_of_job(self.run_dir)
         if self.mode == "fit":

@@ -38,6 +38,12 @@ def read_yaml(path: Path) -> Any:
         return None
 
 
+def has_trained(run_dir: Path) -> bool:
+    """Return whether a directory has the record of a training, which an evaluation there leaves as it is."""
+    config = read_yaml(run_dir / "config.yaml")
+    return isinstance(config, dict) and config.get("mode") == "fit"
+
+
 def checkpoint(name: str, run_dir: Path) -> Path:
     """Return the path of a checkpoint; `last` and `best` are those of the run itself, as in Lightning."""
     return run_dir / "checkpoints" / f"{name}.ckpt" if name in ("last", "best") else Path(name)

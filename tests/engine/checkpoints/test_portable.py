@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints import optimizers
+from lightswitch.checkpoints.reader import Reader
 from lightswitch.errors import Refused, UnfitCheckpoint
 from tests.engine.checkpoints.damages import flip
 from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
@@ -212,6 +213,35 @@ def test_a_run_can_start_from_the_weights_alone(saved: Path, train: Train) -> No
     begun, fresh = train(*run, f"init_from={saved}"), train(*run)
     assert list(begun.column("train/loss")) == [0, 1, 2, 3, 4, 5]
     assert begun.column("train/loss")[0] < fresh.column("train/loss")[0] - 0.1
+
+
+class OtherHead(PlainModel):
+    """The backbone of PlainModel under another name, with a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.0)
+        *body, _ = self.net
+        self.net = nn.Sequential(OrderedDict(body=nn.Sequential(*body), head=nn.Linear(16, 4)))
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_a_run_can_start_from_the_weights_that_fit_under_other_names(strategy: str, saved: Path, train: Train) -> None:
+    run = (*SHORT[:-1], f"strategy={strategy}", f"{HERE}.OtherHead", f"init_from={saved}", "trainer.max_steps=1")
+    begun = train(*run, "init_names={net.3.: unused., net.: net.body.}", **({"ranks": 2} if strategy == "fsdp" else {}))
+    assert "init_from  2 of the model's 4 tensors are in " in begun.out
+    assert "net.head.bias, net.head.weight keep their initial values" in begun.out + begun.err
+    assert "unused.bias, unused.weight of " in begun.out + begun.err
+    own = Reader(begun.run_dir / "checkpoints/last.ckpt", None)
+    assert torch.equal(own.read("model.net.body.0.weight"), Reader(saved, None).read("model.net.0.weight"))
+
+
+def test_weights_that_do_not_fit_are_told_with_what_takes_the_others(saved: Path, train: Train) -> None:
+    run = (*SHORT, f"init_from={saved}", "trainer.max_steps=1")
+    refused = train(*run, "model.width=32", check=False)
+    assert "net.0.weight is 16×2 in the checkpoint and 32×2 in the model" in refused.err
+    assert "take what fits with init_names={}; where shapes differ, give the checkpoint's weights" in refused.err
+    nothing = train(*run, f"{HERE}.OtherHead", "init_names={}", check=False)
+    assert "none of its 4 tensors has the name of a tensor in the model" in nothing.err
 
 
 def test_a_run_started_again_goes_on_and_not_from_the_initial_weights(saved: Path, train: Train) -> None:

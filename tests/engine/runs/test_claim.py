@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing.process
 import os
 import re
@@ -78,6 +79,17 @@ def test_an_evaluation_beside_a_run_has_a_directory_of_its_own(train: Train) -> 
     held.release()
     (own,) = (path for path in first.folder.glob("runs/plainmodel/*") if path.name != "mine")
     assert "test/loss" in (own / "metrics.csv").read_text()
+
+
+def test_an_evaluation_with_the_id_of_a_run_adds_to_its_results_and_leaves_its_record(train: Train) -> None:
+    first = train(*RUN)
+    names = ("config.yaml", "run.json", ".hydra/config.yaml", ".hydra/overrides.yaml", "ended.json")
+    record = {name: (first.run_dir / name).read_text() for name in names}
+    results = json.loads((first.run_dir / "results.json").read_text())
+    train(*RUN, "mode=validate", "ckpt_path=last", "data.batch_size=5", folder=first.folder)
+    assert {name: (first.run_dir / name).read_text() for name in names} == record
+    assert json.loads((first.run_dir / "results.json").read_text()).keys() >= results.keys()
+    assert "finished   fit and test have ended at step 6" in train(*RUN, folder=first.folder).out
 
 
 def test_a_sweep_has_one_walker(start: Start, tmp_path: Path) -> None:

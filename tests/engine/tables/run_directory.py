@@ -31,7 +31,7 @@ def text() -> str:
     some = table(("file", "when, and what it is"), ((code(name), told) for name, told in FILES_OF_SOME.items()))
     assert COLUMNS.keys() >= {*FIRST_COLUMNS}
     columns = table(("column", "what it is"), ((code(name), told) for name, told in COLUMNS.items()))
-    intro = "A run's files are in `runs/<name>/<run_id>/`; an evaluation has a directory of its own."
+    intro = "A run's files are in `runs/<name>/<run_id>/`. An evaluation has its own, or adds to those of a run."
     return page(
         "The run directory",
         intro,
