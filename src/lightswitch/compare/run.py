@@ -117,7 +117,7 @@ def _is_run(path: Path) -> bool:
 def _read(run_dir: Path, label: str, job: Record | None) -> Run:
     resolved = saved.read_yaml(run_dir / "config.yaml")
     resolved = resolved if isinstance(resolved, dict) else {}
-    state, failure = _ending(run_dir, job)
+    state, failure = _ending(run_dir, job, mode=str(resolved.get("mode", "fit")))
     curves = _curves(run_dir / "metrics.csv")
     return Run(
         run_dir,
@@ -135,10 +135,11 @@ def _read(run_dir: Path, label: str, job: Record | None) -> Run:
     )
 
 
-def _ending(run_dir: Path, job: Record | None) -> tuple[str, str | None]:
+def _ending(run_dir: Path, job: Record | None, mode: str) -> tuple[str, str | None]:
     if job is not None and job.state == FAILED:
         return FAILED, job.error or "it was killed"
-    if finished.is_marked(run_dir) or (job is not None and job.state == FINISHED):
+    is_evaluated = mode != "fit" and (run_dir / finished.RESULTS).is_file()  # at the end of an evaluation
+    if finished.is_marked(run_dir) or is_evaluated or (job is not None and job.state == FINISHED):
         return FINISHED, None
     reports = sorted(run_dir.glob("crash/*/failure.txt"))
     if reports:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -66,7 +69,8 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
     """Lightning's ModelCheckpoint of the best validation.
 
     A value that is not finite, or whose checkpoint could not be written, is never the best. If no metric is found, no
-    checkpoint is saved, and a warning is logged.
+    checkpoint is saved, and a warning is logged. Of several (`save_top_k`), each has its step in its name, and the name
+    without it, such as best.ckpt, is a link to the best.
 
     Raises:
         UnwrittenCheckpoint: at the end of training, if the checkpoint of the best validation could not be written.
@@ -75,12 +79,21 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
     _has_reported = False
     _before: dict[str, Any] | None = None  # the state before the last save, until the save is known to have succeeded
     _lost: str | None = None  # the best value, if its checkpoint could not be written
-    _has_written: Callable[[], bool]  # the strategy's method
+    _has_written: Callable[[], bool]  # the strategy's methods
+    _once_saved: Callable[[Callable[[], None]], None]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        # a strategy without the method has written by now
+        # a strategy without these methods has written by now
         self._has_written = getattr(trainer.strategy, "has_written", lambda: True)
+        self._once_saved = getattr(trainer.strategy, "once_saved", lambda action: action())
+        if self.save_top_k not in (0, 1) and self.filename and "{" not in self.filename:
+            self.filename += "_{step}"  # under one name, each would replace the one before
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if trainer.is_global_zero and os.path.exists(self.best_model_path):
+            self._link_to(self.best_model_path)  # a run that goes back to an earlier step has another best
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
@@ -110,6 +123,23 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
         before["best_k_models"] = dict(before["best_k_models"])
         super()._update_best_and_save(current, trainer, monitor_candidates)
         self._before, self._lost = before, None
+        if trainer.is_global_zero:
+            self._once_saved(partial(self._link_to, self.best_model_path))
+
+    def _link_to(self, best: str) -> None:
+        """Let the constant beginning of the files' name, such as best.ckpt, be a link to the best one."""
+        name = str(self.filename or "").partition("{")[0].rstrip("_-=. ")
+        link = Path(best).with_name(f"{name}{self.FILE_EXTENSION}")
+        if not name or link.name == Path(best).name or (link.exists() and not link.is_symlink()):
+            return
+        beside = link.with_name(f"{link.name}.partial")
+        try:
+            beside.unlink(missing_ok=True)
+            beside.symlink_to(Path(best).name)
+            os.replace(beside, link)
+        except OSError as error:
+            message = f"{link.name} could not be made to point to {Path(best).name}: {error.strerror}"
+            raise UnwrittenCheckpoint(message) from error
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

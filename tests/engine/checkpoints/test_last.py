@@ -84,7 +84,22 @@ def test_the_best_few_are_kept(train: Train) -> None:
     losses = run.column("val/loss")
     two = sorted(losses, key=lambda step: losses[step])[:2]
     kept = {path.name for path in (run.run_dir / "checkpoints").glob("best*")}
-    assert kept == {f"best_step={step + 1}.ckpt" for step in two}
+    assert kept == {"best.ckpt", *(f"best_step={step + 1}.ckpt" for step in two)}
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_of_the_best_few_the_best_has_the_name_of_the_one(strategy: str, train: Train) -> None:
+    few = ("callbacks.best_checkpoint.save_top_k=4", "model.lr=1.0", f"strategy={strategy}")
+    ranks = 2 if strategy == "fsdp" else 0
+    run = train(*RUN[:-2], *few, "trainer.max_steps=20", "trainer.val_check_interval=5", ranks=ranks)
+    losses = run.column("val/loss")
+    best = min(losses, key=lambda step: losses[step])
+    assert best != max(losses), "the last is the best, whatever is linked"
+    checkpoints = run.run_dir / "checkpoints"
+    names = {f"best_step={step + 1}.ckpt" for step in losses}
+    assert {path.name for path in checkpoints.glob("best*")} == {*names, "best.ckpt"}
+    assert os.readlink(checkpoints / "best.ckpt") == f"best_step={best + 1}.ckpt"
+    assert re.search(rf"^tests      \S+/best_step={best + 1}\.ckpt$", run.out, re.MULTILINE)
 
 
 LARGE = ("model.width=20000", "trainer.max_steps=8", "callbacks.last_checkpoint.every_n_steps=2")  # 1.7 MB with Adam's
