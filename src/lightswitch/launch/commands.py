@@ -25,16 +25,19 @@ _READ_ONLY_BY_FIT = (
 
 
 def go_on(cfg: DictConfig, placement: Placement, position: Position) -> str | None:
-    """Return the command that continues a run, with the limits it has reached doubled; None if it reached none."""
+    """Return the command that continues a run, with the limits it has reached doubled; None if it reached none.
+
+    A run that ended before its steps, by `max_time`, continues without that.
+    """
     reached = {"max_steps": position.steps, "max_epochs": position.epochs}
     limits = {name: cfg.trainer.get(name) for name in reached}
-    raised = {f"trainer.{name}": 2 * reached[name] for name, limit in limits.items() if _holds(limit, reached[name])}
+    raised = [f"trainer.{name}={2 * reached[name]}" for name, limit in limits.items() if _holds(limit, reached[name])]
+    if not raised and cfg.trainer.get("max_time") is not None:
+        raised = ["trainer.max_time=null"]
     if not raised:
         return None
-    typed = _overrides(without=(*_START, "ckpt_path", *raised))
-    return shlex.join(
-        [*_program(placement), *typed, f"run_id={cfg.run_id}", *(f"{name}={raised[name]}" for name in raised)]
-    )
+    typed = _overrides(without=(*_START, "ckpt_path", *(word.partition("=")[0] for word in raised)))
+    return shlex.join([*_program(placement), *typed, f"run_id={cfg.run_id}", *raised])
 
 
 def go_on_anew(placement: Placement, checkpoint: str) -> str:

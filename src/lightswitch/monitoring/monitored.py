@@ -69,8 +69,8 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
     """Lightning's ModelCheckpoint of the best validation.
 
     A value that is not finite, or whose checkpoint could not be written, is never the best. If no metric is found, no
-    checkpoint is saved, and a warning is logged. Of several (`save_top_k`), each has its step in its name, and the name
-    without it, such as best.ckpt, is a link to the best.
+    checkpoint is saved, and a warning is logged. Of several (`save_top_k`), each has its step in its name. Whatever
+    their names, best.ckpt is the best by the first of such callbacks, or a link to it.
 
     Raises:
         UnwrittenCheckpoint: at the end of training, if the checkpoint of the best validation could not be written.
@@ -87,6 +87,7 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
         # a strategy without these methods has written by now
         self._has_written = getattr(trainer.strategy, "has_written", lambda: True)
         self._once_saved = getattr(trainer.strategy, "once_saved", lambda action: action())
+        self._is_first = next(one for one in trainer.checkpoint_callbacks if isinstance(one, BestCheckpoint)) is self
         if self.save_top_k not in (0, 1) and self.filename and "{" not in self.filename:
             self.filename += "_{step}"  # under one name, each would replace the one before
 
@@ -127,10 +128,9 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
             self._once_saved(partial(self._link_to, self.best_model_path))
 
     def _link_to(self, best: str) -> None:
-        """Let the constant beginning of the files' name, such as best.ckpt, be a link to the best one."""
-        name = str(self.filename or "").partition("{")[0].rstrip("_-=. ")
-        link = Path(best).with_name(f"{name}{self.FILE_EXTENSION}")
-        if not name or link.name == Path(best).name or (link.exists() and not link.is_symlink()):
+        """Let best.ckpt, from which runs are evaluated and exported, be a link to the best checkpoint."""
+        link = Path(best).with_name(f"best{self.FILE_EXTENSION}")
+        if not self._is_first or link == Path(best) or (link.exists() and not link.is_symlink()):
             return
         beside = link.with_name(f"{link.name}.partial")
         try:

@@ -79,12 +79,14 @@ def test_those_to_keep_stay_for_ever(train: Train) -> None:
 
 
 def test_the_best_few_are_kept(train: Train) -> None:
-    best = ("callbacks.best_checkpoint.save_top_k=2", "callbacks.best_checkpoint.filename='best_{step}'")
+    best = ("callbacks.best_checkpoint.save_top_k=2", "callbacks.best_checkpoint.filename='low_{step}'")
     run = train(*RUN[:-2], *best, "trainer.max_steps=40", "trainer.val_check_interval=5")
     losses = run.column("val/loss")
     two = sorted(losses, key=lambda step: losses[step])[:2]
-    kept = {path.name for path in (run.run_dir / "checkpoints").glob("best*")}
-    assert kept == {"best.ckpt", *(f"best_step={step + 1}.ckpt" for step in two)}
+    kept = {path.name for path in (run.run_dir / "checkpoints").iterdir()}
+    assert {name for name in kept if name.startswith("low")} == {f"low_step={step + 1}.ckpt" for step in two}
+    assert os.readlink(run.run_dir / "checkpoints/best.ckpt") == f"low_step={two[0] + 1}.ckpt"
+    assert re.search(r"^evaluate .*/checkpoints/best\.ckpt$", run.out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])

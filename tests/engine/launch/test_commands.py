@@ -19,6 +19,7 @@ from lightswitch.launch import commands
 from lightswitch.launch.hydra_entry import register_resolvers
 from tests.engine.cluster.test_placement import SRUN, TORCHRUN
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train
+from tests.engine.failures.pace import PACE_TARGET
 from tests.night import at_night
 
 OF_TRAINING = (
@@ -57,6 +58,12 @@ def test_what_a_run_says_to_type_next_can_be_pasted(
     gone_on = train(*go_on, folder=first.folder)
     assert f"resumes    {run_dir}/checkpoints/step_6.ckpt, at step 6" in gone_on.out
     assert "at step 12" in train(*go_on, folder=first.folder).out
+
+
+def test_a_run_that_its_time_has_ended_goes_on_without_it(train: Train) -> None:
+    own = (*PLAIN, "run_id=mine", "trainer.max_steps=1000", PACE_TARGET, "callbacks.pace.seconds=0.3")
+    first = train(*own, "trainer.max_time={seconds: 1}", "trainer.limit_val_batches=0")
+    assert _command(first, "go on")[-2:] == ["run_id=mine", "trainer.max_time=null"]
 
 
 def test_a_schedule_with_a_length_goes_on_in_another_run(train: Train) -> None:
