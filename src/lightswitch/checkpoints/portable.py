@@ -96,6 +96,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
             trainer.ckpt_path = self._reader.path
         else:
             self._reader = Reader(self.broadcast(path), self.checkpoint_group)
+            self._reader.advice = "use the model arguments that it was saved with"
         state = {**self._reader.state, "state_dict": {}}  # the tensors are read later, see `load_model_state_dict`
         if "callbacks" in state:
             is_best = partial(is_up_to, position=saved_position(state))

@@ -421,7 +421,7 @@ def read_foreign(path: Path) -> dict[str, Any]:
     if isinstance(state, dict) and "state_dict" not in state and "model" in state:
         state["state_dict"] = state.pop("model")
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
-        raise ValueError("it has no state_dict; use a checkpoint from the checkpoints/ folder of a run")
+        raise ValueError("it has no state_dict; use a checkpoint from the checkpoints/ folder of a run, or safetensors")
     return safe.checked_state({_VERSION: _OF_ANY, **state}, path.name)
 
 

@@ -120,6 +120,7 @@ _INSTEAD = {  # what to type for keys of lightning-hydra-template without a sing
     "callbacks.rich_progress_bar": "~callbacks.progress to hide the progress line",
     "callbacks.learning_rate_monitor": "callbacks.lr_monitor.logging_interval=step",
 }
+_ONLY_CSV = "logger=csv, which writes only metrics.csv"
 _CHOICES_INSTEAD = {  # its config files and common words; lr_finder was a config file here
     "callbacks": {
         "lr_finder": _RATES,
@@ -127,7 +128,7 @@ _CHOICES_INSTEAD = {  # its config files and common words; lr_finder was a confi
         "model_checkpoint": "callbacks=checkpoint",
         "rich_progress_bar": "callbacks=default, which shows the progress",
     },
-    "logger": {"none": "logger=csv, which writes only metrics.csv", "many_loggers": "logger=[default,wandb]"},
+    "logger": {"none": _ONLY_CSV, "false": _ONLY_CSV, "many_loggers": "logger=[default,wandb]"},
 }
 
 

@@ -394,7 +394,8 @@ def standstill(present: Sequence[RankState], idle_seconds: float) -> str | None:
 
 
 def _present(ranks: Collection[RankState]) -> list[RankState]:
-    return [rank for rank in ranks if not rank.left and rank.gone is None]
+    there = (rank for rank in ranks if not rank.left and rank.gone is None)
+    return sorted(there, key=lambda state: state.rank.number)
 
 
 def _idle_seconds(ranks: Collection[RankState], now: float) -> float:

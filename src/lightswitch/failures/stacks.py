@@ -51,7 +51,11 @@ def thread_position() -> ThreadPosition:
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     stack, waits = traceback.extract_stack(frame), is_waiting(frame)
     others = (*_LIBRARIES, _ENGINE, os.path.abspath(sys.argv[0]), "<")
-    own = [frame for frame in stack if not frame.filename.startswith(others)]
+    entered = (
+        at for at, frame in enumerate(stack) if frame.filename.startswith(_ENGINE) and frame.filename != __file__
+    )
+    within_run = stack[next(entered, 0) :]  # a script may have called the run
+    own = [frame for frame in within_run if not frame.filename.startswith(others)]
     at = (own or stack)[-1]
     within = f", in {stack[-1].name}" if waits and at is not stack[-1] else ""
     return ThreadPosition(

@@ -94,7 +94,7 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero and os.path.exists(self.best_model_path):
-            self._link_to(self.best_model_path)  # a run that goes back to an earlier step has another best
+            self._link_to(self.best_model_path, trainer)  # a run that goes back to an earlier step has another best
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
@@ -125,17 +125,18 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
         super()._update_best_and_save(current, trainer, monitor_candidates)
         self._before, self._lost = before, None
         if trainer.is_global_zero:
-            self._once_saved(partial(self._link_to, self.best_model_path))
+            self._once_saved(partial(self._link_to, self.best_model_path, trainer))
 
-    def _link_to(self, best: str) -> None:
+    def _link_to(self, best: str, trainer: Trainer) -> None:
         """Let best.ckpt, from which runs are evaluated and exported, be a link to the best checkpoint."""
-        link = Path(best).with_name(f"best{self.FILE_EXTENSION}")
+        of_run = Path(trainer.default_root_dir, "checkpoints")
+        link = (of_run if of_run.is_dir() else Path(best).parent) / f"best{self.FILE_EXTENSION}"
         if not self._is_first or link == Path(best) or (link.exists() and not link.is_symlink()):
             return
         beside = link.with_name(f"{link.name}.partial")
         try:
             beside.unlink(missing_ok=True)
-            beside.symlink_to(Path(best).name)
+            beside.symlink_to(os.path.relpath(best, link.parent))
             os.replace(beside, link)
         except OSError as error:
             message = f"{link.name} could not be made to point to {Path(best).name}: {error.strerror}"

@@ -248,7 +248,9 @@ def _targets(nodes: dict[str, Any] | None) -> list[str]:
 def _run_directory(run_dir: Path) -> Iterator[str]:
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if not os.access(existing, os.W_OK):
-        yield f"the run directory {run_dir} can't be written: no permission in {existing}"
+        is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+        why = f"the file system of {existing} is read-only" if is_read_only else f"no permission in {existing}"
+        yield f"the run directory {run_dir} can't be written: {why}"
     elif (free_bytes := shutil.disk_usage(existing).free) < _LOG_BYTES:
         yield f"the run directory {run_dir} can't be written: the disk is full, {free_bytes / 1e3:.0f} KB are free"
 
