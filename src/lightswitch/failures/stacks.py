@@ -14,11 +14,13 @@ import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
 _ENGINE = str(Path(__file__).parents[1])
-_LIBRARIES = tuple({sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib")})
+_PYTHON = sysconfig.get_paths()["stdlib"]
+_INSTALLED = {"site-packages", "dist-packages"}  # of this environment, or of the system's, which it may include
 _WAITING = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/", "/torch/cuda/")  # for other ranks
 _WAIT = {  # C functions that copy to the host, or whose output size depends on values (torch.cuda.set_sync_debug_mode)
     *("item", "tolist", "cpu", "numpy", "to", "copy_", "synchronize", "wait", "bool", "int", "float"),
@@ -50,17 +52,23 @@ def thread_position() -> ThreadPosition:
     """Return the main thread's position. Can be called in any thread."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     stack, waits = traceback.extract_stack(frame), is_waiting(frame)
-    others = (*_LIBRARIES, _ENGINE, os.path.abspath(sys.argv[0]), "<")
     entered = (
         at for at, frame in enumerate(stack) if frame.filename.startswith(_ENGINE) and frame.filename != __file__
     )
     within_run = stack[next(entered, 0) :]  # a script may have called the run
-    own = [frame for frame in within_run if not frame.filename.startswith(others)]
+    own = [frame for frame in within_run if not is_of_others(frame.filename)]
     at = (own or stack)[-1]
     within = f", in {stack[-1].name}" if waits and at is not stack[-1] else ""
     return ThreadPosition(
         f"{at.filename}:{at.lineno} in {at.name}: {at.line}{within}", waits, oom_kills(), collectives_entered()
     )
+
+
+@lru_cache
+def is_of_others(file: str) -> bool:
+    """Return whether a file of code is the engine's, the script's, an installed package's or Python's."""
+    is_installed = not _INSTALLED.isdisjoint(Path(file).parts)
+    return is_installed or file.startswith((_PYTHON, _ENGINE, os.path.abspath(sys.argv[0]), "<"))
 
 
 def is_waiting(frame: FrameType) -> bool:

@@ -7,9 +7,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
-from sysconfig import get_path
 from types import FrameType
 from typing import Any
 
@@ -22,15 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightswitch import patches
 from lightswitch.errors import NeedsValues, shown
+from lightswitch.failures.stacks import is_of_others
 
 _FLOATS, _INTEGERS, _BOOLS = (0.5, 0.0, -8.0, 8.0), (1, 0, 2, 3), (True, False, True, False)  # the first is the guess
 _MOST_ELEMENTS = 2**20  # largest tensor whose true values are computed
 _PATIENCE, _MOST_ASKED = 100, 1000  # reads by one source line in one module and micro-batch
 _INDEX, _SELECT = torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default
 _PACK = torch.ops.aten._pack_padded_sequence.default
-_ENGINE, _SIMULATION = str(Path(__file__).parents[1]), "lightswitch.planning.simulation"
+_SIMULATION = "lightswitch.planning.simulation"
 _PASSED = ("torch.", "lightswitch.")
-_INSTALLED = tuple(str(Path(get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class Values:
@@ -244,18 +243,13 @@ def _place() -> str:
         module = frame.f_globals.get("__name__", "")  # code that torch.fx generates has none
         if module == _SIMULATION:
             break
-        if not _is_installed(frame.f_code.co_filename):
+        if not is_of_others(frame.f_code.co_filename):
             found = frame
             break
         if found is None and not module.startswith(_PASSED):
             found = frame
         frame = frame.f_back
     return "" if found is None else f"{shown(Path(found.f_code.co_filename))}:{found.f_lineno}"
-
-
-@lru_cache
-def _is_installed(file: str) -> bool:
-    return file.startswith(("<", _ENGINE)) or str(Path(file).resolve()).startswith(_INSTALLED)
 
 
 _NAMESPACES = ("aten", "fsdp")  # their operators have no effects beyond their schema

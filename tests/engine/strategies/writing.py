@@ -105,6 +105,11 @@ class Shrinks(pl.Callback):
             parameter.mul_(0.8)
 
 
+class Idle(pl.Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
 class InBuffers(PlainModel):
     """Averages weights in buffers, as latent diffusion's LitEma, and pulls them to the averages now and then."""
 
