@@ -50,7 +50,8 @@ def test_a_micro_batch_that_fits_is_found(train: Train) -> None:
 def test_precisions_stand_beside_one_another(train: Train) -> None:
     """Weights of 16 bits are half as large, and come last: what they compute is another run."""
     asked = "plan.precisions=[bf16-true,32-true,bf16-mixed,16-mixed,16-true]"
-    run = train("mode=plan", *MODEL, "plan.device=h100", "trainer.devices=2", "strategy=fsdp", asked)
+    wide = (*MODEL, "model.width=1024")  # so that precisions differ by more than a tenth of a millisecond
+    run = train("mode=plan", *wide, "plan.device=h100", "trainer.devices=2", "strategy=fsdp", asked)
     plan = json.loads((run.run_dir / "plan.json").read_text())
     rows = {one["precision"]: one for one in plan["strategies"] if len(one["words"]) == 2}
     assert list(rows)[-1] == "bf16-true"
@@ -62,7 +63,7 @@ def test_precisions_stand_beside_one_another(train: Train) -> None:
     (command,) = (line for line in run.out.splitlines() if line.startswith("start"))
     words = plan["strategies"][0]["words"]
     assert "precision=bf16-mixed" in words
-    assert shlex.split(command)[3:] == [*MODEL, "trainer.devices=2", *words]
+    assert shlex.split(command)[3:] == [*wide, "trainer.devices=2", *words]
 
 
 def _only(run: object) -> dict[str, object]:
