@@ -118,16 +118,17 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
             "use the model arguments that it was saved with, or take what fits with init_names={}; where shapes "
             "differ, give the checkpoint's weights other names: 'init_names={head.: unused.}'"
         )
-        if is_hub(path) or renamed is not None:
-            state = self.lightning_module_state_dict()
+        of_hub = is_hub(path)
+        is_whole = renamed is None and not of_hub
+        if not is_whole:
+            state, prefixes = self.lightning_module_state_dict(), renamed or {}
             live = [name for name, value in state.items() if names.is_stored(value)]
-            if is_hub(path):
-                self._reader.take(lambda found: fitted(path, found, module, live, renamed or {}))
+            if of_hub:
+                self._reader.take(lambda found: fitted(path, found, module, live, prefixes))
             else:
-                self._reader.rename(partial(_renamed, renamed=renamed or {}))
+                self._reader.rename(partial(_renamed, renamed=prefixes))
                 _check_fit(path, self._reader.names("model."), live)
-        is_strict = module.strict_loading and renamed is None and not is_hub(path)
-        self.load_model_state_dict(self._reader.state, strict=is_strict)
+        self.load_model_state_dict(self._reader.state, strict=module.strict_loading and is_whole)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module

@@ -127,6 +127,7 @@ class Entry:
             self.process.failure_file = job.failure_file(run.run_dir, found)
         try:
             self.main(cfg, run)
+            run.process.raise_disk_error()  # of a rank other than 0, which does not report the end
             _flush_stdout()
             leave_watchdog(run.process)
         except Stopped as stopped:
