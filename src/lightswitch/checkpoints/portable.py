@@ -95,8 +95,8 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
             self._reader = first_whole(candidates, self.checkpoint_group)
             trainer.ckpt_path = self._reader.path
         else:
-            self._reader = Reader(self.broadcast(path), self.checkpoint_group)
-            self._reader.advice = "use the model arguments that it was saved with"
+            advice = "use the model arguments that it was saved with"
+            self._reader = Reader(self.broadcast(path), self.checkpoint_group, advice)
         state = {**self._reader.state, "state_dict": {}}  # the tensors are read later, see `load_model_state_dict`
         if "callbacks" in state:
             is_best = partial(is_up_to, position=saved_position(state))
@@ -113,11 +113,11 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         """
         module = self.lightning_module
         assert module is not None
-        self._reader = Reader(path, self.checkpoint_group)
-        self._reader.advice = (
+        advice = (
             "use the model arguments that it was saved with, or take what fits with init_names={}; where shapes "
             "differ, give the checkpoint's weights other names: 'init_names={head.: unused.}'"
         )
+        self._reader = Reader(path, self.checkpoint_group, advice)
         of_hub = is_hub(path)
         is_whole = renamed is None and not of_hub
         if not is_whole:

@@ -31,6 +31,7 @@ from lightswitch.errors import UnfitCheckpoint, listed, shown
 OnRead = Callable[[int], None]  # takes the number of bytes that were just read
 T = TypeVar("T")
 _ROUND_BYTES = 64 * 2**20  # read by a rank before it sends shared chunks to others; a larger chunk is read alone
+_OF_A_RESUME = "use the model arguments that it was saved with, or start a new run with another run_id"
 _CPU = torch.device("cpu")
 _ALIGNED_BYTES = 16  # of the widest dtype
 
@@ -42,25 +43,25 @@ class Reader:
         path: a directory that `directory.write` has written, a `.ckpt` file of Lightning or weights in safetensors. Of
             the latter two, only the weights are available as tensors.
         group: the process group of the ranks that read together; None for a single process.
+        advice: what to do if the model differs, for the error.
 
     Attributes:
         state: the checkpoint without the tensors.
         like: meta tensors by name, with the shapes and dtypes of the stored tensors.
-        advice: what to do if the model differs, for the error.
 
     Raises:
         UnfitCheckpoint: on every rank, if the checkpoint can't be read or is damaged.
     """
 
-    def __init__(self, path: Path, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, path: Path, group: dist.ProcessGroup | None, advice: str = _OF_A_RESUME) -> None:
         self.path = path
+        self.advice = advice
         self._files = path.resolve()  # a link such as last.ckpt may change during the read
         self._identity = directory.identity(self._files)
         self._group = group
         self._index: Index | None = None
         self._loaded: dict[str, Tensor] = {}
         self._saved_names: dict[str, str] = {}  # of weights that `rename` has given other names
-        self.advice = "use the model arguments that it was saved with, or start a new run with another run_id"
         problem: Exception | CheckpointException | None = None
         try:
             self.state = self._open()

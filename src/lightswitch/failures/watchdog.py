@@ -1,7 +1,7 @@
 """The watchdog over the ranks of a run: if one fails, hangs or is lost, all end soon, with a message that names it.
 
 A thread in each rank communicates with the hub in rank 0 (hub.py) over a separate socket: the process group's store
-and collectives may block forever when a rank fails. The rules are pure functions in hub.py.
+and collectives may block forever when a rank fails. The rules are pure functions in verdict.py.
 """
 
 from __future__ import annotations
@@ -31,18 +31,9 @@ from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, Stopped
 from lightswitch.failures import classify, crash_report
 from lightswitch.failures.classify import Rank, node_name, shortened
 from lightswitch.failures.crash_report import CrashReport
-from lightswitch.failures.hub import (
-    ANSWER_SECONDS,
-    LONGEST_LINE_BYTES,
-    WITHOUT_MESSAGE,
-    Hub,
-    OwnSockets,
-    Route,
-    Timeouts,
-    listen,
-    route_to,
-)
+from lightswitch.failures.hub import LONGEST_LINE_BYTES, Hub, OwnSockets, Route, listen, route_to
 from lightswitch.failures.stacks import oom_kills, thread_position
+from lightswitch.failures.verdict import ANSWER_SECONDS, WITHOUT_MESSAGE, Timeouts
 from lightswitch.process import Process, stopped_with
 from lightswitch.runs import starts
 

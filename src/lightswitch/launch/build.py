@@ -27,9 +27,9 @@ from lightswitch.checkpoints.reconfiguration import Reconfiguration
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
-from lightswitch.failures.hub import Timeouts
 from lightswitch.failures.launchers import install_launcher
 from lightswitch.failures.stopping import FiniteLoss, Preemption
+from lightswitch.failures.verdict import Timeouts
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy, hooked
 from lightswitch.launch import instantiation

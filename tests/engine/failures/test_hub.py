@@ -18,7 +18,8 @@ import pytest
 from lightswitch.errors import Failure
 from lightswitch.failures import hub
 from lightswitch.failures.classify import Rank, shortened
-from lightswitch.failures.hub import LONGEST_LINE_BYTES, Hub, Route, Timeouts
+from lightswitch.failures.hub import LONGEST_LINE_BYTES, Hub, Route
+from lightswitch.failures.verdict import Timeouts
 from lightswitch.failures.watchdog import Member
 from lightswitch.process import Process
 from tests.night import at_night

@@ -8,8 +8,8 @@ import pytest
 
 from lightswitch.errors import Failure
 from lightswitch.failures.classify import Rank, failure_of
-from lightswitch.failures.hub import ANSWER_SECONDS, RankState, Timeouts, standstill, verdict
 from lightswitch.failures.stacks import ThreadPosition, thread_position
+from lightswitch.failures.verdict import ANSWER_SECONDS, RankState, Timeouts, standstill, verdict
 
 TIMEOUTS = Timeouts(lost_after_seconds=60, hung_after_seconds=1000)
 WAITS = ThreadPosition("distributed.py:1 in all_reduce: wait()", True, 0)
