@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hydra.conf import HydraConf
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightswitch.cluster.placement import Placement
 from lightswitch.process import Process, Signals
@@ -54,9 +53,3 @@ class RunContext:
     def is_first(self) -> bool:
         """Whether this process is rank 0, which prints and writes for all ranks."""
         return self.placement.rank == 0
-
-    @property
-    def job_logging(self) -> dict[str, Any]:
-        """The logging settings in the form of `logging.config.dictConfig`."""
-        settings: Any = OmegaConf.to_container(self.hydra.job_logging, resolve=True)
-        return dict(settings)

@@ -15,8 +15,7 @@
     │   └── NoExperiment           a module uses its logger's experiment, and there is none (also an AttributeError)
     ├── BatchError                 a batch size below one sample (a ValueError)
     ├── NeedsValues                a step depends on tensor values that a plan can't guess (a RuntimeError)
-    ├── LostRank                   a rank failed, or exceeded a timeout (a RuntimeError)
-    └── RanksFailed                ranks failed that this process has spawned; it is not a rank itself
+    └── LostRank                   a rank failed, or exceeded a timeout (a RuntimeError)
 
     SystemExit
     ├── Stopped                    a signal ended the run before it was finished
@@ -171,19 +170,6 @@ class Failure:
     rank: int | None = None
     lacks_memory: bool = False
     signal: int | None = None
-
-
-class RanksFailed(Exception):
-    """Ranks failed that this process has spawned; it is not a rank itself.
-
-    Args:
-        is_reported: whether the ranks have printed the failure.
-        exit_code: of the first rank that ended; None if it was killed.
-    """
-
-    def __init__(self, failure: Failure, is_reported: bool, exit_code: int | None) -> None:
-        self.failure, self.is_reported, self.exit_code = failure, is_reported, exit_code
-        super().__init__(failure.line)
 
 
 class Stopped(SystemExit):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Mixin:
-    """Base of mixins. Copies of an object retain its mixin, even in processes that Python spawns."""
+    """Base of mixins. Copies of an object retain its mixin, also in other processes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _without_state, type(self).__bases__, self.__getstate__()

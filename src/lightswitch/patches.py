@@ -387,7 +387,6 @@ OVERRIDES = {
         "_setup_model_and_optimizer",
     ),
     f"{_PL}.strategies.ModelParallelStrategy": ("_get_process_group_backend",),
-    f"{_PL}.strategies.launchers._MultiProcessingLauncher": ("_wrapping_function", "launch"),
     f"{_PL}.strategies.launchers._SubprocessScriptLauncher": ("_call_children_scripts", "launch"),
     f"{_PL}.strategies.strategy._ForwardRedirection": ("on_after_inner_forward",),
     f"{_PL}.trainer.connectors.logger_connector.logger_connector._LoggerConnector": (

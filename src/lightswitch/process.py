@@ -17,13 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from lightswitch.errors import ExitCode, Refused, RefusedRequest, Stopped
 
@@ -54,8 +53,6 @@ class Lock(Protocol):
 class Process:
     """The state of one process, created once per process.
 
-    A copy that is sent to another process retains only `crash_folder` and `failure_file`.
-
     Attributes:
         ranks: processes that this process has started; it is then rank 0 of its node.
         watchdog: the connection to the watchdog, once the ranks form a group; `is_watched` is set then.
@@ -83,13 +80,6 @@ class Process:
         self.failure_file: Path | None = None
         self.disk_error: BaseException | None = None
         self.decided: list[str] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"crash_folder": self.crash_folder, "failure_file": self.failure_file}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Process.__init__(self)
-        self.__dict__.update(state)
 
     def join_watchdog(self, watchdog: WatchdogMember) -> None:
         """Store the connection to the watchdog, which watches this process from now on."""
@@ -187,10 +177,9 @@ class Process:
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
 
     def end_with_parent(self) -> None:
-        """End this rank, which Python or torchrun has started, when its parent has ended.
+        """End this rank, which torchrun has started, when its parent has ended.
 
-        A parent that spawned it with Python sends SIGINT, which a background job ignores. A killed torchrun agent sends
-        nothing, and the other agents' rendezvous blocks while its rank trains on.
+        A killed torchrun agent sends nothing, and the other agents' rendezvous blocks while its rank trains on.
         """
         parent = os.getppid()
 
@@ -252,7 +241,7 @@ def stopped_with(exit_code: int | None) -> Stopped | None:
 
 
 class Signals:
-    """The signals that one process has received. A copy that is sent to another process has received none.
+    """The signals that one process has received.
 
     Args:
         requeue: takes how this process ends by a signal, and whether to ask the scheduler to start the job again if the
@@ -271,11 +260,7 @@ class Signals:
         self.received: signal.Signals | None = None
         self.is_first = False
         self.is_deferred = False
-        self._is_forwarded = False
         self._pid = 0  # of the process that listens
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Signals, (self.process, self._requeue)
 
     def catch(self, is_first: bool) -> None:
         """Handle signals from now on. Call it in the main thread; a second call only sets `is_first`.
@@ -317,15 +302,6 @@ class Signals:
         is_asking, self._has_requeued = self.is_first and not self._has_requeued, True
         return stopped if self._requeue is None else self._requeue(stopped, is_asking)
 
-    @contextmanager
-    def forwarded_by(self, launcher: object) -> Iterator[None]:
-        """Forward signals to the ranks within this context, if Python spawned them and this process only waits."""
-        self._is_forwarded = any(kind.__name__ == "_MultiProcessingLauncher" for kind in type(launcher).__mro__)
-        try:
-            yield
-        finally:
-            self._is_forwarded = False
-
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.process.has_failed.is_set():  # once a rank has ended, its launcher signals the others
             return
@@ -333,10 +309,7 @@ class Signals:
         self.received = self.received or signal.Signals(number)
         for rank in self.process.ranks:
             rank.terminate()
-        if self._is_forwarded:
-            for process in multiprocessing.active_children():
-                process.terminate()
-        if again or not (self.is_deferred or self._is_forwarded):
+        if again or not self.is_deferred:
             raise Stopped(self.received)
 
     def _listen(self) -> None:
@@ -354,7 +327,7 @@ class Signals:
             asked = [number for number in numbers if number in CAUGHT]
             if interrupts == 1 and self.is_deferred and self.is_first and sys.stderr.isatty():
                 self._say("stopping   at the end of this step; Ctrl+C again stops at once")
-            if asked and not failed.is_set() and (interrupts > 1 or not (self.is_deferred or self._is_forwarded)):
+            if asked and not failed.is_set() and (interrupts > 1 or not self.is_deferred):
                 time.sleep(_PATIENCE_SECONDS)
                 if (interrupts > 1 or not self.is_deferred) and not failed.is_set():
                     by = self.received or signal.Signals(asked[0])
@@ -368,7 +341,7 @@ class Signals:
         os.write(sys.stderr.fileno(), f"{erasing}{text}\n".encode())
 
     def _in_forked_child(self) -> None:
-        self.is_deferred = self._is_forwarded = False
+        self.is_deferred = False
         signal.set_wakeup_fd(-1)
         for number in (*REQUEUED, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)

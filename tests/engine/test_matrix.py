@@ -39,8 +39,6 @@ def _refused_by_place(strategy: str, nodes: int, devices: int) -> set[str]:
     """At any precision."""
     if strategy == "single" and nodes * devices > 1:
         return {f"strategy=single uses one device, but {nodes} × {devices} are requested; use strategy=ddp"}
-    if strategy in ("ddp_fork", "ddp_spawn") and nodes > 1:
-        return {f"strategy {strategy} starts processes on one node, and trainer.num_nodes={nodes}; use strategy=ddp"}
     if strategy == "fsdp_hybrid" and devices < 2:
         return {"trainer.strategy.shard_size=2 does not divide 1 devices; use one of 1"}
     if strategy == "fsdp_tp" and devices < 2:

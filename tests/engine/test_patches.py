@@ -97,7 +97,6 @@ CALLS_ALLOWED = {
     "setattr(self.dataset, name, value)": "a hook or a worker_init_fn sets it, on the user's dataset",
     "setattr(self.base, name, value)": "a hook sets it, on the user's sampler",
     "super().__setattr__(name, value)": "of TrainingSlices, the engine's",
-    "vars(part).update({name: value.clone() for name, value in shared.items()})": "a module's tensors, by equal ones",
     "setattr(sys, name, os.fdopen(number, 'w' if number else 'r'))": "Python documents it: its own streams",
     "modules.setdefault('mlflow', None)": "Python documents it: None hides a module while another is imported",
 }

@@ -22,12 +22,12 @@ RUN = (
     "trainer.log_every_n_steps=1",
     *RECORD,
 )
-SWITCHES = {
-    "two devices": ("strategy=ddp_fork", "trainer.devices=2"),
-    "three devices": ("strategy=ddp_fork", "trainer.devices=3"),
-    "accumulation": ("strategy=single", "micro_batch_size=6"),
-    "accumulation and two devices": ("strategy=ddp_fork", "trainer.devices=2", "micro_batch_size=4"),
-    "loader workers": ("strategy=single", "data.workers=2"),
+SWITCHES = {  # words, and the ranks that are started
+    "two devices": (("strategy=ddp",), 2),
+    "three devices": (("strategy=ddp",), 3),
+    "accumulation": (("strategy=single", "micro_batch_size=6"), 0),
+    "accumulation and two devices": (("strategy=ddp", "micro_batch_size=4"), 2),
+    "loader workers": (("strategy=single", "data.workers=2"), 0),
 }
 
 
@@ -38,7 +38,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.mark.parametrize("switch", ["accumulation and two devices", "loader workers", *at_night(*list(SWITCHES)[:3])])
 def test_a_switch_keeps_samples_losses_metrics_and_weights(switch: str, alone: Finished, train: Train) -> None:
-    switched = train(*RUN, *SWITCHES[switch])
+    words, ranks = SWITCHES[switch]
+    switched = train(*RUN, *words, ranks=ranks)
 
     for metric in ("train/loss", "val/loss", "val/accuracy", "test/loss", "test/accuracy", "samples"):
         assert largest_difference(switched, alone, metric) <= 1e-5, metric
@@ -66,7 +67,7 @@ def test_epochs_are_shuffled_differently(alone: Finished) -> None:
 
 
 def test_a_loader_that_cannot_be_remade_runs_as_it_is_and_the_run_says_so(train: Train) -> None:
-    run = train(*RUN, "data._target_=tests.engine.plain.OwnBatchesData", "strategy=ddp_fork", "trainer.devices=2")
+    run = train(*RUN, "data._target_=tests.engine.plain.OwnBatchesData", "strategy=ddp", ranks=2)
     assert (
         "this data loader is left unchanged because it has a custom batch sampler, OwnBatches: it sets its own batch "
         "size and order, and a resumed run restarts its epoch; every rank reads the same samples"

@@ -51,7 +51,7 @@ class WrittenTogether(Strategy):
     _told: frozenset[str] = frozenset()  # paths of values that checkpoints omit, already logged
 
     @functools.cached_property
-    def _saver(self) -> Saver:  # created in the process that saves, as Python pickles a strategy to spawn processes
+    def _saver(self) -> Saver:
         return Saver()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -37,7 +37,10 @@ NO_YAML = (YAMLError, UnicodeDecodeError)  # errors of reading a config file tha
 
 _STRATEGIES = {  # Lightning's names of strategies, and what to type here
     "dp": "Lightning no longer supports DataParallel; use strategy=ddp, which starts a process for each device",
-    "ddp_notebook": "use strategy=ddp_fork",
+    **{
+        f"ddp_{start}": "use strategy=ddp, which starts each rank by the command of the run"
+        for start in ("fork", "notebook", "spawn")
+    },
     "ddp_find_unused_parameters_true": "use strategy=ddp with trainer.strategy.find_unused_parameters=true",
     "deepspeed_stage_3_offload_optimizer": "use strategy=deepspeed_stage_3_offload",
     "deepspeed_stage_3_offload_nvme": "it was removed, because checkpoints can't hold its state; use "

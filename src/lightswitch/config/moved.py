@@ -31,29 +31,43 @@ MOVED = {
     "lightswitch.strategies.fsdp1.FSDP1": "lightswitch.strategies.fsdp.FSDP",
     "lightswitch.strategies.single": "lightswitch.strategies.ddp",
 }
+DROPPED = {"start_method": "each rank starts by the command of the run"}  # arguments that the engine's classes had
 UNTIL = "0.3"
 ADDED = {"compare": False, "matmul_precision": "highest", "on_nan": "stop", "tags": []}  # as in conf/config.yaml
 
 
 def follow(cfg: DictConfig, run: RunContext) -> None:
-    """Update old names and missing keys of a composed config in place, and log advice on the names on rank 0."""
-    found = replace(cfg)
-    if found and run.placement.rank == 0:
+    """Update an older config in place as `replace` does, and log advice on its names and arguments on rank 0."""
+    renamed, dropped = replace(cfg)
+    if run.placement.rank != 0:
+        return
+    if renamed:
         changes = [
-            f"{_file(name, run) or key} names {name}, which moved to {today(name)}" for key, name in found.items()
+            f"{_file(name, run) or key} names {name}, which moved to {today(name)}" for key, name in renamed.items()
         ]
         log.info("advice     %s; change it: lightswitch %s drops the old name", "; ".join(changes), UNTIL)
+    for key in dropped:
+        log.info("advice     %s is ignored; leave it out: %s", key, DROPPED[key.rpartition(".")[2]])
 
 
-def replace(cfg: DictConfig) -> dict[str, str]:
-    """Update old names and missing keys of a composed config in place; return the old names by their nodes' paths."""
+def replace(cfg: DictConfig) -> tuple[dict[str, str], list[str]]:
+    """Update old names and missing keys of a composed config in place, and remove arguments that classes had.
+
+    Returns:
+        the old names by their nodes' paths, and the paths of the removed arguments.
+    """
     with open_dict(cfg):
         cfg.update({key: value for key, value in ADDED.items() if key not in cfg})
-    found = dict(_older(cfg))
-    for path, name in found.items():
-        with read_write(cfg):
+    nodes = [(path, values, name) for path, values, name in _nodes(cfg) if today(name).startswith("lightswitch.")]
+    renamed = {path: name for path, _, name in nodes if today(name) != name}
+    dropped = [f"{path}.{key}" for path, values, _ in nodes for key in values if key in DROPPED]
+    with read_write(cfg), open_dict(cfg):
+        for path, name in renamed.items():
             OmegaConf.update(cfg, f"{path}._target_", today(name))
-    return found
+        for removed in dropped:
+            path, _, key = removed.rpartition(".")
+            del OmegaConf.select(cfg, path)[key]
+    return renamed, dropped
 
 
 def in_folder(folder: Path) -> Iterator[str]:
@@ -65,16 +79,14 @@ def in_folder(folder: Path) -> Iterator[str]:
                 yield f"{path}:{number}: {name} is now {today(name)}"
 
 
-def _older(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path and the old name of each node that has an old name, without resolving interpolations."""
+def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, dict[Any, Any], str]]:
+    """Yield the path, the values and the class of each node that names one, without resolving interpolations."""
     plain = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
-    if isinstance(plain, dict):
-        name = plain.get("_target_")
-        if isinstance(name, str) and today(name) != name:
-            yield path, name
+    if isinstance(plain, dict) and isinstance(name := plain.get("_target_"), str):
+        yield path, plain, name
     children: Any = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
     for key, child in children:
-        yield from _older(child, f"{path}.{key}".lstrip("."))
+        yield from _nodes(child, f"{path}.{key}".lstrip("."))
 
 
 def today(name: str) -> str:

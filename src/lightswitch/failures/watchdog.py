@@ -21,13 +21,12 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from omegaconf import DictConfig
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.context import RunContext
-from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, Stopped
+from lightswitch.errors import Ended, ExitCode, Failure, Stopped
 from lightswitch.failures import classify, crash_report
 from lightswitch.failures.classify import Rank, node_name, shortened
 from lightswitch.failures.crash_report import CrashReport
@@ -105,7 +104,7 @@ class Watchdog(Callback):
             self.run.process.stop_all_ranks(exception)
         elif self._member is not None and not isinstance(exception, Ended):
             self.failure(exception, trainer)
-        elif trainer.world_size == 1 and not isinstance(exception, RanksFailed):
+        elif trainer.world_size == 1:
             self._report(exception, trainer)  # launch/ending does the rest, and Python prints the traceback
 
     def failure(self, error: BaseException, trainer: Trainer) -> Failure:
@@ -141,10 +140,6 @@ class Watchdog(Callback):
         if own.exit_code == ExitCode.FAILED and classify.worker_was_killed(error) and oom_kills() > self._oom_kills:
             return replace(own, line=f"{own.line}; {rank.node} ran out of memory")
         return own
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher) and not trainer.interrupted:
-            self.run.process.leave_watchdog()  # a spawned process ends with the stage
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._step()

@@ -44,7 +44,7 @@ from lightswitch.monitoring.progress import Progress
 from lightswitch.monitoring.step_timer import StepTimer
 from lightswitch.preflight import devices
 from lightswitch.process import leave_group_at_exit
-from lightswitch.runs.process_logging import ProcessLogging
+from lightswitch.runs import log as run_log
 from lightswitch.runs.record import CleanHyperparameters, PredictionWriter, RunRecord
 from lightswitch.strategies import known_callbacks
 from lightswitch.strategies.ddp import auto
@@ -75,6 +75,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     gc.enable()
     leave_group_at_exit()
     skip_empty_hooks()
+    run_log.quiet_libraries()
     record = RunRecord(cfg, run, plan)  # records the request, so it comes before the learning rate is scaled
     cfg = _with_scaled_learning_rate(cfg, plan)
     refusals = instantiation.refused_optimizers(cfg)
@@ -183,7 +184,7 @@ def callbacks_of_engine(
     engine: list[Callback] = [record, watchdog, Ending(), batch]
     engine += [PlateauState(), EpochMetrics(), Preemption(run.signals)]
     engine += [PredictionWriter(), ModelSize(), Freezing(), TransientBuffers(), Reconfiguration()]
-    engine += [ProcessLogging(run.job_logging), CleanHyperparameters(cfg), KnownCallbacks()]
+    engine += [CleanHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]
     engine += [StepsByHand(), StepsAreCounted(), GarbageBetweenSteps()]
     if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1:

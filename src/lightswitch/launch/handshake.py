@@ -11,7 +11,6 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from omegaconf import DictConfig
 from torch._C._distributed_c10d import Store
 
@@ -21,7 +20,7 @@ from lightswitch.cluster.rendezvous import MeetingPoint, agree
 from lightswitch.cluster.sealed import Values
 from lightswitch.config import confidential
 from lightswitch.context import RunContext
-from lightswitch.errors import LostRank, Refused, ReportedElsewhere
+from lightswitch.errors import LostRank, ReportedElsewhere
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy
 
@@ -100,18 +99,15 @@ class Handshake:
     def _compare(self) -> Store:
         point = self._meeting_point()
         store = rendezvous.open_store(point, "meeting")
-        is_spawned = isinstance(self.strategy.launcher, _MultiProcessingLauncher)
         verdict = agree(
             store,
             point,
             self.evidence,
             self.values,
             self.run.run_dir,
-            tell=not is_spawned,
+            tell=True,
             refusal=self.run.process.refusal,
         )
-        if verdict and is_spawned:
-            raise Refused(verdict)  # the process that spawned this one prints it
         if verdict:
             raise ReportedElsewhere(verdict)
         return store

@@ -30,7 +30,7 @@ from lightswitch.config.confidential import Cleaner
 from lightswitch.config.hydra_errors import NO_YAML, check_flags, problems_of_composition
 from lightswitch.config.overrides import ComposesOnce, asks_for_help, normalised
 from lightswitch.context import RunContext
-from lightswitch.errors import Ended, ExitCode, Failure, RanksFailed, RefusedRequest, ReportedElsewhere, Stopped
+from lightswitch.errors import Ended, ExitCode, Failure, RefusedRequest, ReportedElsewhere, Stopped
 from lightswitch.failures import classify, crash_report
 from lightswitch.failures.classify import full_traceback, one_line
 from lightswitch.failures.crash_report import CrashReport, print_once
@@ -223,8 +223,7 @@ def _stop_cause(error: BaseException, run: RunContext) -> Stopped | None:
     """
     if run.signals.received is not None and not run.signals.is_deferred:
         return Stopped(run.signals.received)
-    codes = [error.exit_code] if isinstance(error, RanksFailed) else [rank.poll() for rank in run.process.ranks]
-    return next(filter(None, map(stopped_with, codes)), None)
+    return next(filter(None, (stopped_with(rank.poll()) for rank in run.process.ranks)), None)
 
 
 def _stop(stopped: Stopped, cfg: DictConfig, run: RunContext) -> NoReturn:
@@ -335,8 +334,6 @@ def report_failure(error: BaseException, cfg: DictConfig, run: RunContext) -> in
         first = member.verdict or member.fail(classify.failure(error, cfg, member.rank, has_begun))
         return first.exit_code
     report = CrashReport(run)
-    if isinstance(error, RanksFailed):
-        return error.failure.exit_code if error.is_reported or report.is_printed else _report(error.failure, report)
     rank = classify.rank_of(cfg, run.placement)
     first = classify.failure(error, cfg, rank, has_begun)
     if first.exit_code == ExitCode.REFUSED or rank.world_size != 1:

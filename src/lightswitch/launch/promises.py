@@ -33,7 +33,6 @@ _OF_RUNS = (  # keys that the check sets for each run, and whose overrides it dr
     *(f"trainer.{key}" for key in ("accelerator", "log_every_n_steps", "num_sanity_val_steps")),
     *("trainer.limit_test_batches", "trainer.enable_checkpointing", "trainer.fast_dev_run"),
 )
-_ALIKE = ("start_method",)  # arguments that only change how a strategy starts its processes
 _MODULES = ("build", "stages", "report", "auto", "hydra_entry")  # modules of lightswitch.launch that each run imports
 _EPS = {"bf16": 2.0**-7, "16": 2.0**-10}  # machine epsilon, by the first letters of a precision's name
 NEEDS_GPU = re.compile(r"NVIDIA driver|not compiled with CUDA|CUDA (?:device|error|is not|unavailable)|No CUDA|nvcc")
@@ -128,7 +127,7 @@ def _nodes(run: RunContext) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name, path in files_of_group(run.hydra, "strategy").items():
         node: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         node = node.get("strategy")
-        if not isinstance(node, dict) or "???" in node.values() or not node.keys().isdisjoint(_ALIKE):
+        if not isinstance(node, dict) or "???" in node.values():
             continue
         target = str(node.get("_target_"))
         has_code = find_spec("deepspeed" if _is_zero(node) else target.rpartition(".")[0]) is not None

@@ -38,8 +38,7 @@ def fit(
     """
     _refuse_to_unpickle(trainer, checkpoint)
     trainer.ckpt_path = checkpoint  # callbacks read it before `fit` would set it from an argument
-    with run.signals.forwarded_by(trainer.strategy.launcher):
-        trainer.fit(model, datamodule=data, weights_only=True)
+    trainer.fit(model, datamodule=data, weights_only=True)
     trainer.ckpt_path = None  # the test uses another checkpoint
     return _metrics(trainer)
 
@@ -51,8 +50,7 @@ def test_best(run: RunContext, model: LightningModule, data: LightningDataModule
     best = next(filter(None, map(_best_path, trainer.checkpoint_callbacks)), None)
     if trainer.is_global_zero:
         log.info("tests      %s", shown(Path(best)) if best else "the last weights")
-    with run.signals.forwarded_by(trainer.strategy.launcher):
-        trainer.test(model, datamodule=data, ckpt_path=best, verbose=False, weights_only=True)
+    trainer.test(model, datamodule=data, ckpt_path=best, verbose=False, weights_only=True)
     return _metrics(trainer)
 
 
@@ -74,12 +72,11 @@ def evaluate(
         raise Refused(f"mode={run.mode}: {message}; " + (f"type {' or '.join(others)}" if others else "write one"))
     _refuse_to_unpickle(trainer, checkpoint)
     read: dict[str, Any] = {"ckpt_path": checkpoint, "weights_only": True}
-    with run.signals.forwarded_by(trainer.strategy.launcher):
-        if run.mode == "predict":
-            trainer.predict(model, datamodule=data, return_predictions=False, **read)
-        else:
-            stage = trainer.validate if run.mode == "validate" else trainer.test
-            stage(model, datamodule=data, verbose=False, **read)
+    if run.mode == "predict":
+        trainer.predict(model, datamodule=data, return_predictions=False, **read)
+    else:
+        stage = trainer.validate if run.mode == "validate" else trainer.test
+        stage(model, datamodule=data, verbose=False, **read)
     return _metrics(trainer)
 
 

@@ -117,7 +117,7 @@ class Table:
     def put(self, step: int, values: Mapping[str, str]) -> None:
         """Merge values, as text by column, into the row of a step, or add the row where its step belongs."""
         if _size(self._path) != self._size:
-            self._load()  # another process, such as a spawned worker, has written since
+            self._load()  # another process has written since
         if self._own.get("step") != str(step):
             self._own = {"step": str(step)}
         self._own.update(values)

@@ -63,7 +63,7 @@ class StepTimer(Callback):
             raise ValueError(f"skip_steps={skip_steps}, steps={steps}: skip 0 steps or more, and measure at least 1")
         self._folder = Path(folder)
         self._skip_steps, self._steps = skip_steps, steps
-        self._process_start = psutil.Process().create_time()  # read here: a spawned rank's process starts later
+        self._process_start = psutil.Process().create_time()
         self._profile: profile | None = None
         self._startup_seconds = self._saving_seconds = 0.0
         self._steps_taken = self._measured_steps = 0  # in this start

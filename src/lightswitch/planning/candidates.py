@@ -142,8 +142,7 @@ def chosen(choice: object, node: Mapping[str, Any]) -> Candidate:
 def every(hydra: HydraConf, nodes: int, with_zero: bool = False) -> list[Candidate]:
     """Return all strategies of the config folders that are separate classes, the simplest first.
 
-    Strategies are left out if they differ from another one only in how processes are started, lack a value (???), or
-    use HYBRID_SHARD on a single node.
+    Strategies are left out if they lack a value (???), or use HYBRID_SHARD on a single node.
 
     Args:
         with_zero: whether to include DeepSpeed's stages if DeepSpeed is installed.
@@ -152,7 +151,7 @@ def every(hydra: HydraConf, nodes: int, with_zero: bool = False) -> list[Candida
     for name, path in files_of_group(hydra, "strategy").items():
         loaded: Any = OmegaConf.load(path)
         node: Any = OmegaConf.to_container(loaded.get("strategy"), resolve=False)
-        if isinstance(node, dict) and "???" not in node.values() and "start_method" not in node:
+        if isinstance(node, dict) and "???" not in node.values():
             found[name] = node
     named = sorted(found, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name))
     those = [Candidate((f"strategy={name}",), found[name]) for name in named if _is_compared(found[name], nodes)]

@@ -98,8 +98,8 @@ _ARITHMETIC = {"16": "fp16", "bf16": "bf16", "64": "fp64", "float16": "fp16", "b
 def here() -> Device:
     """Return this machine's GPU with the least memory or, without GPUs, its CPU with the currently free memory.
 
-    Unless CUDA is already initialized here, a forked process queries the GPUs: ranks that are forked from a process
-    that has initialized CUDA can't use it.
+    Unless CUDA is already initialized here, a forked process queries the GPUs: plans are made in processes that are
+    forked from this one, which can't use CUDA if it has initialized it.
     """
     import psutil
     import torch

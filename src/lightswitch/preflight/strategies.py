@@ -73,12 +73,6 @@ def _single(request: Request) -> Iterator[str]:
 def _ddp(request: Request) -> Iterator[str]:
     """Yield the reasons why DistributedDataParallel does not support the run, one line each."""
     options = request.strategy
-    method = options.get("start_method")
-    if request.nodes > 1 and method in ("spawn", "fork"):
-        yield (
-            f"strategy ddp_{method} starts processes on one node, and trainer.num_nodes={request.nodes}; "
-            "use strategy=ddp"
-        )
     if options.get("static_graph") and options.get("find_unused_parameters"):
         yield "trainer.strategy.static_graph finds unused parameters itself; leave find_unused_parameters out"
     if (options.get("bucket_cap_mb") or 1) <= 0:

@@ -10,10 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -57,14 +54,6 @@ def take_folder(folder: Path, process: Process) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     process.locks.append(lock.take(folder, end, save_and_end))
-
-
-def for_child(process: Process) -> Any:
-    """Return the lock in a form that a spawned process inherits; None without a lock or if no process is being spawned.
-
-    If this process is killed, the spawned process holds the lock until it ends.
-    """
-    return DupFd(process.locks[0].descriptor) if process.locks and get_spawning_popen() is not None else None
 
 
 def remove_if_empty(folder: Path) -> None:

@@ -1,15 +1,37 @@
-"""Handlers of the terminal and of train.log, which holds lines in memory until the run begins."""
+"""Handlers of the terminal and of train.log, which holds lines in memory until the run begins; what is not logged."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
 
 from lightswitch import regular_files
+
+_SILENCED = (
+    # Lightning 2.6 calls torch's pytree in a way that torch 2.13 deprecates; the user can't change it
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    # shown in every run that srun did not start, on any machine with Slurm
+    r"The `srun` command is available on your system but is not used",
+    # a guess from the number of cores; data in memory is fastest without workers
+    r"The '.*dataloader' does not have many workers",
+    # the position is a function of the consumed samples; lightswitch.batches resumes from it exactly
+    r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resumable",
+    # a resumed run writes to its directory again
+    r"Checkpoint directory .* exists and is not empty",
+    # a run that resumes another run's checkpoint finds the best one in its own directory
+    r"The dirpath has changed from .* therefore `best_model_score`",
+    # an epoch may be shorter than a logging interval: steps are counted over the whole run
+    r"The number of training batches .* is smaller than the logging interval",
+    # one process writes and reads its checkpoints alone
+    r"torch.distributed is disabled, unavailable or uninitialized",
+    # lightswitch.batches synchronizes values that are logged in an evaluation
+    r"It is recommended to use `self.log\(.*sync_dist=True\)`",
+)
 
 
 class Terminal(logging.StreamHandler):  # type: ignore[type-arg]  # not generic before Python 3.11
@@ -26,7 +48,6 @@ class RunLog(logging.FileHandler):
     def __init__(self, filename: str, mode: str = "a", encoding: str | None = "utf-8", delay: bool = True) -> None:
         super().__init__(filename, mode, encoding, delay=True)
         self._held: list[str] | None = []
-        self._size_before = _size(self.baseFilename)
 
     def _open(self) -> TextIOWrapper:
         opener = regular_files.open_own
@@ -35,10 +56,6 @@ class RunLog(logging.FileHandler):
     @property
     def has_begun(self) -> bool:
         return self._held is None
-
-    @property
-    def held(self) -> list[str]:
-        return self._held or []
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._held is not None:
@@ -54,10 +71,6 @@ class RunLog(logging.FileHandler):
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
-    def hold(self, lines: list[str]) -> None:
-        """Hold lines of an earlier process, to write them before this process's lines."""
-        self._held = [*lines, *self.held]
-
     def begin(self) -> None:
         """Write the held lines; from now on, write immediately."""
         if self._held is not None:
@@ -68,21 +81,10 @@ class RunLog(logging.FileHandler):
                     self.stream.write("".join(first))
                     self.flush()
 
-    def follow(self) -> None:
-        """Drop the held lines if a process that this one has spawned has written them, and write immediately."""
-        if self._held is not None and _size(self.baseFilename) != self._size_before:
-            self._held = None
-
 
 def has_begun() -> bool:
     """Return whether this process writes its log immediately, because the run has begun."""
     return any(handler.has_begun for handler in _handlers())
-
-
-def hold(lines: list[str]) -> None:
-    """Call `RunLog.hold` of this process's handlers."""
-    for handler in _handlers():
-        handler.hold(lines)
 
 
 def begin() -> None:
@@ -91,25 +93,21 @@ def begin() -> None:
         handler.begin()
 
 
-def follow() -> None:
-    """Call `RunLog.follow` of this process's handlers."""
-    for handler in _handlers():
-        handler.follow()
-
-
 def files() -> list[Path]:
     """Return the files that this process's handlers write."""
     return [Path(handler.baseFilename) for handler in _handlers()]
-
-
-def held() -> list[str]:
-    """Return the lines that this process's handlers hold back."""
-    return [line for handler in _handlers() for line in handler.held]
 
 
 def _handlers() -> Iterator[RunLog]:
     return (handler for handler in logging.getLogger().handlers if isinstance(handler, RunLog))
 
 
-def _size(path: str) -> int:
-    return Path(path).stat().st_size if Path(path).exists() else -1
+def quiet_libraries() -> None:
+    """Remove the handlers that Lightning adds on import, which would print each line twice; ignore `_SILENCED`."""
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.setLevel(logging.WARNING)
+        logger.propagate = True
+    for message in _SILENCED:
+        warnings.filterwarnings("ignore", message=message)

@@ -81,9 +81,9 @@ class RunRecord(Callback):
 
     Values that the config takes from the environment remain interpolations in all of these files.
 
-    The texts are made in the process that Hydra runs in. Rank zero, which Python may have spawned, writes them once the
-    run begins, when its checkpoint fits on all ranks. Until then the files of an earlier run stay unchanged. Therefore
-    train.log and the loggers, which would open their files before a checkpoint is read, also wait.
+    Rank 0 writes them once the run begins, when its checkpoint fits on all ranks. Until then the files of an earlier
+    run stay unchanged. Therefore train.log and the loggers, which would open their files before a checkpoint is read,
+    also wait.
     """
 
     def __init__(self, cfg: DictConfig, run: RunContext, plan: BatchPlan) -> None:
@@ -91,7 +91,6 @@ class RunRecord(Callback):
         self.run_dir = run.run_dir
         self.mode, self.resume = cfg.mode, cfg.ckpt_path or cfg.resume
         self.files = _files(cfg, run) if run.is_first else {}
-        self._lock: Any = None
         self._goes_on = False
         self._loggers: list[Logger] = []
         self._cleaner = confidential.Cleaner.of(cfg)
@@ -100,14 +99,6 @@ class RunRecord(Callback):
         self._is_beside_training = cfg.mode != "fit" and saved.has_trained(self.run_dir)
         is_logging = cfg.trainer.get("enable_autolog_hparams") is not False
         self._logs_hyperparameters = is_logging and not self._is_beside_training
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": claim.for_child(self.run.process)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self._lock is not None:
-            self._lock = self._lock.detach()  # hold the lock of the run directory while this process is alive
 
     def hold_loggers(self, trainer: Trainer) -> None:
         """Remove the loggers from the Trainer until `setup`, so that it does not open them.

@@ -70,7 +70,6 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         matrix_approximation_rank: rank of PowerSGD's matrices.
         start_powerSGD_iter: the first step that uses PowerSGD.
         timeout_seconds: how long a rank waits for another in a collective.
-        start_method: popen runs the script again for each rank; spawn, fork and forkserver start Python functions.
     """
 
     loses_late_writes = False  # a replica computes with the weights that it steps
@@ -86,12 +85,10 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         start_powerSGD_iter: int = 1000,
         process_group_backend: Literal["nccl", "gloo", "mpi"] | None = None,
         timeout_seconds: float = default_pg_timeout.total_seconds(),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         super().__init__(
             process_group_backend=process_group_backend,
             timeout=timedelta(seconds=timeout_seconds),
-            start_method=start_method,
             find_unused_parameters=bool(find_unused_parameters),
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,

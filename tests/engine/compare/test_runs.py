@@ -256,7 +256,7 @@ def test_a_sweep_that_compares_ends_with_its_page(tmp_path: Path) -> None:
         [
             *("python", str(CHECKOUT / "train.py"), "-m", *PLAIN, "run_id=x", "compare=true"),
             *(
-                "strategy=single,ddp_fork",
+                "strategy=single,ddp",
                 "trainer.devices=2",
                 "trainer.max_steps=20",
                 "trainer.val_check_interval=10",
@@ -272,14 +272,14 @@ def test_a_sweep_that_compares_ends_with_its_page(tmp_path: Path) -> None:
     sweep = tmp_path / "runs/plainmodel/x"
     assert done.returncode == 1, done.stderr
     assert done.stdout.endswith("page       runs/plainmodel/x/compare.html\nmarkdown   runs/plainmodel/x/compare.md\n")
-    single, fork = read(find([sweep]))
-    assert (single.label, fork.label) == ("single", "ddp_fork")
+    single, ddp = read(find([sweep]))
+    assert (single.label, ddp.label) == ("single", "ddp")
     assert (single.state, single.failure) == ("failed", json.loads((sweep / "0/job.json").read_text())["error"])
     assert re.search(r"^single +error: strategy=single uses one device", done.stdout, re.MULTILINE)
     assert single.config == {}
-    assert fork.times is not None
-    assert (fork.times.world_size, fork.times.measured_steps) == (2, 5)
-    assert fork.times.startup_seconds > 1  # from the process that forks them: it has imported torch before
+    assert ddp.times is not None
+    assert (ddp.times.world_size, ddp.times.measured_steps) == (2, 5)
+    assert ddp.times.startup_seconds > 1  # it imports torch
 
 
 @pytest.mark.parametrize("flags", [[], ["-m"]])

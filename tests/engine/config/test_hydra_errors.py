@@ -85,8 +85,8 @@ MISTAKES = {
     "To switch it on: callbacks=[default,early_stopping]",
     "callbacks.throughputt.x=3": "callbacks.throughputt names no class. Did you mean throughput? "
     "For your own class: callbacks.throughputt._target_=my.Class",
-    "strategy=ddp trainer.strategy.start_methd=fork": "trainer.strategy.start_methd: DDP takes no start_methd. "
-    "Did you mean start_method?",
+    "strategy=ddp trainer.strategy.bucket_cap=50": "trainer.strategy.bucket_cap: DDP takes no bucket_cap. "
+    "Did you mean bucket_cap_mb?",
     "callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping": "callbacks.stop.monitor: "
     "EarlyStopping needs it; give callbacks.stop.monitor=VALUE",
     "model._target_=tests.engine.plain.PlainModl": "model._target_=tests.engine.plain.PlainModl: "
@@ -269,7 +269,8 @@ MISTAKES |= {
 }
 MISTAKES |= {
     "strategy=tpu": "strategy=tpu: TPUs are not supported",
-    "strategy=ddp_notebook": "strategy=ddp_notebook: use strategy=ddp_fork",
+    "strategy=ddp_notebook": "strategy=ddp_notebook: use strategy=ddp, which starts "
+    "each rank by the command of the run",
     "strategy=ddp_find_unused_parameters_true": "strategy=ddp_find_unused_parameters_true: use strategy=ddp with "
     "trainer.strategy.find_unused_parameters=true",
     "strategy=model_parallel": "strategy=model_parallel: use strategy=fsdp, or strategy=fsdp_tp for tensor parallelism",

@@ -25,7 +25,6 @@ BAD_DATA = (PLAIN_MODEL, FAILING_DATA, "data.how=refuses", *SHORT)
 LAUNCHERS = {  # arguments, and the ranks that are started as torchrun starts them
     "one process": (("strategy=single",), 0),
     "python": (("strategy=ddp", "trainer.devices=2"), 0),
-    "fork": (("strategy=ddp_fork", "trainer.devices=2"), 0),
     "torchrun": (("strategy=ddp",), 2),
 }
 REFUSED = "this is no batch of mine"  # as the user's own code says
@@ -42,9 +41,8 @@ def _is_a_line(refused: Finished, line: str) -> None:
     assert refused.returncode == 2
 
 
-@pytest.mark.parametrize("strategy", ["ddp_fork", *at_night("single")])
-def test_a_batch_that_the_model_does_not_take_is_told_in_a_line(strategy: str, train: Train) -> None:
-    refused = train(*LANGUAGE_MODEL, PICTURES, f"strategy={strategy}", "trainer.accelerator=cpu", check=False)
+def test_a_batch_that_the_model_does_not_take_is_told_in_a_line(train: Train) -> None:
+    refused = train(*LANGUAGE_MODEL, PICTURES, "strategy=single", "trainer.accelerator=cpu", check=False)
     _is_a_line(refused, "model: found a batch of torch.float32 of shape (7, 1, 8, 8); expected bytes (batch, time)")
     assert "in validation_step" in (refused.run_dir / "train.log").read_text()  # the traceback
 
@@ -108,15 +106,6 @@ def test_code_that_ends_the_process_does_not_pass_for_a_run_that_is_finished(
     assert failed.returncode == 1
     assert "in fail" in failed.err
     assert "RuntimeError: the run was ended early by SystemExit(" in failed.err
-
-
-@pytest.mark.nightly
-def test_an_exception_that_can_not_be_pickled_is_told_of_a_spawned_rank(train: Train) -> None:
-    bug = ("model.how='raises what can\\'t be pickled'", "strategy=ddp_spawn", "trainer.devices=2")
-    failed = train(*BUG, *bug, check=False)
-    told = failed.err.partition(" failed: ")[2].partition("\n")[0]
-    assert told.startswith("tests.engine.failures.failing.Unpicklable: <function <lambda>")
-    _keeps_its_traceback(failed, told)
 
 
 def test_a_bug_in_a_callback_keeps_its_traceback(train: Train) -> None:

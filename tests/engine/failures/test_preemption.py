@@ -59,7 +59,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     ("strategy", "ranks", "number", "code"),
     [
         ("single", 0, signal.SIGINT, 130),
-        ("ddp_fork trainer.devices=2", 0, signal.SIGTERM, 143),
+        ("ddp trainer.devices=2", 0, signal.SIGTERM, 143),
         ("fsdp", 2, signal.SIGUSR1, 143),
         *at_night(("deepspeed_stage_2", 2, signal.SIGUSR2, 143)),
     ],
@@ -127,9 +127,8 @@ def test_an_error_after_a_signal_is_told(train: Train) -> None:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "rank"),
     [
-        *(("ddp_fork trainer.devices=2", 0, 0), ("fsdp", 2, 1)),
-        *at_night(*(("ddp trainer.devices=2", 0, rank) for rank in (0, 1))),
-        *at_night(("ddp_fork trainer.devices=2", 0, 1), ("fsdp", 2, 0)),
+        *(("ddp trainer.devices=2", 0, 0), ("fsdp", 2, 1)),
+        *at_night(("ddp trainer.devices=2", 0, 1), ("fsdp", 2, 0)),
     ],
 )
 def test_a_signal_to_one_rank_before_it_trains_ends_all_by_it(
@@ -160,7 +159,7 @@ def test_ctrl_c_in_a_terminal_is_answered_before_the_step_ends_and_twice_does_no
             os.close(controller)
 
 
-def test_ranks_that_python_forked_end_when_their_parent_is_killed(train: Train, tmp_path: Path) -> None:
+def test_ranks_that_a_run_started_end_when_it_is_killed(train: Train, tmp_path: Path) -> None:
     asks = Asks(signal.SIGKILL, file=tmp_path / "1/runs/plainmodel/mine/metrics.csv")
     background = "callbacks.background._target_=tests.engine.failures.pace.InBackground"
     group = 0
@@ -170,7 +169,7 @@ def test_ranks_that_python_forked_end_when_their_parent_is_killed(train: Train, 
         group = processes[0].pid or 0
         asks(processes)
 
-    run = (*RUN, SLOWLY, background, "trainer.max_steps=1000", "strategy=ddp_fork", "trainer.devices=2")
+    run = (*RUN, SLOWLY, background, "trainer.max_steps=1000", "strategy=ddp", "trainer.devices=2")
     killed = train(*run, check=False, meanwhile=kill_parent)
     assert killed.returncode == -signal.SIGKILL
     assert _are_gone(group, within_seconds=300)

@@ -50,7 +50,7 @@ class Habit(NamedTuple):
 
 _PLAIN = "tests.engine.plain"
 _BORING = "lightning.pytorch.demos.boring_classes"
-_ON_TWO = "trainer.strategy=ddp_fork trainer.devices=2"
+_ON_TWO = "trainer.strategy=ddp trainer.devices=2"
 _MONITOR = "callbacks.best_checkpoint.monitor"
 _BY_STEPS = "trainer.val_check_interval=4"
 _STOP = (
@@ -174,7 +174,7 @@ HABITS = (
     Habit("fewer steps than the default between validations", "normed on two", look=_validated(), found=[1]),
     # Names of Lightning's
     Habit("data.batch_size=20", "epochs", "accumulation 1; data.batch_size=20 limits the evaluation batch size\n"),
-    Habit("trainer.strategy=ddp_fork", "epochs and steps", "strategy   DDP, precision 32-true, 1 node × 2 CPU"),
+    Habit("trainer.strategy=ddp", "epochs and steps", "strategy   DDP, precision 32-true, 1 node × 2 CPU"),
     Habit("ckpt_path=last", "last", ".ckpt, at step 4", _times_told("resumes    runs/plainmodel/mine/"), 1),
     Habit("a line to go on, pasted later", "last", look=_times_told(" ckpt_path=last"), found=0),
     Habit(

@@ -40,7 +40,7 @@ def _command(run: Finished, what: str) -> list[str]:
 @pytest.mark.parametrize(
     ("devices", "place", "run_dir"),
     [
-        (("strategy=ddp_fork", "trainer.devices=2"), "run_id=mine", "runs/plainmodel/mine"),
+        (("strategy=ddp", "trainer.devices=2"), "run_id=mine", "runs/plainmodel/mine"),
         ((), "hydra.run.dir='runs/sweep/3'", "runs/sweep/3"),
     ],
     ids=["a run", "a job of a sweep"],

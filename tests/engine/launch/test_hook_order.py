@@ -40,8 +40,8 @@ RUN = (
 )
 STRATEGIES = {  # and the plain one whose hooks are expected
     "single": "single",
-    "ddp_fork": "ddp_fork",
-    "fsdp": "ddp_fork",
+    "ddp": "ddp",
+    "fsdp": "ddp",
     "deepspeed_stage_3": "ZeRO",
 }
 CLIPPING = "configure_gradient_clipping"
@@ -76,7 +76,7 @@ class Zero(DeepSpeedStrategy):
 
 PLAIN: dict[str, Callable[[], Strategy]] = {
     "single": lambda: Alone("cpu"),
-    "ddp_fork": lambda: Replicas(start_method="fork"),
+    "ddp": Replicas,
     # with a size of batches, which it would ask the loader for
     "ZeRO": lambda: Zero(stage=2, logging_batch_size_per_gpu=20),
 }
@@ -88,7 +88,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     def ran(strategy: str, mode: str = "fit") -> Path:
         path = None if mode == "fit" else _saved(ran(strategy))
         folder = tmp_path_factory.mktemp("plain")
-        with as_torchrun(2 if strategy == "ZeRO" else 0, folder.name) as started:
+        with as_torchrun(0 if strategy == "single" else 2, folder.name) as started:
             environments = started or [{}]
             ranks = [context.Process(target=_run, args=(folder, own, strategy, mode, path)) for own in environments]
             for rank in ranks:
@@ -108,16 +108,16 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
     @cache
     def ran(strategy: str, mode: str = "fit") -> Path:
-        given = [f"strategy={strategy}", *(["trainer.devices=2"] if strategy == "ddp_fork" else [])]
+        given = [f"strategy={strategy}"]
         given += [f"model._target_={LeavesClipping.__module__}.LeavesClipping"] if strategy in CLIP_THEMSELVES else []
         given += [] if mode == "fit" else [f"ckpt_path='{_saved(ran(strategy))}'"]
         given += [f"mode={mode}"] if mode in ("validate", "predict") else []
-        return train(*RUN, *given, ranks=0 if strategy in ("single", "ddp_fork") else 2).folder
+        return train(*RUN, *given, ranks=0 if strategy == "single" else 2).folder
 
     return ran
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp_fork", "fsdp", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "deepspeed_stage_3"])
 def test_a_fit_and_its_test_call_in_each_rank_what_a_plain_trainer_calls(strategy: str, plain: Ran, ours: Ran) -> None:
     zero, *others = ({call[1] for call in calls} for calls in _calls(plain(STRATEGIES[strategy])))
     assert {"on_save_checkpoint", "on_sanity_check_start", "on_train_epoch_end", "on_test_end"} <= zero
@@ -125,7 +125,7 @@ def test_a_fit_and_its_test_call_in_each_rank_what_a_plain_trainer_calls(strateg
     _compare(strategy, plain(STRATEGIES[strategy]), ours(strategy))
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp_fork", *at_night("deepspeed_stage_3")])
+@pytest.mark.parametrize("strategy", ["single", "ddp", *at_night("deepspeed_stage_3")])
 def test_a_resume_in_mid_epoch_calls_what_a_plain_trainer_calls(strategy: str, plain: Ran, ours: Ran) -> None:
     expected = plain(STRATEGIES[strategy], "resume")
     assert all("on_load_checkpoint" in {call[1] for call in calls} for calls in _calls(expected))
@@ -138,10 +138,7 @@ def test_a_stage_by_itself_calls_what_a_plain_trainer_calls(mode: str, plain: Ra
 
 
 def _compare(strategy: str, plain: Path, ours: Path) -> None:
-    """Of ranks that are started in other ways, without the hook that each process calls before it forks others."""
     expected, found = _calls(plain), _calls(ours)
-    if STRATEGIES[strategy] == "ddp_fork" != strategy:
-        expected, found = _without("configure_callbacks", expected), _without("configure_callbacks", found)
     if strategy in CLIP_THEMSELVES:
         expected, found = _without(CLIPPING, expected), _without(CLIPPING, found)
     assert found == expected

@@ -25,7 +25,6 @@ class Witness(pl.Callback):
         seen = {
             "strategy": type(strategy).__name__,
             "launcher": type(launcher).__name__ if launcher else None,
-            "start_method": getattr(launcher, "_start_method", None),
             "cluster": type(getattr(strategy, "cluster_environment", None)).__name__,
             "precision": trainer.precision,
             "world_size": trainer.world_size,

@@ -21,13 +21,11 @@ NO_CHECKPOINT = (
 REFUSED = {
     "global_batch_size=0": "global_batch_size 0 and micro_batch_size None: both are numbers of samples, and must be at "
     "least 1",
-    "strategy=ddp_spawn trainer.num_nodes=2": "strategy ddp_spawn starts processes on one node, "
-    "and trainer.num_nodes=2; use strategy=ddp",
+    "strategy=ddp trainer.strategy.static_graph=true trainer.strategy.find_unused_parameters=true": "trainer.strategy."
+    "static_graph finds unused parameters itself; leave find_unused_parameters out",
     "trainer.num_nodes=2": "trainer.num_nodes=2: no launcher has started the processes of 2 nodes; start it with srun "
     "or torchrun, and leave trainer.num_nodes out, or start it on each node by the same command with run_id=NAME "
     "cluster=manual cluster.node_rank=N cluster.main_address=FIRST_NODE",
-    "strategy=ddp_fork trainer.num_nodes=2": "strategy ddp_fork starts processes on one node, "
-    "and trainer.num_nodes=2; use strategy=ddp",
     "strategy=single trainer.devices=2": "strategy=single uses one device, but 1 × 2 are requested; use strategy=ddp",
     "strategy=fsdp trainer.sync_batchnorm=true": "trainer.sync_batchnorm=true needs GPUs, because torch's "
     "SyncBatchNorm does; leave it out on CPUs",
@@ -65,7 +63,8 @@ REFUSED = {
 
 
 SEVERAL = (
-    *("strategy=ddp_spawn", "trainer.num_nodes=2", "global_batch_size=0", "mode=test", "ckpt_path=nowhere.ckpt"),
+    *("strategy=ddp", "trainer.strategy.static_graph=true", "trainer.strategy.find_unused_parameters=true"),
+    *("global_batch_size=0", "mode=test", "ckpt_path=nowhere.ckpt"),
     *("~callbacks.best_checkpoint", "~callbacks.last_checkpoint", "trainer.accelerator=gqu"),
 )
 
@@ -113,7 +112,7 @@ def test_an_eps_that_float16_does_not_hold_is_refused(optimizer: str, eps: str, 
 def test_all_problems_are_told_at_once(refusals: Refusals) -> None:
     assert refusals(*PLAIN, *SEVERAL) == {
         REFUSED["global_batch_size=0"],
-        REFUSED["strategy=ddp_spawn trainer.num_nodes=2"],
+        "trainer.strategy.static_graph finds unused parameters itself; leave find_unused_parameters out",
         NO_CHECKPOINT,
         "ckpt_path=nowhere.ckpt: there is no such file",
         REFUSED["trainer.accelerator=gqu"],

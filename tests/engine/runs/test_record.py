@@ -14,7 +14,6 @@ import pytest
 from lightswitch.runs import lock, record
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 from tests.engine.failures.pace import FAILS_ONCE
-from tests.night import at_night
 
 RUN = (*PLAIN, "name=plain", "run_id=mine", "trainer.accelerator=cpu", "trainer.val_check_interval=2")
 MORE = "trainer.max_steps=4"
@@ -67,17 +66,15 @@ def test_a_refused_start_leaves_every_byte_of_an_earlier_run(request_: str, earl
 
 
 @pytest.mark.parametrize(
-    ("strategy", "request_"),
+    ("ranks", "request_"),
     [
-        ("ddp", "another model's size"),
-        ("ddp_fork", "a model that does not like the data"),
-        *at_night(("ddp_spawn", "another optimizer")),
+        (2, "another model's size"),
+        (0, "a model that does not like the data"),  # which starts them
     ],
 )
-def test_so_does_one_of_two_ranks(strategy: str, request_: str, earlier: Finished, train: Train) -> None:
+def test_so_does_one_of_two_ranks(ranks: int, request_: str, earlier: Finished, train: Train) -> None:
     before = _state(earlier.run_dir)
-    ranks, devices = (2, ()) if strategy == "ddp" else (0, ("trainer.devices=2",))
-    start = (*RUN, f"strategy={strategy}", *devices, *REFUSED[request_].split())
+    start = (*RUN, "strategy=ddp", *([] if ranks else ["trainer.devices=2"]), *REFUSED[request_].split())
     refused = train(*start, folder=earlier.folder, ranks=ranks, check=False)
     assert (refused.returncode, refused.err.count("error: ")) == (2, 1), refused.err
     assert _state(earlier.run_dir) == before
@@ -210,8 +207,8 @@ def test_a_start_while_another_writes_leaves_its_files(earlier: Finished, train:
 def test_a_start_that_goes_on_keeps_the_log_of_what_it_said_first(earlier: Finished, train: Train) -> None:
     for strategy in (
         "single",
-        "ddp_fork trainer.devices=2",
-        "ddp_spawn trainer.devices=2 data._target_=tests.engine.runs.refusing.NoTestData",
+        "ddp trainer.devices=2",
+        "ddp trainer.devices=2 data._target_=tests.engine.runs.refusing.NoTestData",
     ):
         steps = 10 + len(strategy)
         size = (earlier.run_dir / "train.log").stat().st_size

@@ -158,7 +158,7 @@ def _squares(drawing: Drawing, samples: Iterable[int], kind: str, x: float, y: f
 
 DEVICES = 4
 HELD = {  # by strategies that keep the same: quarters of parameters, gradients, optimizer state, and where they are
-    ("single", "ddp", "ddp_spawn", "ddp_fork"): ("4", "4", "4", "single: on its one device"),
+    ("single", "ddp"): ("4", "4", "4", "single: on its one device"),
     ("deepspeed_stage_1",): ("4", "4", "1", ""),
     ("deepspeed_stage_1_offload",): ("4", "4", "1 host", ""),
     ("deepspeed_stage_2",): ("4", "1", "1", ""),

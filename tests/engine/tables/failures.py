@@ -26,8 +26,7 @@ from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import Job, submit
 from tests.engine.tables import documents
 
-ALL = ("python", "ddp_spawn", "torchrun", "Slurm")
-ONE_BY_ONE = ("python", "torchrun", "Slurm")  # Python's own processes get their data from the one that starts them
+ALL = ("python", "torchrun", "Slurm")
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,8 @@ CASES = {
     "the disk of rank 1 is full when it saves": Case(
         in_model("may write no more", "callbacks.last_checkpoint.every_n_steps=4", "trainer.max_steps=40")
     ),
-    "an exception before the ranks meet": Case(in_data("raises"), ONE_BY_ONE),
-    "`kill -9` before the ranks meet": Case(in_data("is killed"), ONE_BY_ONE),
+    "an exception before the ranks meet": Case(in_data("raises")),
+    "`kill -9` before the ranks meet": Case(in_data("is killed")),
     "Ctrl+C, or `scancel --signal=INT`": Case(SLOW, fault="interrupt"),
     "twice, in a step that does not end": Case(in_model("hangs", "model.rank=0"), fault="interrupt twice"),
     "the node of rank 1 crashes": Case(SLOW, ("Slurm",), "crash"),
@@ -72,7 +71,6 @@ RUN = (*("trainer.accelerator=cpu", "trainer.max_steps=1000", "name=failing"), "
 TRAIN = (sys.executable, str(CHECKOUT / "train.py"))
 LAUNCHERS = {
     "python": (*TRAIN, "strategy=ddp", "trainer.devices=2"),
-    "ddp_spawn": (*TRAIN, "strategy=ddp_spawn", "trainer.devices=2"),
     "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", TRAIN[1], "strategy=ddp"),
 }
 

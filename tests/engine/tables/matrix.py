@@ -17,7 +17,6 @@ from tests.engine.ways import PLAN
 CELLS = documents.DOCS / "matrix.json"
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")
 STRATEGIES = sorted(path.stem for path in (CHECKOUT / "conf" / "strategy").glob("*.yaml"))
-ON_ONE_DEVICE = ("single", "ddp_spawn", "ddp_fork")  # of themselves, they start their processes by other means
 FOUR = ("fsdp_hybrid", "fsdp_tp")
 RUN = (
     *LANGUAGE,
@@ -51,14 +50,14 @@ def _row(train: Train, accelerator: str, strategy: str) -> dict[str, str]:
 
 def devices(strategy: str) -> int:
     """Return how many a strategy is tried on where there are no GPUs."""
-    return 4 if strategy in FOUR else 1 if strategy in ON_ONE_DEVICE else 2
+    return 4 if strategy in FOUR else 1 if strategy == "single" else 2
 
 
 def cell(
     train: Train, accelerator: str, strategy: str, precision: str, devices: int, timeout_seconds: int = 200
 ) -> str:
     """Return what a strategy does at a precision: "trains", why it is refused, or how it fails."""
-    by_itself = devices == 1 or strategy in ON_ONE_DEVICE
+    by_itself = devices == 1
     switches = (
         *(f"strategy={strategy}", f"precision={precision}", f"trainer.accelerator={accelerator}"),
         *([f"trainer.devices={devices}"] if by_itself else []),

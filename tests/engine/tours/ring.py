@@ -22,7 +22,7 @@ RING = {  # neighbours are of different kinds; ranks=0 starts its processes itse
     "ddp × 2 by script": Way(("strategy=ddp", "trainer.devices=2"), 0),
     "deepspeed_stage_2_offload × 2": _offloads(2),
     "fsdp_hybrid 2 × 2": WAYS["fsdp_hybrid 2 × 2"],
-    "ddp_fork × 3": Way(("strategy=ddp_fork", "trainer.devices=3", "micro_batch_size=4"), 0),
+    "ddp × 3": Way(("strategy=ddp", "micro_batch_size=4"), 3),
     "deepspeed_stage_3 × 2": WAYS["deepspeed_stage_3 × 2"],
     "fsdp_offload × 2": Way(("strategy=fsdp_offload",), 2),
     "deepspeed_stage_1_offload × 2": _offloads(1),
@@ -32,7 +32,6 @@ RING = {  # neighbours are of different kinds; ranks=0 starts its processes itse
     "fsdp_grad_op × 2": WAYS["fsdp_grad_op × 2"],
     "deepspeed_stage_3_offload × 2": _offloads(3),
 }
-SPAWN = {"ddp_spawn × 2": Way(("strategy=ddp_spawn", "trainer.devices=2"), 0)}  # at night: it starts in seconds
 
 
 def next_way(way: str, seed: int = SEED) -> str:

@@ -15,18 +15,12 @@ from tests.engine.conftest import Finished, Train, runs_in
 from tests.engine.curves import largest_difference, predictions
 from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.tiny import LANGUAGE
-from tests.engine.tours.ring import RING, SEED, SPAWN, next_way
+from tests.engine.tours.ring import RING, SEED, next_way
 from tests.engine.ways import WAYS
 
 STEPS = 16
-EVERY = RING | SPAWN
 RUN = (*LANGUAGE, "run_id=mine", "trainer.accelerator=cpu", f"trainer.max_steps={STEPS}")
 RUN += (*WITNESS, "trainer.val_check_interval=4", "callbacks.last_checkpoint.every_n_steps=2")
-STARTED = {  # what starts its processes, and how, where a way does so itself
-    "ddp × 2 by script": ("Scripts", None),
-    "ddp_fork × 3": ("Workers", "fork"),
-    "ddp_spawn × 2": ("Workers", "spawn"),
-}
 KILL = "callbacks.kill._target_=tests.engine.checkpoints.killer.Kill"
 
 
@@ -40,8 +34,8 @@ class Tour:
 
 
 def _ended(train: Train, way: str, folder: Path | None, *modes: str) -> Tour:
-    run = train(*RUN, *EVERY[way].switches, ranks=EVERY[way].ranks, folder=folder)
-    reader = EVERY[way] if EVERY[way].ranks else WAYS["ddp × 2"]  # which need not start its processes
+    run = train(*RUN, *RING[way].switches, ranks=RING[way].ranks, folder=folder)
+    reader = RING[way] if RING[way].ranks else WAYS["ddp × 2"]  # which need not start its processes
     switches, ranks = reader.switches, reader.ranks
     reads = (*LANGUAGE, *switches, "trainer.accelerator=cpu", f"ckpt_path={run.run_dir}/checkpoints/best.ckpt")
     read = {mode: train(*reads, f"mode={mode}", ranks=ranks) for mode in modes}
@@ -64,12 +58,12 @@ def test_a_run_killed_under_one_way_ends_under_the_next_as_in_one_process(way: s
 def go(way: str, following: str, alone: Tour, train: Train) -> None:
     """Begin a run under one way, kill it, and end it under another, which validates and predicts by turns of days."""
     kill = (KILL, f"callbacks.kill.seed='{SEED} {way}'")
-    killed = train(*RUN, *EVERY[way].switches, *kill, ranks=EVERY[way].ranks, check=False)
+    killed = train(*RUN, *RING[way].switches, *kill, ranks=RING[way].ranks, check=False)
     assert killed.returncode != 0
-    mode = ("validate", "predict")[(list(EVERY).index(way) + SEED) % 2]
+    mode = ("validate", "predict")[(list(RING).index(way) + SEED) % 2]
     tour = _ended(train, following, killed.folder, mode)
-    if started := STARTED.get(following):
-        assert {(rank["launcher"], rank["start_method"]) for rank in witnesses(tour.run.run_dir)[:1]} == {started}
+    if following == "ddp × 2 by script":
+        assert witnesses(tour.run.run_dir)[0]["launcher"] == "Scripts"
     assert "\nresumes    runs/languagemodel/mine/checkpoints/" in tour.run.out
     assert list(tour.run.column("train/loss")) == list(range(STEPS))
     for metric in ("train/loss", "val/loss", "test/loss", "samples"):

@@ -10,14 +10,14 @@ import pytest
 
 from tests.engine.conftest import CHECKOUT, PLAIN_DATA
 from tests.engine.launch.witness import witnesses
-from tests.engine.sweeps.test_sweeps import FAST, SWEPT, Sweep, is_a_grid, rows, sweep, swept
+from tests.engine.sweeps.test_sweeps import FAST, SWEPT, Sweep, rows, sweep, swept
 
 __all__ = ["sweep", "swept"]  # fixtures
 
 
 def test_optuna_samples_once_for_all_ranks(sweep: Sweep, tmp_path: Path) -> None:
     chosen = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "model.lr=interval(0.01,0.1)")
-    done = sweep(*FAST, "strategy=ddp_fork", *chosen, script=CHECKOUT / "train.py")
+    done = sweep(*FAST, "strategy=ddp", *chosen, script=CHECKOUT / "train.py")
     assert done.returncode == 0, done.stderr
     rates = []
     for number in range(2):
@@ -92,8 +92,3 @@ def test_a_job_is_handed_an_interpolation_and_not_the_secret_that_it_gives(sweep
     written = [path for path in swept.parent.glob("runs/**/*") if path.is_file()]
     assert not [path for path in written if b"hunter2-correct-horse" in path.read_bytes()]
     assert "hunter2-correct-horse" not in done.stdout + done.stderr
-
-
-def test_a_grid_trains_each_job_also_on_processes_that_lightning_starts(sweep: Sweep, tmp_path: Path) -> None:
-    grid = ("strategy=ddp,ddp_fork", "global_batch_size=24,0")
-    is_a_grid(sweep(*FAST, *grid, script=CHECKOUT / "train.py"), tmp_path, None, "fork")
