@@ -44,8 +44,6 @@ class WatchdogMember(Protocol):
 class Lock(Protocol):
     """A lock on a directory, which other processes respect."""
 
-    descriptor: int
-
     def release(self) -> None:
         """Release the lock; a second call does nothing."""
 
@@ -80,6 +78,9 @@ class Process:
         self.failure_file: Path | None = None
         self.disk_error: BaseException | None = None
         self.decided: list[str] = []
+
+    def __reduce__(self) -> tuple[type[Process], tuple[()]]:
+        return Process, ()  # submitit pickles what starts a sweep's job, which has a process of its own
 
     def join_watchdog(self, watchdog: WatchdogMember) -> None:
         """Store the connection to the watchdog, which watches this process from now on."""
@@ -261,6 +262,9 @@ class Signals:
         self.is_first = False
         self.is_deferred = False
         self._pid = 0  # of the process that listens
+
+    def __reduce__(self) -> tuple[type[Signals], tuple[object, ...]]:
+        return Signals, (self.process, self._requeue)  # as of Process
 
     def catch(self, is_first: bool) -> None:
         """Handle signals from now on. Call it in the main thread; a second call only sets `is_first`.

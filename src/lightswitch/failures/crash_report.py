@@ -75,11 +75,6 @@ class CrashReport:
         """Whether the run directory holds a run's record, from this start or an earlier one."""
         return (self.folder.parent.parent / "config.yaml").exists()
 
-    @property
-    def is_printed(self) -> bool:
-        """Whether a process of this run has printed its failure."""
-        return (self.folder / "failure.txt").exists()
-
     def log_details(self, traceback: str) -> None:
         """Log the traceback behind a problem, unless the log belongs to an earlier run that is not resumed."""
         if traceback and (run_log.has_begun() or not self._is_of_earlier_run):
