@@ -62,6 +62,7 @@ _LOG = (
     "add_dataloader_idx, batch_size, metric_attribute, rank_zero_only)"
 )
 _HOOKS = "skips empty hooks, which cost a small model's step more time than its arithmetic"
+_LENIENT = "may fail once if a run resumes at the end of an epoch whose batches another process has read"
 _PLATEAU = "validates once an epoch if a schedule needs the metric: schedules are known only once training begins"
 _AGREED = "a planned step has no rank 0 to agree with; restored after the step"
 _ASKED = "supplies the tensor values that a planned step reads: these reads call no operator"
@@ -107,12 +108,8 @@ PATCHES = (
         "does nothing: Lightning's handlers save and broadcast whenever a signal arrives, and can't be disabled",
     ),
     Patch("lightning.pytorch.LightningModule", "log", _LOG, "a planned step's tensors have no values to log"),
-    Patch(
-        "lightning.pytorch.LightningModule",
-        "on_train_epoch_end",
-        "(self)",
-        "may fail once if a run resumes at the end of an epoch whose batches another process has read",
-    ),
+    Patch("lightning.pytorch.LightningModule", "on_train_epoch_end", "(self)", _LENIENT),
+    Patch("lightning.pytorch.Callback", "on_train_epoch_end", "(self, trainer, pl_module)", _LENIENT),
     Patch(
         "lightning.pytorch.Trainer",
         "_logger_connector",

@@ -10,6 +10,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from lightswitch.checkpoints.shards import Piece
+from lightswitch.errors import UnfitCheckpoint
 
 Kept = TypeVar("Kept")
 
@@ -54,10 +55,10 @@ def tied(module: nn.Module) -> dict[str, str]:
 
 
 def transient(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the full name of each non-persistent buffer, the submodule that has it, and its name there."""
+    """Yield the full name of each non-persistent dense buffer, the submodule that has it, and its name there."""
     for prefix, part in module.named_modules():
         for own in sorted(part._non_persistent_buffers_set):
-            if part._buffers.get(own) is not None:
+            if is_stored(part._buffers.get(own)):
                 yield own_name(f"{prefix}.{own}" if prefix else own), part, own
 
 
@@ -70,7 +71,7 @@ def set_transient(module: nn.Module, saved: Mapping[str, Callable[[], Tensor]]) 
         if buffer.shape == value.shape:
             buffer.copy_(value)  # in place: ddp and DeepSpeed hold a reference to the tensor
         else:
-            part.register_buffer(own, value.to(buffer.device), persistent=False)
+            part.register_buffer(own, value.to(buffer), persistent=False)
 
 
 def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -82,34 +83,52 @@ def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield own_name(f"{prefix}.{name}" if prefix else name), value
 
 
-def loose(module: nn.Module, state: Iterable[str]) -> set[str]:
-    """Return the names in a module's state that are neither parameters nor buffers: extra state and metric states.
+def loose(module: nn.Module, state: Mapping[str, Any], like: Mapping[str, Tensor]) -> set[str]:
+    """Return the names in a module's state that modules load by their own code.
 
-    `state_dict` may contain copies of them, so that writing into its values restores nothing.
+    They are neither parameters nor buffers, but extra state and metric states, of which `state_dict` may contain
+    copies, so that writing into its values restores nothing; and the buffers of modules that override
+    `_load_from_state_dict`, if one of them has another shape in the checkpoint or is sparse.
+
+    Args:
+        like: meta tensors of the checkpoint, by name.
     """
-    return set(state) - {name for name, _ in _saved(module)}
+    found = set(state) - {name for name, _ in _saved(module)}
+    for prefix, part in module.named_modules():
+        buffers = {own_name(f"{prefix}.{own}" if prefix else own) for own in part._buffers} & state.keys()
+        is_own_code = not type(part)._load_from_state_dict.__module__.startswith("torch.")
+        if is_own_code and any(name not in like or like[name].shape != state[name].shape for name in buffers):
+            found |= buffers
+    return found
 
 
 def hand_over(module: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:
-    """Load the entries of modules' states that are neither parameters nor buffers, by name.
+    """Load the entries of modules' states that modules load by their own code, by name.
 
     This avoids `load_state_dict`, in which a strategy may have hooks.
 
     Args:
         device: the device for metric states; extra state is passed unchanged.
+
+    Raises:
+        UnfitCheckpoint: a module can't load its entry.
     """
     # a wrapper and its module have the same name, and the module comes last
     owners = {own_name(f"{path}.").strip("."): part for path, part in module.named_modules()}
+    of_owners: dict[str, dict[str, Any]] = {}
     for name, value in state.items():
-        path, _, key = name.rpartition(".")
-        part = owners.get(path)
-        if part is None:
-            continue
-        if key != "_extra_state":
-            prefix = name.removesuffix(key)
-            part._load_from_state_dict({name: move_data_to_device(value, device)}, prefix, {}, False, [], [], [])
-        elif type(part).set_extra_state is not nn.Module.set_extra_state:
-            part.set_extra_state(value)
+        if (path := name.rpartition(".")[0]) in owners:
+            of_owners.setdefault(path, {})[name] = value
+    errors: list[str] = []
+    for path, own in of_owners.items():
+        part, prefix = owners[path], f"{path}." if path else ""
+        extra = [own.pop(name) for name in (f"{prefix}_extra_state",) if name in own]
+        if own:
+            part._load_from_state_dict(move_data_to_device(own, device), prefix, {}, False, [], [], errors)
+        if extra and type(part).set_extra_state is not nn.Module.set_extra_state:
+            part.set_extra_state(*extra)
+    if errors:
+        raise UnfitCheckpoint(errors[0])
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
@@ -118,8 +137,8 @@ def names_of(module: nn.Module) -> dict[int, str]:
 
 
 def is_stored(value: object) -> TypeGuard[Tensor | Piece]:
-    """Return whether a value is stored as a tensor; all other values are stored in trainer.pt."""
-    return isinstance(value, Tensor | Piece)
+    """Return whether a value is stored as a tensor; all others, and sparse tensors, are stored in trainer.pt."""
+    return isinstance(value, Piece) or (isinstance(value, Tensor) and value.layout == torch.strided)
 
 
 def tensors_in(state: dict[str, dict[str, Any]]) -> dict[str, Tensor | Piece]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints import names
@@ -101,6 +101,7 @@ def load(optimizer: Optimizer, live: Groups, state: Mapping[str, dict[str, Any]]
         try:
             numbered = _numbered(groups, state)
             optimizer.load_state_dict({**numbered, "state": {**numbered["state"], **saved.get(_COMMON, {})}})
+            _keep_dtypes(optimizer, numbered["state"])
         except KeyError as error:
             raise UnfitCheckpoint(
                 f"load_state_dict of {type(optimizer).__name__} requires {error}, but checkpoints contain only its "
@@ -141,11 +142,21 @@ def _load_part(part: Optimizer, state: dict[str, Any]) -> None:
     kept, groups = part.state, part.param_groups
     Optimizer.__setstate__(part, {})  # some such classes skip torch's constructor, and lack the attributes it sets
     Optimizer.load_state_dict(part, state)
+    _keep_dtypes(part, state["state"])
     kept.clear()
     kept.update(part.state)
     for group, loaded in zip(groups, part.param_groups, strict=True):
         group.update(loaded)
     Optimizer.__setstate__(part, {"state": kept, "param_groups": groups})
+
+
+def _keep_dtypes(part: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
+    """Give tensors their dtypes again, as torch casts all to that of their parameter, even counts and masks."""
+    for number, parameter in enumerate(parameter for group in part.param_groups for parameter in group["params"]):
+        own = part.state.get(parameter, {})
+        for key, value in state.get(number, {}).items():
+            if isinstance(value, Tensor) and isinstance(cast := own.get(key), Tensor) and cast.dtype != value.dtype:
+                own[key] = value.to(cast.device)
 
 
 def check(path: Path, here: Sequence[tuple[str, Groups]], saved: Sequence[Mapping[str, Any]]) -> None:

@@ -82,7 +82,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         return optimizers.state_of(optimizer, self.lightning_module)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return a checkpoint's state without tensors, which are read later into the strategy's own tensors.
+        """Return a checkpoint's state, whose tensors are read later into the strategy's own tensors.
 
         In training, this reads the first undamaged checkpoint of `checkpoints_up_to`, starting with the given one.
         """
@@ -96,8 +96,8 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
             trainer.ckpt_path = self._reader.path
         else:
             advice = "use the model arguments that it was saved with"
-            self._reader = Reader(self.broadcast(path), self.checkpoint_group, advice)
-        state = {**self._reader.state, "state_dict": {}}  # the tensors are read later, see `load_model_state_dict`
+            self._reader = Reader(self.broadcast(path), self.checkpoint_group, advice, names.parameters(module))
+        state = {**self._reader.state, "state_dict": self._reader.weights()}  # for hooks; see `load_model_state_dict`
         if "callbacks" in state:
             is_best = partial(is_up_to, position=saved_position(state))
             is_of_run = writing.is_within(self._reader.path, Path(trainer.default_root_dir))
@@ -117,7 +117,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
             "use the model arguments that it was saved with, or take what fits with init_names={}; where shapes "
             "differ, give the checkpoint's weights other names: 'init_names={head.: unused.}'"
         )
-        self._reader = Reader(path, self.checkpoint_group, advice)
+        self._reader = Reader(path, self.checkpoint_group, advice, names.parameters(module))
         of_hub = is_hub(path)
         is_whole = renamed is None and not of_hub
         if not is_whole:
@@ -135,7 +135,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         assert module is not None
         state = names.without(self.lightning_module_state_dict(), checkpoint.get(LEFT_OUT, ()))
         self.check_model(state, checkpoint, strict)
-        loose = names.loose(module, state)
+        loose = names.loose(module, state, self._reader.weights_like)
         live = {name: value for name, value in state.items() if names.is_stored(value) and name not in loose}
         self.read("model", live)
         self.hand_over(checkpoint, loose)
@@ -143,18 +143,19 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
     def check_model(self, state: Mapping[str, Any], checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Compare the model's state with the loaded checkpoint (see `Reader.check_model`).
 
-        Entries that are neither parameters nor buffers may differ in shape, or in whether they are tensors.
+        Entries that modules load by their own code may differ in shape, or in whether they are tensors.
         """
         module = self.lightning_module
         assert module is not None
-        loose, extra = names.loose(module, state), checkpoint.get("extra_state", {})
-        like = {name: self._reader.like.get(f"model.{name}", state[name]) for name in loose if name not in extra}
+        weights, extra = self._reader.weights_like, checkpoint.get("extra_state", {})
+        loose = names.loose(module, state, weights)
+        like = {name: weights.get(name, state[name]) for name in loose if name not in extra}
         compared = {**names.without(state, loose), **like}
         live = {name: value for name, value in compared.items() if names.is_stored(value)}
         self._reader.check_model(live, module.hparams, strict)
 
     def hand_over(self, checkpoint: Mapping[str, Any], loose: set[str]) -> None:
-        """Load the entries of modules' states that are neither parameters nor buffers from the loaded checkpoint.
+        """Load the entries of modules' states that modules load by their own code from the loaded checkpoint.
 
         Args:
             loose: the names of these entries.
@@ -197,7 +198,10 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         targets: dict[str, Stored] = {}
         for full_name in self._reader.names(prefix):
             name, _, key = full_name.rpartition(".")
-            room = self.room_for(parameters[name], self._reader.like[prefix + full_name])
+            like, of_parameter = self._reader.like[prefix + full_name], self._reader.like.get(f"model.{name}")
+            if of_parameter is not None and like.dtype == of_parameter.dtype and key.rpartition("/")[2] != "step":
+                like = like.to(parameters[name].dtype)  # this run's precision may be another one
+            room = self.room_for(parameters[name], like)
             targets[prefix + full_name] = room
             state.setdefault(name, {})[key] = room.values if isinstance(room, Piece) else room
         self._reader.fill(targets)
@@ -207,7 +211,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         """Return a tensor to read a parameter's optimizer state into, sharded like the parameter if the shapes agree.
 
         Args:
-            saved: a meta tensor with the state's shape and dtype in the checkpoint.
+            saved: a meta tensor with the state's shape in the checkpoint and its dtype here.
         """
         if saved.shape == parameter.shape and parameter.dim():
             return torch.zeros_like(parameter.detach(), dtype=saved.dtype)
@@ -330,4 +334,5 @@ def _transient(module: nn.Module) -> dict[str, Tensor]:
 
 def _checksum(buffer: Tensor) -> int:
     shape = repr((tuple(buffer.shape), buffer.dtype)).encode()
-    return zlib.crc32(buffer.detach().cpu().flatten().view(torch.uint8).numpy().tobytes(), zlib.crc32(shape))
+    values = buffer.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()  # whatever it is a view of
+    return zlib.crc32(values.view(torch.uint8).numpy().tobytes(), zlib.crc32(shape))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, takewhile
@@ -23,9 +23,9 @@ from lightswitch import regular_files
 from lightswitch.checkpoints import directory, safe
 from lightswitch.checkpoints.index import Index
 from lightswitch.checkpoints.manifest import is_plain_name
-from lightswitch.checkpoints.names import TRANSIENT, own_name
+from lightswitch.checkpoints.names import TRANSIENT, is_stored, own_name
 from lightswitch.checkpoints.ranks import describe_failure
-from lightswitch.checkpoints.shards import Piece
+from lightswitch.checkpoints.shards import Piece, local
 from lightswitch.errors import UnfitCheckpoint, listed, shown
 
 OnRead = Callable[[int], None]  # takes the number of bytes that were just read
@@ -44,6 +44,7 @@ class Reader:
             the latter two, only the weights are available as tensors.
         group: the process group of the ranks that read together; None for a single process.
         advice: what to do if the model differs, for the error.
+        live: names of the model's weights; if they begin with what may be a wrapper's prefix, a foreign file keeps it.
 
     Attributes:
         state: the checkpoint without the tensors.
@@ -53,8 +54,15 @@ class Reader:
         UnfitCheckpoint: on every rank, if the checkpoint can't be read or is damaged.
     """
 
-    def __init__(self, path: Path, group: dist.ProcessGroup | None, advice: str = _OF_A_RESUME) -> None:
+    def __init__(
+        self,
+        path: Path,
+        group: dist.ProcessGroup | None,
+        advice: str = _OF_A_RESUME,
+        live: Collection[str] = (),
+    ) -> None:
         self.path = path
+        self._live = live
         self.advice = advice
         self._files = path.resolve()  # a link such as last.ckpt may change during the read
         self._identity = directory.identity(self._files)
@@ -73,7 +81,7 @@ class Reader:
     def _open(self) -> dict[str, Any]:
         """Read index and state. Each rank compares the checksums of some files, without waiting for another rank."""
         if is_foreign(self.path):
-            weights, state = weights_and_state(self.path)
+            weights, state = weights_and_state(self.path, self._live)
             transient = transient_of(state)
             self._take({**_under("model", weights), **_under(TRANSIENT, transient)})
             # without "callbacks", Lightning calls no callback, and one sets these buffers
@@ -106,6 +114,18 @@ class Reader:
     def names(self, prefix: str) -> set[str]:
         """Return the names of the tensors with a prefix, without the prefix."""
         return {name.removeprefix(prefix) for name in self.like if name.startswith(prefix)}
+
+    def weights(self) -> dict[str, Any]:
+        """Return the entries of the module's state under all their names, of which tensors are read on access."""
+        own: dict[str, Any] = {name: partial(self.read, f"model.{name}") for name in self.weights_like}
+        tied = self.state.get("names_of_tied", {}).items()
+        own |= {name: own[first] for name, first in tied if first in own}
+        return _ReadOnAccess({**own, **self.state.get("extra_state", {})})  # type: ignore[return-value]  # is used as one
+
+    @property
+    def weights_like(self) -> dict[str, Tensor]:
+        """Meta tensors of the weights, by name."""
+        return {name.removeprefix("model."): like for name, like in self.like.items() if name.startswith("model.")}
 
     def fill(self, tensors: Mapping[str, Tensor | Piece], on_read: OnRead | None = None) -> None:
         """Read tensors in place; of a DTensor or Piece, only this rank's shard. Collective.
@@ -209,6 +229,14 @@ class Reader:
             for name, value in arguments.items()
             if name in saved and str(saved[name]) != str(value) and "${" not in str(saved[name])  # from the environment
         ]
+
+
+class _ReadOnAccess(UserDict[str, Any]):
+    """Dict whose values are read when they are accessed."""
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        return value() if isinstance(value, partial) else value
 
 
 def unreadable(path: Path, why: str) -> UnfitCheckpoint:
@@ -377,7 +405,7 @@ def is_foreign(path: Path) -> bool:
     return is_hub(path) or path.is_file()
 
 
-def weights_and_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def weights_and_state(path: Path, live: Collection[str] = ()) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the weights of a foreign checkpoint by name, whole and on the CPU, and the rest of its state.
 
     It is a `.ckpt` file of Lightning (one device, DDP, FSDP full) or safetensors. Entries of the modules' state that
@@ -389,8 +417,8 @@ def weights_and_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if is_hub(path):
         return hub_weights(path), {_VERSION: _OF_ANY}
     state = read_foreign(path)
-    named = _own_names(state.pop("state_dict"))
-    tensors = {name: value.detach() for name, value in named.items() if isinstance(value, Tensor)}
+    named = _own_names(state.pop("state_dict"), live)
+    tensors = {name: local(value) for name, value in named.items() if is_stored(value)}
     extra = {name: value for name, value in named.items() if name not in tensors}
     first = _first_names(tensors)
     tied = {name: first[name] for name in tensors if first[name] != name}
@@ -426,10 +454,10 @@ def read_foreign(path: Path) -> dict[str, Any]:
     return safe.checked_state({_VERSION: _OF_ANY, **state}, path.name)
 
 
-def _own_names(state_dict: dict[str, Any]) -> dict[str, Any]:
+def _own_names(state_dict: dict[str, Any], live: Collection[str]) -> dict[str, Any]:
     named = {own_name(name): value for name, value in state_dict.items()}
     for wrapper in _BEFORE_NAMES:
-        if all(name.startswith(wrapper) for name in named):
+        if all(name.startswith(wrapper) for name in named) and not any(name.startswith(wrapper) for name in live):
             named = {name.removeprefix(wrapper): value for name, value in named.items()}
     return named
 

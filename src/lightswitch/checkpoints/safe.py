@@ -18,19 +18,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _MOST_LEVELS = 64  # of nested mappings and lists
+PLACES_OF_SHARDS = "places_of_shards"  # in a state: the keys and indices that lead to what was a DTensor
 KINDS = "kinds_of_values"  # in a state: what was an array and the like, by the keys and indices that lead to it
 _STATE: dict[str, type] = {  # types of the entries in a checkpoint's state, each of which is optional
     **dict.fromkeys(("epoch", "global_step"), int),
     **dict.fromkeys(("loops", "callbacks", "hyper_parameters", "extra_state", "names_of_tied"), dict),
     **dict.fromkeys(("frozen_since", "plateau", "epoch_end", "configured"), dict),
-    **dict.fromkeys(("optimizer_states", "lr_schedulers", "left_out", "streams", "of_ranks", "places_of_shards"), list),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers", "left_out", "streams", "of_ranks", PLACES_OF_SHARDS), list),
     "pytorch-lightning_version": str,
     KINDS: dict,
 }
 _Place = tuple[Any, ...]
+_SHARD = ("shard",)  # the kind of a DTensor, which is sharded again once the parameters are known
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device))
 _CONTAINERS = frozenset((list, tuple, dict))
 
@@ -99,12 +102,16 @@ def _check_sizes(found: Any, path: Path) -> None:
     level = [found]
     for _ in range(_MOST_LEVELS):
         for value in level:
-            if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > file_bytes:
+            if isinstance(value, torch.Tensor) and _stored_numbers(value) * value.element_size() > file_bytes:
                 raise UnsafeFile(f"{path.name} claims a tensor of {tuple(value.shape)}, but has {file_bytes} bytes")
         level = [child for value in level for child in _children(value)]
         if not level:
             return
     raise UnsafeFile(f"{path.name} is nested too deep")
+
+
+def _stored_numbers(tensor: torch.Tensor) -> int:
+    return tensor.numel() if tensor.layout == torch.strided else tensor._nnz()  # all or, of a sparse one, those it has
 
 
 def _children(value: Any) -> Iterable[Any]:
@@ -126,6 +133,8 @@ def checked_state(state: Any, name: str) -> dict[str, Any]:
     if isinstance(kinds := state.get(KINDS), dict):
         around = {place[:depth] for place in kinds if isinstance(place, tuple) for depth in range(len(place))}
         state = _restored({key: value for key, value in state.items() if key != KINDS}, (), kinds, around)
+        if shards := [place for place, kind in kinds.items() if kind == _SHARD]:
+            state = {**state, PLACES_OF_SHARDS: shards} if isinstance(state, dict) else state
     if not isinstance(state, dict):
         raise UnsafeFile(f"{name} does not contain the state of a run")
     for key, kind in _STATE.items():
@@ -178,6 +187,7 @@ _OF_KIND: dict[str, Callable[..., Any]] = {  # nothing else is called for a file
     "defaultdict": lambda value, factory: defaultdict(_FACTORIES[factory], value),
     "Counter": Counter,
     "frozenset": frozenset,
+    "shard": lambda value: value,
 }
 
 
@@ -199,7 +209,8 @@ def safe(value: Any) -> tuple[Any, dict[str, str]]:
     """Return ``value`` in plain types, and the type names of the values that have no plain type, by their paths.
 
     Whatever is returned can be read by `load`: keys and converted values are made plain like all others. A dict gets
-    the entry `KINDS`, by which `checked_state` converts arrays, deques and the like back.
+    the entry `KINDS`, by which `checked_state` converts arrays, deques and the like back. Collective: a DTensor, such
+    as a parameter's copy in a callback under fsdp, becomes whole, as only rank 0's state is written.
     """
     left_out: dict[str, str] = {}
     kinds: dict[_Place, tuple[Any, ...]] = {}
@@ -255,6 +266,8 @@ def _is_plain(value: Any, levels: int = _MOST_LEVELS) -> bool:
 
 
 def _kind(value: Any, plain: Any) -> tuple[Any, ...] | None:
+    if isinstance(value, DTensor):
+        return _SHARD
     if isinstance(value, np.ndarray):
         is_text = value.dtype.kind == "U"
         return ("array",) if isinstance(plain, torch.Tensor) else ("text array",) if is_text else None
@@ -291,9 +304,10 @@ def _unmarked(value: Any, path: str, left_out: dict[str, str], levels: int) -> t
 
 
 def _plain_tensor(value: torch.Tensor) -> torch.Tensor:
-    copy: torch.Tensor = value.detach().cpu().clone()  # training may change it during the write
-    is_wrapper: bool = is_traceable_wrapper_subclass(copy)
-    return copy if is_wrapper else copy.as_subclass(torch.Tensor)
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    copy: torch.Tensor = whole.detach().cpu().clone()  # training may change it during the write
+    is_kept = type(copy) is torch.Tensor or is_traceable_wrapper_subclass(copy)
+    return copy if is_kept else copy.as_subclass(torch.Tensor)
 
 
 def _plain_array(value: np.ndarray) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import transform_subclass
+
+from lightswitch.checkpoints.safe import PLACES_OF_SHARDS
 
 
 @dataclass(frozen=True)
@@ -115,41 +117,15 @@ def with_local(stored: Stored, part: Tensor) -> Stored:
     return whole
 
 
-KEY = "places_of_shards"  # in a checkpoint: the paths of values in its state that were DTensors
-
 _Place = tuple[Any, ...]  # a path: the keys and indices that lead to a value
 
 
-def gathered(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's state with whole tensors in place of DTensors, and their paths under `KEY`. Collective.
-
-    Under fsdp, a callback that stores copies of parameters stores shards. Only rank 0's state is written, so without
-    this, every rank would read back rank 0's shards.
-    """
-    places: list[_Place] = []
-    whole: dict[str, Any] = _whole(state, (), places)
-    return {**whole, KEY: places} if places else whole
-
-
-def _whole(value: Any, place: _Place, places: list[_Place]) -> Any:
-    if isinstance(value, DTensor):
-        places.append(place)
-        return value.full_tensor()
-    if isinstance(value, Mapping):
-        items = {key: _whole(item, (*place, key), places) for key, item in value.items()}
-        return items if any(item is not value[key] for key, item in items.items()) else value
-    if type(value) in (list, tuple):
-        found = [_whole(item, (*place, index), places) for index, item in enumerate(value)]
-        return type(value)(found) if any(map(operator.is_not, found, value)) else value
-    return value
-
-
 def laid_out(state: dict[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Return a state from `gathered`, with its tensors sharded like the parameters of this run, if those are sharded.
+    """Return a checkpoint's state, with what was sharded sharded like the parameters of this run, if those are sharded.
 
     A tensor is sharded like the parameter that its last key names, or else like the first parameter of its shape.
     """
-    for place in state.get(KEY, ()):
+    for place in state.get(PLACES_OF_SHARDS, ()):
         with contextlib.suppress(LookupError, TypeError):  # trusted_states has replaced a callback's state
             state = _replaced(state, place, partial(_cut, name=place[-1], parameters=parameters))
     return state
@@ -160,9 +136,11 @@ def _replaced(value: Any, place: _Place, change: Callable[[Any], Any]) -> Any:
         return change(value)
     key, *rest = place
     changed = _replaced(value[key], tuple(rest), change)
-    if isinstance(value, dict):
-        return {**value, key: changed}
-    return type(value)(changed if index == key else item for index, item in enumerate(value))
+    if isinstance(value, tuple):
+        return (*value[:key], changed, *value[key + 1 :])
+    replaced = copy(value)
+    replaced[key] = changed
+    return replaced
 
 
 def _cut(whole: Tensor, name: Any, parameters: Mapping[str, nn.Parameter]) -> Tensor:

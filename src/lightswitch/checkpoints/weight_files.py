@@ -73,7 +73,7 @@ def write(
     """
     if weights.extra_state and file.suffix == ".safetensors":
         first = next(iter(weights.extra_state))
-        raise Refused(f"{first} is not a tensor, and safetensors can store only tensors; use -o NAME.pt")
+        raise Refused(f"{first} is not a dense tensor, and safetensors can store only those; use -o NAME.pt")
     shards = _shards(weights, dtype, shard_bytes) if file.suffix == ".safetensors" else [list(weights.like)]
     names = _file_names(file, len(shards))
     with _beside(file) as partial:
@@ -297,6 +297,10 @@ class Weights:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process reads, as intended
             self._reader.fill({_PREFIX + name: tensor for name, tensor in tensors.items()}, on_read)
         return tensors
+
+    def on_access(self) -> dict[str, Any]:
+        """Return the entries of the module's state by name, of which tensors are read on access."""
+        return self._reader.weights()
 
     def read_transient(self) -> dict[str, Tensor]:
         """Return the non-persistent buffers that training changed, on the CPU, by name."""

@@ -17,13 +17,13 @@ from lightning.pytorch.strategies import Strategy
 from torch.distributed.constants import default_pg_timeout
 
 from lightswitch.batches.metrics import OF_RANKS
-from lightswitch.checkpoints import directory, names
+from lightswitch.batches.plan import saved_position
+from lightswitch.checkpoints import directory, names, safe
 from lightswitch.checkpoints.names import TRANSIENT
 from lightswitch.checkpoints.ranks import Ranks, Steps
-from lightswitch.checkpoints.safe import safe
 from lightswitch.checkpoints.saver import Saver, fingerprint, share
-from lightswitch.checkpoints.shards import Stored, gathered
-from lightswitch.errors import LostRank, UnwrittenCheckpoint, listed
+from lightswitch.checkpoints.shards import Stored
+from lightswitch.errors import LostRank, Refused, UnwrittenCheckpoint, listed
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +80,26 @@ class WrittenTogether(Strategy):
 
     def written(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any], dict[str, str]]:
         """Split Lightning's checkpoint into the tensors by name, the rest to write, and the omitted values (see
-        `safe.safe`). Collective."""
+        `safe.safe`). Collective.
+
+        Raises:
+            Refused: a hook has stored an entry under a name that the engine uses: the checkpoint would be unreadable.
+        """
         assert self.lightning_module is not None
+        taken = next((f"it has {key}" for key in ("extra_state", "names_of_tied") if key in checkpoint), None)
         checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for exports, which build no model
         tensors, plain = split(checkpoint)
-        return tensors, *safe(gathered(plain))
+        state, left_out = safe.safe(plain)
+        try:
+            saved_position(safe.checked_state(state, "it"))  # as when it is read
+        except ValueError as error:
+            taken = str(error)
+        if taken:
+            raise Refused(
+                f"this checkpoint could not be read again: {taken}, and the engine stores an entry of that name; use "
+                "another one in on_save_checkpoint of the module, callback or datamodule"
+            )
+        return tensors, state, left_out
 
     def of_rank_0(self, tensors: Iterable[str]) -> set[str]:
         """Return the names of the tensors that are saved from rank 0: all of the model's except parameters, as a batch

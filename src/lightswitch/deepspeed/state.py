@@ -284,7 +284,7 @@ class PortableDeepSpeed(PortableCheckpoints):
         parameters = {name: _in_full_shape(parameter) for name, parameter in names.parameters(module).items()}
         state = {**names.state_of(module), **parameters}
         self.check_model(names.without(state, checkpoint.get(LEFT_OUT, ())), checkpoint, strict)
-        loose = names.loose(module, state)
+        loose = names.loose(module, state, self._reader.weights_like)
         self.read("model", names.without(state, {*parameters, *loose}))
         self.read("model", {name: weight for name, weight, _ in pieces(engine, module)})
         if has_working_copy(engine):

@@ -71,7 +71,7 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
         model = (
             _configured(model) if model else build_model(model_config(checkpoint, trust), trust, filled=bool(left_out))
         )
-        model.on_load_checkpoint({**weights.state, "state_dict": {}})  # as on a resume
+        model.on_load_checkpoint({**weights.state, "state_dict": weights.on_access()})  # as on a resume
         own = names.parameters(model)
         brought = {name: own[name].detach() for name in left_out if name in own}
         state = {**brought, **weights.read(weights.like), **weights.extra_state}

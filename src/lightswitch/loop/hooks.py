@@ -75,7 +75,7 @@ class _CallbackHooks:
         if monitoring_callbacks is not None:  # Lightning calls these after the others
             called = [one for one in called if isinstance(one, EarlyStopping | Checkpoint) == monitoring_callbacks]
         if is_observed(trainer):
-            users = [callback for callback in called if _is_users(getattr(callback, hook_name))]
+            users = [callback for callback in called if is_users(getattr(callback, hook_name))]
             with _around(trainer, users[0], hook_name) if users else nullcontext():
                 _call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
             return
@@ -83,7 +83,7 @@ class _CallbackHooks:
         before, known["_current_fx_name"] = known["_current_fx_name"], hook_name
         for callback in called:
             hook = getattr(callback, hook_name)
-            if _is_users(hook):
+            if is_users(hook):
                 with _around(trainer, callback, hook_name):
                     hook(trainer, module, *args, **kwargs)
             elif callable(hook):
@@ -123,7 +123,7 @@ def _call_lightning_module_hook(
     if module is None:
         return _call_module(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
     hook = getattr(module, hook_name)
-    with _around(trainer, module, hook_name) if _is_users(hook) else nullcontext():
+    with _around(trainer, module, hook_name) if is_users(hook) else nullcontext():
         if is_observed(trainer):
             return _call_module(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
         if getattr(hook, "__func__", None) in _EMPTY_OF_MODULE:
@@ -131,7 +131,8 @@ def _call_lightning_module_hook(
         return _call(hook, module, hook_name, args, kwargs)
 
 
-def _is_users(hook: Any) -> bool:
+def is_users(hook: Any) -> bool:
+    """Return whether a hook is code of neither Lightning nor the engine."""
     return callable(hook) and str(getattr(hook, "__module__", "")).partition(".")[0] not in _KNOWN
 
 

@@ -6,11 +6,11 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -30,9 +30,10 @@ from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.loop import first_steps
-from lightswitch.loop.hooks import is_observed
+from lightswitch.loop.hooks import is_observed, is_users
 from lightswitch.mixins import callbacks_of
 from lightswitch.monitoring.step_results import Results, is_logged
+from lightswitch.strategies.sharded import first_name
 from lightswitch.strategies.writes import CarriesWrites, Looks
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,14 @@ class RunLoop(_FitLoop):
         if not is_whole:  # a longer run resumes here, within the epoch
             for callback in saves:
                 callback.save(self.trainer)
-        with _lenient_end(self.trainer) if self.is_resuming and not self.epoch_loop.has_read else nullcontext():
+        with ExitStack() as lenient:
+            owners: tuple[LightningModule | Callback, ...] = (
+                self.trainer.lightning_module,
+                *callbacks_of(self.trainer),
+            )
+            for owner in owners if self.is_resuming and not self.epoch_loop.has_read else ():
+                if is_users(owner.on_train_epoch_end):
+                    lenient.enter_context(_lenient_end(self.trainer, owner))
             super().on_advance_end()
         if is_whole:
             for callback in saves:
@@ -127,32 +135,31 @@ class RunLoop(_FitLoop):
 
 
 @contextmanager
-def _lenient_end(trainer: Trainer) -> Iterator[None]:
-    """Log an error of the module at the end of an epoch whose batches another process has read, and continue.
+def _lenient_end(trainer: Trainer, owner: LightningModule | Callback) -> Iterator[None]:
+    """Log an error of a module or callback at the end of an epoch whose batches another process has read, and continue.
 
-    Data that the module itself collects over an epoch, for example in a list, is lost with its process.
+    Data that it collects itself over an epoch, for example in a list, is lost with its process.
     """
-    module = trainer.lightning_module
-    end, own = module.on_train_epoch_end, vars(module).get("on_train_epoch_end")
+    end, own = owner.on_train_epoch_end, vars(owner).get("on_train_epoch_end")
 
     @functools.wraps(end)  # its __module__ shows whether the method is the user's
-    def attempt() -> None:
+    def attempt(*arguments: Any) -> None:
         try:
-            end()
+            end(*arguments)
         except Exception as error:
             log.warning(
-                "epoch %d was interrupted before its end: on_train_epoch_end fails without the data that the module "
-                "had collected (%s: %s); the run continues without it",
-                trainer.current_epoch, type(error).__name__, error,
+                "epoch %d was interrupted before its end: on_train_epoch_end of %s fails without the data that it had "
+                "collected (%s: %s); the run continues without it",
+                trainer.current_epoch, first_name(owner), type(error).__name__, error,
             )  # fmt: skip
 
-    patches.replace(module, "on_train_epoch_end", attempt)
+    patches.replace(owner, "on_train_epoch_end", attempt)
     try:
         yield
     finally:
-        patches.restore(module, "on_train_epoch_end")
-        if own is not None:  # the module has set it itself
-            patches.replace(module, "on_train_epoch_end", own)
+        patches.restore(owner, "on_train_epoch_end")
+        if own is not None:  # the owner has set it itself
+            patches.replace(owner, "on_train_epoch_end", own)
 
 
 def _limits(trainer: Trainer) -> list[float | None]:

@@ -176,9 +176,9 @@ class Attributes:
             hook = module.register_forward_pre_hook(restore_once)
 
 
-def first_name(module: nn.Module) -> str:
-    """Return the name of a module's original class: `fully_shard` gives it another class."""
-    return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+def first_name(owner: object) -> str:
+    """Return the name of an object's original class: `fully_shard` gives a module another class."""
+    return next(kind.__name__ for kind in type(owner).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def checkpoint_activations(unit: nn.Module) -> None:

@@ -242,13 +242,30 @@ class GatheringModel(PlainModel):
         self.losses.clear()
 
 
+class Gathers(pl.Callback):
+    """Does so, too."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"])
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.log("train/gathered", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+
 def test_an_end_that_goes_by_what_was_lost_is_left_out_and_told(train: Train) -> None:
     run = (f"model._target_={HERE}.GatheringModel", *WHOLE[1:], f"callbacks.dies._target_={HERE}.Dies")
+    run = (*run, f"callbacks.gathers._target_={HERE}.Gathers")
     run = (*run, "callbacks.dies.hook=on_validation_start")
     cut_off = train(*run, "callbacks.dies.step=10", check=False)
     gone_on = train(*run, "callbacks.dies.step=null", folder=cut_off.folder)
-    assert "epoch 1 was interrupted before its end: on_train_epoch_end fails without the data" in gone_on.out
-    assert set(gone_on.column("train/mean")) == {4, 14, 19}
+    for owner, name in (("GatheringModel", "train/mean"), ("Gathers", "train/gathered")):
+        told = f"epoch 1 was interrupted before its end: on_train_epoch_end of {owner} fails without the data"
+        assert told in gone_on.out
+        assert set(gone_on.column(name)) == {4, 14, 19}
 
 
 class CountingModel(PlainModel):

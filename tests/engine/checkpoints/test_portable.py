@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import lightswitch
 from lightswitch.checkpoints import optimizers
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.errors import Refused, UnfitCheckpoint
@@ -137,6 +138,97 @@ def test_what_an_optimizer_keeps_of_no_parameter_goes_on() -> None:
     optimizers.load(other, optimizers.groups_of(other, now), saved["state"], saved)
     assert other.state["k"] == 3
     assert torch.equal(other.state[now.bias]["momentum_buffer"], optimizer.state[before.bias]["momentum_buffer"])
+
+
+class KeepsMasters(torch.optim.SGD):
+    """Keeps weights in 32 bits, a count and a mask beside parameters in 16 bits, as many write it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            state = self.state[parameter]
+            if not state:
+                state |= {"master": parameter.float(), "count": torch.zeros((), dtype=torch.long)}
+                state |= {"mask": torch.ones_like(parameter, dtype=torch.bool)}
+            state["count"] += 1
+            state["master"] -= 1e-4 * state["mask"]
+            parameter.copy_(state["master"])
+
+
+@pytest.mark.parametrize("kind", [KeepsMasters, lambda *args, **options: Lookahead(KeepsMasters(*args, **options))])
+def test_state_of_another_dtype_than_its_parameter_goes_on(kind: Callable[..., Optimizer]) -> None:
+    before, now = (nn.Linear(2, 2, dtype=torch.bfloat16) for _ in range(2))
+    optimizer, other = (kind(module.parameters(), lr=0.1) for module in (before, now))
+    optimizer.step()
+    saved = optimizers.state_of(optimizer, before)
+    optimizers.load(other, optimizers.groups_of(other, now), saved["state"], saved)
+    for key, value in optimizers.state_of(other, now)["state"]["weight"].items():
+        assert value.dtype == saved["state"]["weight"][key].dtype, key
+        assert torch.equal(value, saved["state"]["weight"][key]), key
+
+
+def test_a_run_resumes_in_another_precision(saved: Path, train: Train) -> None:
+    resumed = train(*SHORT, f"resume={saved}", "precision=bf16-true", "trainer.max_steps=6", "run_id=new")
+    reader = Reader(resumed.run_dir / "checkpoints/last.ckpt", None)
+    assert {reader.like[f"optimizer.0.net.0.weight.{key}"].dtype for key in ("exp_avg", "exp_avg_sq")} == {
+        torch.bfloat16
+    }
+    assert reader.read("optimizer.0.net.0.weight.step") == 6
+
+
+class OddBuffers(PlainModel):
+    """Has a sparse buffer that it changes, one that is not saved, and two that grow, of which it restores the sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("links", torch.eye(2).to_sparse())
+        self.register_buffer("table", torch.eye(2).to_sparse(), persistent=False)
+        self.register_buffer("queue", torch.zeros(0))
+        self.register_buffer("marks", torch.zeros(0))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.links = (self.links * 0.9).coalesce()
+        self.queue = torch.cat([self.queue, self.queue.new_full((1,), float(len(self.queue)))])
+        self.marks = torch.cat([self.marks, self.queue[-1:]])
+        batch[0] = torch.sparse.mm(self.links, batch[0].T).T + (self.queue + self.marks).mean() * self.table.sum()
+        return super().training_step(batch, batch_idx)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.queue.resize_(state_dict[f"{prefix}queue"].shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.marks = self.marks.new_zeros(checkpoint["state_dict"]["marks"].shape)
+
+
+def test_sparse_and_growing_buffers_go_on(train: Train) -> None:
+    run = (*TWO, f"{HERE}.OddBuffers", "strategy=single")
+    whole = train(*run, "trainer.max_steps=8")
+    first = train(*run, "trainer.max_steps=4")
+    resumed = train(*run, "trainer.max_steps=8", folder=first.folder)
+    assert resumed.column("train/loss") == whole.column("train/loss")
+    loaded = lightswitch.load(resumed.run_dir / "checkpoints/last.ckpt")
+    assert loaded.marks.tolist() == loaded.queue.tolist() == [*range(8)]
+    assert loaded.links.to_dense()[0, 0] == pytest.approx(0.9**8)
+
+
+class TakesName(PlainModel):
+    """Stores an entry of its own in a checkpoint."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[self.name] = 7
+
+
+@pytest.mark.parametrize("name", ["position", *at_night("extra_state", "plateau")])
+def test_a_hook_that_takes_a_name_of_the_engine_is_refused_before_it_costs_the_run(name: str, train: Train) -> None:
+    refused = train(*TWO, f"{HERE}.TakesName", f"model.name={name}", "trainer.max_steps=2", check=False)
+    assert refused.returncode == 2
+    (line,) = (line for line in refused.err.splitlines() if line.startswith("error: this checkpoint could not be read"))
+    assert name in line
 
 
 def test_an_optimizer_whose_state_no_checkpoint_would_have_whole_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ RUN = (
 
 
 class Averages(pl.Callback):
-    """An average of weights as many write it: copies in a dict, and one of them in a list."""
+    """An average of weights as many write it: copies in a dict, and one of them in a list and in a deque."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -34,13 +35,15 @@ class Averages(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self.kept:
             by_name = {name: weight.detach().clone() for name, weight in pl_module.named_parameters()}
-            self.kept = {"by_name": by_name, "list": [next(iter(by_name.values())).clone()]}
+            first = next(iter(by_name.values()))
+            self.kept = {"by_name": by_name, "list": [first.clone()], "deque": deque([first.clone()], 2)}
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         for name, weight in pl_module.named_parameters():
             self.kept["by_name"][name].lerp_(weight, 0.3)
-        self.kept["list"][0].lerp_(next(pl_module.parameters()), 0.5)
+        for one in (*self.kept["list"], *self.kept["deque"]):
+            one.lerp_(next(pl_module.parameters()), 0.5)
 
     def state_dict(self) -> dict[str, Any]:
         return {"kept": self.kept}
@@ -49,7 +52,7 @@ class Averages(pl.Callback):
         self.kept = state_dict["kept"]
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        every = [*self.kept["by_name"].values(), *self.kept["list"]]
+        every = [*self.kept["by_name"].values(), *self.kept["list"], *self.kept["deque"]]
         whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in every]
         if trainer.is_global_zero:
             torch.save(whole, f"{self.folder}/averages.pt")

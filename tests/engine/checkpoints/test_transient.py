@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import lightswitch
+from lightswitch.checkpoints.portable import TransientBuffers
 from lightswitch.export.__main__ import main
 from tests.engine.conftest import PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
@@ -84,6 +86,20 @@ def test_a_format_without_a_place_for_them_is_told(
     assert "left out   queue, seen, which training has changed" in (printed := capsys.readouterr().out)
     assert "of this format; -o NAME.ckpt keeps them" in printed
     assert int(lightswitch.load(tmp_path / name).seen) == 0
+
+
+@pytest.mark.parametrize("view", ["torch.arange(6.0)[::2]", "torch.ones(1).expand(3)", "torch.tensor([1j]).conj()"])
+def test_a_buffer_may_be_a_view(view: str) -> None:
+    module, callback = PlainModel(), TransientBuffers()
+    trainer: Any = None  # which neither hook looks at
+    module.register_buffer("view", eval(view), persistent=False)
+    saved: dict[str, Any] = {}
+    callback.on_fit_start(trainer, module)
+    callback.on_save_checkpoint(trainer, module, saved)
+    assert not saved
+    module.view = module.view + 1
+    callback.on_save_checkpoint(trainer, module, saved)
+    assert saved
 
 
 def _transient(run_dir: Path) -> set[str]:

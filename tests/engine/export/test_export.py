@@ -160,7 +160,8 @@ def test_what_is_no_tensor_is_in_a_state_dict_and_safetensors_are_refused(
     with pytest.raises(SystemExit):
         export(run_dir, "-o", tmp_path / "versioned.safetensors")
     assert (
-        "error: _extra_state is not a tensor, and safetensors can store only tensors; use -o" in capsys.readouterr().err
+        "error: _extra_state is not a dense tensor, and safetensors can store only those; use -o"
+        in capsys.readouterr().err
     )
 
 
