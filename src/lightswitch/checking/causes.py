@@ -127,7 +127,9 @@ def of_one(one: Measured, comparison: Comparison) -> Iterator[Cause]:
     if at_start.first is None:
         message = f"all tensors are restored at step {begun}, but {again.name} differs after step {again.step}"
     else:
-        message = f"{listed(at_start.differing)} is not restored at step {begun}: no checkpoint contains it"
+        is_saved = not comparison.names.isdisjoint(at_start.differing)
+        why = "a hook such as on_train_start sets it again" if is_saved else "no checkpoint contains it"
+        message = f"{listed(at_start.differing)} is not restored at step {begun}: {why}"
     yield _cause("state in Python objects", message)
 
 
@@ -162,7 +164,8 @@ def _of_difference(
     differing = comparison.all_tensors(whole)
     metric = comparison.loss(whole).first or comparison.logged(whole).first  # the latter in manual optimization
     in_first_forward = metric is not None and metric.step == 1
-    norms: list[str] = module["batch_norms"]
+    norms = [name for name in module["batch_norms"] if _is_of_batch(name, evidence.one)]
+    names: list[str] = []
     apart = next(
         ((step, [name]) for step, name, _ in unequal(whole, {f"{MODEL}{name}" for name in comparison.names})), None
     )
@@ -184,15 +187,17 @@ def _of_difference(
                 "buffers that ranks change each for itself",
                 f"{listed(buffers)} differs between ranks within a step",
             )
-    if in_first_forward and any(one.get("draws") for one in evidence.one if one["moment"] == FORWARD):
-        return _cause("noise by rank", "the training step draws random numbers, and the loss of the first step differs")
-    if not _reproduces(evidence, whole, comparison):
-        return None
-    if norms:
+    if metric is not None and (apart is None or metric.step <= apart[0]) and _draws(metric.step, evidence.one):
         return _cause(
-            "batch norm", f"{listed(norms)} computes its statistics over a micro batch; one process with the same "
-            "micro batches gives the same run",
-        )  # fmt: skip
+            "noise by rank", f"the training step draws random numbers, and the loss of step {metric.step} differs"
+        )
+    is_reproduced = _reproduces(evidence, whole, comparison)
+    if norms and (is_reproduced or any(f"{name}.running_mean" in names for name in norms)):
+        message = f"{listed(norms)} computes its statistics over a micro batch"
+        also = "; one process with the same micro batches gives the same run"
+        return _cause("batch norm", f"{message}{also if is_reproduced else ''}")
+    if not is_reproduced:
+        return None
     weights, left = _weights_of_micro_batches(evidence)
     same = "one process with the micro batches of a device gives the same run"
     if left <= _FITS:
@@ -205,6 +210,18 @@ def _of_difference(
     return _cause(
         "loss over the local batch", f"{same}; the loss of a batch is not a weighted sum of its parts' losses"
     )
+
+
+def _is_of_batch(norm: str, moments: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a batch norm takes the statistics of a micro batch: its running ones change, or it has none."""
+    statistics = f"{MODEL}{norm}.running_mean"
+    found = [one["digests"][statistics] for one in moments if statistics in one.get("digests", ())]
+    return not found or found[0] != found[-1]
+
+
+def _draws(step: int, moments: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the module draws random numbers in the forward pass of a step, counted from 1."""
+    return any(one.get("draws") for one in moments if one["moment"] == FORWARD and one["step"] == step - 1)
 
 
 def _cause(name: str, told: str) -> Cause:
@@ -270,7 +287,8 @@ def _when(name: str, step: int, evidence: Evidence, hooks: Sequence[str]) -> str
 
 def _unequal_buffers(moments: Sequence[Mapping[str, Any]], comparison: Comparison, norms: Sequence[str]) -> list[str]:
     """Return the buffers whose copies differ between ranks at some moment, without those of batch norms."""
-    found = (name.removeprefix(MODEL) for one in moments for name in one.get("unequal", ()))
+    unequal = (name for one in moments for name in one.get("unequal", ()))
+    found = (name.removeprefix(MODEL) for name in unequal if name.startswith(MODEL))  # no optimizer's state
     return list(
         dict.fromkeys(name for name in found if name not in comparison.names and name.rpartition(".")[0] not in norms)
     )

@@ -23,6 +23,7 @@ from lightswitch.checking import probe
 from lightswitch.checking.comparison import States, states
 from lightswitch.cluster.environments import reserve_port
 from lightswitch.errors import ExitCode, Refused
+from lightswitch.process import ended_by
 
 EQUAL = "equal"  # value of `Measured.exported` for a correct export
 T = TypeVar("T")
@@ -132,7 +133,7 @@ class Ended:
         if failed := re.findall(r"^rank \d+(?: of \d+)? on \S+ failed: (.*)$", self.output, re.MULTILINE):
             return str(failed[0])
         lines = [line for line in self.output.splitlines() if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
-        return lines[-1] if lines else f"it ended with exit code {self.code}"
+        return lines[-1] if lines else f"it {ended_by(self.code)}"
 
     @property
     def traceback(self) -> str:

@@ -194,7 +194,7 @@ def _of_starts(way: Measured, comparison: Comparison) -> Iterator[Cell]:
 
 def _gone_on(name: str, run: Ended | None, loss: Compared, tensors: Compared) -> Cell:
     """Return the cell of a killed or resumed run: whether it equals another run, over the steps of both."""
-    if run is not None and run.code > 0:
+    if run is not None and run.code and (run.code > 0 or name != EQUAL_STARTS):  # that run kills itself
         return Cell(name, "failed", run.problem)
     if run is None or not tensors.count:
         return Cell(name, "failed", "it trained no step" if run is None else run.problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -22,7 +23,7 @@ class Difference:
     """The largest difference between the curves of one metric.
 
     Args:
-        steps: number of steps at which all runs with the metric have logged it.
+        steps: number of steps at which at least two runs have logged it.
         largest: difference between the highest and the lowest value at one step; infinite if some, but not all, values
             are not finite.
         step: step with the largest difference; None if there is no common step.
@@ -102,29 +103,30 @@ def differences(comparison: Comparison) -> list[Difference]:
 
 
 def difference(metric: str, runs: Sequence[Run]) -> Difference:
-    """Return the largest difference in one metric, over the steps that all runs have logged.
+    """Return the largest difference in one metric, over the steps that at least two runs have logged.
 
     Args:
         runs: runs that have logged the metric.
     """
     curves = [run.curves[metric] for run in runs]
-    common = sorted(set.intersection(*(set(curve) for curve in curves)))
+    counts = Counter(step for curve in curves for step in curve)
+    common = sorted(step for step, count in counts.items() if count > 1)
     if not common:
         return Difference(metric, 0, 0.0, None, "", "")
-    ranges = [_range([curve[step] for curve in curves]) for step in common]
-    at = max(range(len(common)), key=lambda index: ranges[index][0])  # the first if several are equal
+    ranges = {step: _range([curve.get(step) for curve in curves]) for step in common}
+    at = max(common, key=lambda step: ranges[step][0])  # the first if several are equal
     largest, low, high = ranges[at]
-    return Difference(metric, len(common), largest, common[at], runs[low].label, runs[high].label)
+    return Difference(metric, len(common), largest, at, runs[low].label, runs[high].label)
 
 
-def _range(values: list[float]) -> tuple[float, int, int]:
+def _range(values: list[float | None]) -> tuple[float, int, int]:
     """Return the largest difference between values, and the indices of the lowest and the highest value."""
-    lost = [index for index, value in enumerate(values) if not math.isfinite(value)]
-    if lost:
-        sound = [index for index in range(len(values)) if index not in lost]
+    given = {index: value for index, value in enumerate(values) if value is not None}
+    sound = [index for index, value in given.items() if math.isfinite(value)]
+    if lost := [index for index in given if index not in sound]:
         return (math.inf, sound[0], lost[0]) if sound else (0.0, 0, 0)
-    low, high = (values.index(extreme(values)) for extreme in (min, max))
-    return values[high] - values[low], low, high
+    low, high = (extreme(sound, key=lambda index: given[index]) for extreme in (min, max))
+    return given[high] - given[low], low, high
 
 
 def speeds(comparison: Comparison) -> list[Speed]:

@@ -44,6 +44,7 @@ class Run:
         changes: steps at which it resumed on other machines or with another number of devices.
         times: None if its steps were not measured.
         tags: tags from its config.
+        devices: number of devices of its last start; None if it has trained no step.
         planned_bytes: peak memory of a device that a plan predicts; None if there is no plan.
     """
 
@@ -59,12 +60,15 @@ class Run:
     times: StepTimes | None = None
     planned_bytes: int | None = None
     tags: frozenset[str] = frozenset()
+    devices: int | None = None
 
     @property
     def world_size(self) -> int | None:
         """Number of devices; None if unknown."""
         if self.times is not None:
             return self.times.world_size
+        if self.devices is not None:
+            return self.devices
         counts = [self.config.get(f"trainer.{key}", "") for key in ("devices", "num_nodes")]
         is_known = all(re.fullmatch(r"\d{1,6}", count, re.ASCII) for count in counts)
         return int(counts[0]) * int(counts[1]) if is_known else None
@@ -118,7 +122,7 @@ def _read(run_dir: Path, label: str, job: Record | None) -> Run:
     resolved = saved.read_yaml(run_dir / "config.yaml")
     resolved = resolved if isinstance(resolved, dict) else {}
     state, failure = _ending(run_dir, job, mode=str(resolved.get("mode", "fit")))
-    curves = _curves(run_dir / "metrics.csv")
+    curves, begun = _curves(run_dir / "metrics.csv"), starts.read(run_dir)
     return Run(
         run_dir,
         label,
@@ -128,10 +132,11 @@ def _read(run_dir: Path, label: str, job: Record | None) -> Run:
         objective=_objective(resolved, curves),
         config=_chosen(saved.read_yaml(run_dir / ".hydra" / "config.yaml"), resolved),
         curves=curves,
-        changes=tuple(starts.changes(starts.read(run_dir)).steps),
+        changes=tuple(starts.changes(begun).steps),
         times=step_times.read(run_dir),
         planned_bytes=planned_peak_bytes(run_dir),
         tags=frozenset(map(str, resolved["tags"])) if isinstance(resolved.get("tags"), list) else frozenset(),
+        devices=len(begun[-1].hosts) * begun[-1].devices if begun else None,
     )
 
 
@@ -142,9 +147,13 @@ def _ending(run_dir: Path, job: Record | None, mode: str) -> tuple[str, str | No
     if finished.is_marked(run_dir) or is_evaluated or (job is not None and job.state == FINISHED):
         return FINISHED, None
     reports = sorted(run_dir.glob("crash/*/failure.txt"))
-    if reports:
+    if reports and not _is_older(reports[-1], run_dir / "run.json"):  # which a start writes: that one has gone on since
         return FAILED, _first_line(reports[-1]) or "it was killed"
     return ("not finished" if job is None or job.state == RUNNING else job.state), None
+
+
+def _is_older(path: Path, other: Path) -> bool:
+    return other.is_file() and path.stat().st_mtime < other.stat().st_mtime
 
 
 def _first_line(report: Path) -> str:

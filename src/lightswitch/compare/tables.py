@@ -52,7 +52,9 @@ def _agreement(found: Sequence[Difference]) -> Iterator[str]:
         yield "No curves can be compared: no metric was logged at a step that two runs have in common."
         return
     first = compared[0]
-    if math.isfinite(first.largest):
+    if first.largest == 0:
+        yield f"{first.metric} is the same at all {first.steps} common steps."
+    elif math.isfinite(first.largest):
         yield f"{first.metric} differs by {number(first.largest)} at most, at step {first.step}."
     else:
         yield f"{first.metric} of {first.high} is not finite at step {first.step}, but that of {first.low} is."

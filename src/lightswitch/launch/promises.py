@@ -43,7 +43,7 @@ def check(cfg: DictConfig, run: RunContext) -> None:
 
     Raises:
         Ended: with exit code 1, if a promise does not hold, or the module fails in one process.
-        Refused: the run in one process is refused, takes no step, or needs a GPU.
+        Refused: the run in one process is refused, takes too few steps, or needs a GPU.
     """
     with tempfile.TemporaryDirectory(dir=run.run_dir, prefix="check_", ignore_cleanup_errors=True) as folder:
         found = _check(cfg, run, Path(folder))
@@ -82,7 +82,7 @@ def _check(cfg: DictConfig, run: RunContext, folder: Path) -> table.Found:
         is_exact=not on_gpus,
     )
     one = found.whole(SINGLE)
-    if one.code or not states(one.moments):
+    if one.code or max(states(one.moments), default=0) < cfg.check.steps:
         _refuse(cfg, one, on_gpus)
     return found.closely(ways)
 
@@ -118,7 +118,7 @@ def _ways(cfg: DictConfig, run: RunContext) -> Iterator[Way]:
     named = list(nodes) if asked == "all" else [asked] if isinstance(asked, str) else asked
     if named is None:
         named = [name for name, node in nodes.items() if not (_is_zero(node) or node.get("cpu_offload"))]
-    for name in map(str, named):
+    for name in (name for name in map(str, named) if name != SINGLE.name):
         yield Way(name, (f"strategy={name}",), cfg.check.devices)
 
 
@@ -150,11 +150,16 @@ def _refuse(cfg: DictConfig, one: Ended, on_gpus: bool) -> NoReturn:
 
     Raises:
         Ended: with exit code 1, if the run has failed.
-        Refused: the run is refused, takes no step, or needs a GPU.
+        Refused: the run is refused, takes too few steps, or needs a GPU.
     """
     name = str(cfg.model.get("_target_"))
     if one.is_refused:
         raise RefusedRequest([one.problem])
+    if one.code == 0 and (steps := max(states(one.moments), default=0)):
+        raise Refused(
+            f"{name} ended after {steps} step{'s' if steps > 1 else ''} in one process, and check.steps="
+            f"{cfg.check.steps}; type a smaller check.steps, or a larger trainer.max_steps or trainer.max_epochs"
+        )
     if one.code == 0:
         raise Refused(f"{name} took no step in one process; give it data of at least one global batch")
     if not on_gpus and NEEDS_GPU.search(one.output):

@@ -30,16 +30,15 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     """Check a run's config and environment, and return its batch plan.
 
     Raises:
-        RefusedRequest: with all problems found. Problems in the overrides are raised first, alone and before torch is
-            imported, because they may cause the others.
+        RefusedRequest: with all problems found. Those of keys, types and arguments are raised first, alone and before
+            torch is imported, because they may cause the others.
     """
     _raise(root_keys.missing(cfg))
     moved.follow(cfg, run)
     plain: Any = _resolved(cfg, run)
     typed = typed_overrides(run.hydra)
-    _raise(iter(typed_problems(plain, run.hydra)))
+    _raise(iter(config_problems(plain, run.hydra)))
     _raise(root_keys.unread_problems(cfg, run.hydra))
-    typed_nodes = _nodes(typed)
     if is_planned := plain["mode"] in planned.MODES:
         _raise(planned.problems(plain, run.placement, files_of_group(run.hydra, "precision")))
         plain = planned.on_its_device(plain)
@@ -49,7 +48,6 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     _raise(devices.other_counts(plain["trainer"], run.placement), devices.absent_processes(plain, run.placement))
     _raise(devices.separate(plain, run.placement))
     _raise(
-        targets.problems(plain, plain.keys() - typed_nodes, _choices(run.hydra)),
         _batch(plain),
         root_keys.unscaled_rate(cfg, plain),
         _strategy(plain),
@@ -66,8 +64,8 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     return _plan(plain)
 
 
-def typed_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
-    """Return the problems in the overrides that do not depend on the machine.
+def config_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
+    """Return the problems of keys, values and arguments, which do not depend on the machine.
 
     The checks run in three groups: integers beyond 64 bits; names, keys and values; device counts and Trainer
     arguments. A group runs only if those before it find nothing.
@@ -76,7 +74,7 @@ def typed_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
         cfg: resolved config.
         hydra: Hydra's node of the config, with the overrides as typed.
     """
-    typed, choices = typed_overrides(hydra), _choices(hydra)
+    typed, choices = typed_overrides(hydra), {group: files_of_group(hydra, group) for group in ("callbacks", "logger")}
     given = {key: cfg.get(key) for key in ("name", "run_id")}
     typed_keys = {key_and_value(override)[0] for override in typed}
     return (
@@ -85,18 +83,10 @@ def typed_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
             *name_problems(given),
             *root_keys.misspelt(cfg, typed),
             *root_keys.wrong(cfg),
-            *targets.problems(cfg, _nodes(typed), choices),
+            *targets.problems(cfg, cfg.keys(), choices),
         ]
         or [*devices.wrong_counts(cfg["trainer"]), *trainer.problems(cfg["trainer"], typed_keys)]
     )
-
-
-def _choices(hydra: HydraConf) -> targets.Choices:
-    return {group: files_of_group(hydra, group) for group in ("callbacks", "logger")}
-
-
-def _nodes(typed: list[str]) -> set[str]:
-    return {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in typed}
 
 
 def _machine(cfg: dict[str, Any], run: RunContext) -> Iterator[Iterator[str]]:

@@ -116,11 +116,12 @@ def checked_problems(cfg: dict[str, Any], place: Placement, strategies: Collecti
     for key, least in (("steps", _LEAST_STEPS), ("devices", _LEAST_DEVICES)):
         if type(node[key]) is not int or node[key] < least:
             yield f"check.{key}={node[key]}: use a number from {least}"
-    asked = node["strategies"]
-    if asked not in (None, "all"):
-        for name in asked if isinstance(asked, list) else [asked]:
-            if str(name) not in strategies:
-                other = aliases.choice("strategy", str(name))
-                hint = f" Did you mean {other}?" if other in strategies else nearest(str(name), strategies)
-                known = ", ".join(strategies)
-                yield f"check.strategies: there is no strategy {name}.{hint} Use all, or a list of {known}"
+    if (asked := node["strategies"]) is None:
+        return
+    named = [str(name) for name in (asked if isinstance(asked, list) else [asked])]
+    if {*named} <= {"single"}:
+        yield f"check.strategies={asked}: single is what a strategy is compared with; name another, or all"
+    for name in (name for name in named if name != "all" and name not in strategies):
+        other = aliases.choice("strategy", name)
+        hint = f" Did you mean {other}?" if other in strategies else nearest(name, strategies)
+        yield f"check.strategies: there is no strategy {name}.{hint} Use all, or a list of {', '.join(strategies)}"

@@ -91,7 +91,7 @@ def wrong(cfg: dict[str, Any]) -> Iterator[str]:
     yield from _unknown(cfg, "lr_scaling", _SCALING)
     yield from _unknown(cfg, "watch", _WATCH_KEYS)
     yield from _wrong_scaling(*(cfg["lr_scaling"][key] for key in _SCALING))
-    lr = (cfg.get("optimizer") or {}).get("lr", 0.0)
+    lr = _rate(cfg, 0.0)
     if type(lr) not in (int, float) or not lr >= 0:
         yield f"optimizer.lr={lr}: expected a number of at least 0"
     for key in _WATCH_KEYS:
@@ -139,7 +139,7 @@ def unscaled_rate(cfg: DictConfig, plain: dict[str, Any]) -> Iterator[str]:
     rule = plain["lr_scaling"]["rule"]
     if rule == "none":
         return
-    if not isinstance((plain.get("optimizer") or {}).get("lr"), int | float):
+    if not isinstance(_rate(plain), int | float):
         yield f"lr_scaling.rule={rule} scales optimizer.lr, and there is none; give optimizer.lr=VALUE"
         return
     other = cfg.copy()
@@ -149,6 +149,11 @@ def unscaled_rate(cfg: DictConfig, plain: dict[str, Any]) -> Iterator[str]:
             f"lr_scaling.rule={rule} scales optimizer.lr, which nothing in model refers to; "
             "set the model's rate with 'model.lr=${optimizer.lr}' (or the model's name for it), or leave lr_scaling out"
         )
+
+
+def _rate(cfg: dict[str, Any], default: object = None) -> Any:
+    node = cfg.get("optimizer")  # which may be any value of a project that has no such group
+    return node.get("lr", default) if isinstance(node, dict) else default
 
 
 def _wrong_scaling(rule: str, reference_batch_size: int) -> Iterator[str]:
@@ -234,6 +239,8 @@ def _told(cfg: DictConfig, key: str) -> str | None:
         return None
     if _is_read(cfg, key) or _is_the_scripts(group):
         return None
+    if group in _FROM:
+        return f"the keys of its file are set below {group}; begin the file with # @package _global_"
     return _of_model(cfg, group) if group in GIVEN else f"nothing refers to it, for example by ${{{key}}}; leave it out"
 
 

@@ -7,7 +7,16 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightswitch.preflight.sources import Order, Scope, constant, definition, find, resolution_order, text_of
+from lightswitch.preflight.sources import (
+    Order,
+    Scope,
+    bound_names,
+    constant,
+    definition,
+    find,
+    resolution_order,
+    text_of,
+)
 
 _SIMPLE = {"int": int, "float": float, "str": str, "bool": bool, "None": type(None)}
 
@@ -49,7 +58,10 @@ class Parameter:
 
     @functools.cached_property
     def _accepted(self) -> _Accepted:
-        accepted = _accepted(self._scope, self._annotation)
+        try:
+            accepted = _accepted(self._scope, self._annotation)
+        except RecursionError:  # as of `Tree = Union[int, "Tree"]`
+            return _ANYTHING
         return _union([accepted, _NOTHING]) if self.default == "None" else accepted  # as in `limit: int = None`
 
 
@@ -102,25 +114,24 @@ def _of_constructor(order: Order) -> Signature | None:
         if one is None:
             return None
         of, ancestor = one
-        for item in ancestor.body:
-            if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-                own = _of_function(of, item, skip=1, classes=order)
-                call = _passing_on(item)
-                passed = _of_constructor(order[index + 1 :]) if call else None
-                if own is None or passed is None or call is None:
-                    return own
-                given = own.parameters.keys() | {keyword.arg for keyword in call.keywords}
-                taken = {name: of_base for name, of_base in passed.parameters.items() if name not in given}
-                docstrings = tuple(dict.fromkeys((*own.docstrings, *passed.docstrings)))
-                return Signature({**own.parameters, **taken}, own.required, True, docstrings, frozenset(taken))
-        if any("dataclass" in ast.unparse(decorator) for decorator in ancestor.decorator_list):
+        if (item := bound_names(ancestor.body).get("__init__")) is not None:
+            own = _of_function(of, item, skip=1, classes=order)
+            call = _passing_on(item)
+            passed = _of_constructor(order[index + 1 :]) if call else None
+            if own is None or passed is None or call is None:
+                return own
+            given = own.parameters.keys() | {keyword.arg for keyword in call.keywords}
+            taken = {name: of_base for name, of_base in passed.parameters.items() if name not in given}
+            docstrings = tuple(dict.fromkeys((*own.docstrings, *passed.docstrings)))
+            return Signature({**own.parameters, **taken}, own.required, True, docstrings, frozenset(taken))
+        if ancestor.decorator_list:  # it may make the constructor, as dataclass does
             return None
     return None
 
 
-def _passing_on(constructor: ast.FunctionDef) -> ast.Call | None:
+def _passing_on(constructor: ast.stmt) -> ast.Call | None:
     """Return the call of `super().__init__` to which a constructor passes its **kwargs, and nothing by place."""
-    kwargs = constructor.args.kwarg
+    kwargs = constructor.args.kwarg if isinstance(constructor, ast.FunctionDef) else None
     for call in ast.walk(constructor):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__" and not call.args:
             unpacked = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is None]

@@ -9,18 +9,22 @@ import ast
 import functools
 import importlib.util
 import operator
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 _FARTHEST = 8  # followed from one module to the next, and names from one value to the next
+_BARE = ("object", "ABC", "Generic", "Protocol")  # classes without a constructor or a method to call
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
 }
+_Defined = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
@@ -31,34 +35,52 @@ class Scope:
     path: Path
 
     @functools.cached_property
+    def _source(self) -> str:
+        return importlib.util.decode_source(self.path.read_bytes())  # a comment may name its encoding
+
+    @functools.cached_property
     def _tree(self) -> ast.Module:
-        return ast.parse(self.path.read_text(encoding="utf-8"))
+        try:
+            return ast.parse(self._source, str(self.path))
+        except (SyntaxError, ValueError) as error:
+            raise LookupError(f"Python can't read {self.path}: {error}") from error
 
     @functools.cached_property
     def names(self) -> dict[str, ast.stmt]:
-        return _bound_names(self._tree.body)
+        return bound_names(self._tree.body)
 
     def binds_once(self, name: str) -> bool:
         """Return whether one statement alone binds a name, also in classes, functions and conditions."""
         return [ast.unparse(node) for node in ast.walk(self._tree) if _is_bound(node)].count(name) == 1
+
+    def may_bind(self, name: str) -> bool:
+        """Return whether code may bind a name that no statement of its top level does, as `globals()[name] = …`."""
+        others = r"__getattr__|globals|exec|sys\.modules"
+        return re.search(rf"\b({re.escape(name)}|{others})\b|\bimport \*", self._source) is not None
 
     @property
     def package(self) -> str:
         return self.module if self.path.name == "__init__.py" else self.module.rpartition(".")[0]
 
 
-def _bound_names(body: Sequence[ast.stmt]) -> dict[str, ast.stmt]:
-    """Return the statements that bind names, by name; of several branches, the first that binds it."""
+def bound_names(body: Sequence[ast.stmt]) -> dict[str, ast.stmt]:
+    """Return the statements that bind names, by name; of several branches, the first that binds it.
+
+    If several define it, which one does is not known, so that it is the statement with the branches.
+    """
     names: dict[str, ast.stmt] = {}
     for node in body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, _Defined):
             names[node.name] = node
         elif isinstance(node, ast.ImportFrom | ast.Import):
             names.update({alias.asname or alias.name.partition(".")[0]: node for alias in node.names})
         else:
             names.update({ast.unparse(target): node for target in ast.walk(node) if _is_bound(target)})
-            for branch in reversed([*_branches(node)]):
-                names.update(_bound_names(branch))
+            branches = [bound_names(branch) for branch in _branches(node)]
+            for branch in reversed(branches):
+                names.update(branch)
+            defined = Counter(name for branch in branches for name, one in branch.items() if isinstance(one, _Defined))
+            names.update(dict.fromkeys((name for name, count in defined.items() if count > 1), node))
     return names
 
 
@@ -92,7 +114,10 @@ def _scope(module: str) -> Scope | None:
         LookupError: there is no such module.
     """
     top, *rest = module.split(".")
-    spec = importlib.util.find_spec(top)  # for a top-level name, this imports nothing
+    try:
+        spec = importlib.util.find_spec(top)  # for a top-level name, this imports nothing
+    except ValueError:  # `__main__` is the script, whose classes need no module
+        return None
     for part in rest:
         if spec is None:
             break
@@ -123,7 +148,7 @@ def find(module: str, name: str, depth: int = 0) -> tuple[Scope, ast.stmt] | Non
         except LookupError:  # as of a package that is optional
             return None
     if node is None:
-        if any(key == "*" for key in scope.names) or "__getattr__" in scope.names or _is_module(f"{module}.{name}"):
+        if scope.may_bind(name) or _is_module(f"{module}.{name}"):
             return None
         raise LookupError(f"{module} has no {name}")
     return scope, node
@@ -139,17 +164,23 @@ def _find_member(path: str, name: str, depth: int) -> tuple[Scope, ast.stmt] | N
         found = find(module, owner, depth)
     except LookupError:
         raise absent from None
-    if found is None and not owner[:1].isupper():  # by its name no class, which `import *` may bring
-        raise absent
+    if found is None and not owner[:1].isupper() and not _binds(module, owner):
+        raise absent  # by its name no class, which `import *` may bring
     if found is None or not isinstance(found[1], ast.ClassDef):
         return None
     order = resolution_order(found[0], found[1])
     for ancestor in order:
         if ancestor is None:
             return None
-        if (node := _bound_names(ancestor[1].body).get(name)) is not None:
+        if (node := bound_names(ancestor[1].body).get(name)) is not None:
             return ancestor[0], node
     raise LookupError(f"{path} has no {name}")
+
+
+def _binds(module: str, name: str) -> bool:
+    """Return whether a module binds a name, or has no source that shows whether it does."""
+    scope = _scope(module) if _is_module(module) else None
+    return scope is None or name in scope.names
 
 
 def _absolute(scope: Scope, node: ast.ImportFrom) -> str:
@@ -166,7 +197,7 @@ Order = list[tuple[Scope, ast.ClassDef] | None]
 def resolution_order(scope: Scope, node: ast.ClassDef, of: tuple[ast.stmt, ...] = ()) -> Order:
     """Return a class and its ancestors in Python's order: a shared ancestor comes after the last of its subclasses.
 
-    None stands for an ancestor whose source is not found. Those of the standard library, such as ABC, are left out.
+    None stands for an ancestor whose source is not found, or of the standard library. Bare ones, as ABC, are left out.
 
     Args:
         of: classes whose order asks for this one; a name that is bound again may be its own base's.
@@ -178,7 +209,7 @@ def resolution_order(scope: Scope, node: ast.ClassDef, of: tuple[ast.stmt, ...] 
             inherited = resolution_order(named[0], named[1], (node, *of))
             again = {id(one[1]) for one in inherited if one is not None}
             found = [one for one in found if one is None or id(one[1]) not in again] + inherited
-        elif ast.unparse(base) != "object" and not _is_of_stdlib(scope, base):
+        elif _origin(scope, base)[1] not in _BARE:
             found.append(None)
     return found
 
@@ -192,10 +223,6 @@ def definition(scope: Scope, node: ast.expr) -> tuple[Scope, ast.stmt] | None:
         return find(module, name)
     except LookupError:
         return None
-
-
-def _is_of_stdlib(scope: Scope, node: ast.expr) -> bool:
-    return _origin(scope, node)[0].partition(".")[0] in sys.stdlib_module_names
 
 
 def _origin(scope: Scope, node: ast.expr) -> tuple[str, str]:

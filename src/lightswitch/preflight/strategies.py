@@ -204,7 +204,8 @@ def _deepspeed_file(request: Request) -> Iterator[str]:
 
 def _compiled(request: Request) -> Iterator[str]:
     """Yield the problems of the DeepSpeed operators that the run would compile, and of its NVMe folder."""
-    options, optimizer = request.strategy, str((request.model.get("optimizer") or {}).get("_target_"))
+    options, node = request.strategy, request.model.get("optimizer")
+    optimizer = node.get("_target_") if isinstance(node, dict) else None  # a model may take its name
     if "nvme" in (options.get("offload_optimizer_device"), options.get("offload_params_device")):
         path = Path(options.get("nvme_path", "/local_nvme"))
         if not os.access(path, os.W_OK):

@@ -35,7 +35,8 @@ def problems(cfg: dict[str, Any], keys: Set[str], choices: Choices = _NO_CHOICES
     """
     for key in (key for key in cfg if key in keys):
         yield from _node_problems(key, cfg[key], cfg)
-        if key in ("model", "data") and isinstance(cfg[key], dict) and "_target_" not in cfg[key]:
+        is_needed = key == "model" or (key == "data" and cfg[key] is not None)
+        if is_needed and not (isinstance(cfg[key], dict) and "_target_" in cfg[key]):
             yield f"{key}: it names no class; type {key}._target_=my.Class, or choose another config"
         if key in ("callbacks", "logger"):
             yield from _unfinished_nodes(key, cfg[key] or {}, choices.get(key, ()))
@@ -50,7 +51,10 @@ def parameters(target: str) -> dict[str, Parameter]:
     return found.parameters if found else {}
 
 
-def _unfinished_nodes(group: str, nodes: dict[str, Any], choices: Container[str]) -> Iterator[str]:
+def _unfinished_nodes(group: str, nodes: Any, choices: Container[str]) -> Iterator[str]:
+    if not isinstance(nodes, dict):
+        yield f"{group}: found {names((type(nodes),))}, expected a name for each; type {group}.NAME._target_=my.Class"
+        return
     whole = [name for name, node in nodes.items() if node is None or (isinstance(node, dict) and "_target_" in node)]
     for name in (name for name in nodes if name not in whole):
         if name in choices:
@@ -69,7 +73,7 @@ def _node_problems(path: str, node: Any, cfg: dict[str, Any]) -> Iterator[str]:
             yield from _node_problems(f"{path}.{index}", item, cfg)
     if not isinstance(node, dict):
         return
-    for key, value in node.items():
+    for key, value in node.items() if node.get("_recursive_", True) else ():  # else the code gets configs of others
         yield from _node_problems(f"{path}.{key}", value, cfg)
     if isinstance(node.get("_target_"), str):
         yield from _against_signature(path, node, cfg)

@@ -80,7 +80,7 @@ def _unscaled_too_late(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield a problem for optimizers that unscale gradients in step(), after clipping: torch's with ``fused=True``."""
     for key, node in cfg["model"].items():
         if isinstance(node, dict) and node.get("fused") is True:
-            path = "optimizer" if node == cfg["optimizer"] else f"model.{key}"
+            path = "optimizer" if node == cfg.get("optimizer") else f"model.{key}"
             yield (
                 f"{path}.fused=true: under precision=16-mixed a fused optimizer unscales gradients after they are "
                 f"clipped; leave it out (the engine fuses Adam in another way), or type trainer.gradient_clip_val=null"
@@ -92,7 +92,7 @@ def _vanishing_eps(cfg: dict[str, Any]) -> Iterator[str]:
     for key, node in cfg["model"].items():
         if not isinstance(node, dict) or not _has_eps_below(_SMALLEST_FLOAT16, node):
             continue
-        path = "optimizer" if node == cfg["optimizer"] else f"model.{key}"
+        path = "optimizer" if node == cfg.get("optimizer") else f"model.{key}"
         found = f"eps={node['eps']:g}" if "eps" in node else "default eps"
         yield (
             f"precision=16-true: {node['_target_'].rpartition('.')[2]} divides by its eps, and the {found} is below "

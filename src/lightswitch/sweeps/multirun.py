@@ -219,6 +219,6 @@ def _problems_of_job(job: DictConfig) -> list[str]:
         del job["hydra"]
     moved.replace(job)
     plain: Any = OmegaConf.to_container(job, resolve=True)
-    found = check.typed_problems(plain, hydra) or list(root_keys.unread_problems(job, hydra))
+    found = check.config_problems(plain, hydra) or list(root_keys.unread_problems(job, hydra))
     problems: list[str] = cleaner.cleaned(found)
     return problems

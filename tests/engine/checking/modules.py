@@ -122,6 +122,36 @@ class Queued(Good):
         return loss
 
 
+class NoisyLater(Good):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.loss(nn.functional.dropout(self.net(batch[0]), 0.5 if self.global_step > 1 else 0.0), batch[1])
+
+
+class SummedBesideFrozenNorm(Normed, Summed):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.net[1].eval()
+        return self.loss(self.net(batch[0]), batch[1])
+
+
+class NormedByHand(Normed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(self.net(batch[0]), batch[1]))
+        optimizer.step()
+
+
+class SetAgain(Good):
+    """Sets a weight when training starts, also after a resume."""
+
+    def on_train_start(self) -> None:
+        nn.init.ones_(self.net[0].weight)
+
+
 class Unseeded(Good):
     def __init__(self) -> None:
         super().__init__()

@@ -17,6 +17,7 @@ from tests.runs import CHECKOUT
 IN_ONE_PROCESS = {
     modules.Unseeded: "generator that nobody seeds",
     modules.Replaying: "state in Python objects",
+    modules.SetAgain: "state in Python objects",
     modules.PastLightning: "optimizer stepped past Lightning",
 }
 UNDER_DDP = {
@@ -26,6 +27,9 @@ UNDER_DDP = {
     modules.Contrastive: "loss over the local batch",
     modules.Dice: "loss over the local batch",
     modules.Noisy: "noise by rank",
+    modules.NoisyLater: "noise by rank",
+    modules.NormedByHand: "batch norm",
+    modules.SummedBesideFrozenNorm: "loss that is no mean over samples",
     modules.MovedInForward: "weights written outside of the optimizer",
     modules.ScaledByRank: "weights written outside of the optimizer",
     modules.Queued: "buffers that ranks change each for itself",
@@ -62,6 +66,7 @@ def test_what_one_process_does_not_do_twice_has_its_cause(
     found = trial(pool, tmp_path, module)
     (cause,) = of_one(found.one, found.comparison)
     assert cause.name == IN_ONE_PROCESS[module], cause
+    assert ("a hook such as on_train_start sets it again" in cause.told) == (module is modules.SetAgain)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])

@@ -74,6 +74,12 @@ def test_a_step_that_fails_in_one_process_is_the_modules_own(train: Train) -> No
     assert not (finished.run_dir / "check.json").exists()
 
 
+def test_a_run_that_ends_before_the_checked_steps_is_refused(train: Train) -> None:
+    finished = train(*CHECK, _module("Good"), "check.strategies=[single,ddp]", "trainer.max_steps=3", check=False)
+    line = "ended after 3 steps in one process, and check.steps=8; type a smaller check.steps, or a larger trainer.max_"
+    assert (finished.returncode, line in finished.err) == (2, True)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it trains")
 def test_a_module_that_needs_gpus_is_refused_in_a_line_where_there_are_none(train: Train) -> None:
     finished = train(*CHECK, _module("OfGPUs"), "strategy=ddp", check=False)
@@ -91,6 +97,14 @@ def test_a_module_that_needs_gpus_is_refused_in_a_line_where_there_are_none(trai
         ("check.devices=1", "check.devices=1: use a number from 2"),
         ("check.devices=many", "check.devices=many: use a number from 2"),
         ("check.strategies=[ddp,fsdb]", "check.strategies: there is no strategy fsdb. Did you mean fsdp?"),
+        (
+            "check.strategies=single",
+            "check.strategies=single: single is what a strategy is compared with; name another",
+        ),
+        (
+            "check.strategies=[]",
+            "check.strategies=[]: single is what a strategy is compared with; name another, or all",
+        ),
     ],
 )
 def test_a_mistake_is_told_before_anything_starts(words: str, line: str, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -16,6 +18,7 @@ from lightswitch.compare.page import draw_curves, draw_steps
 from lightswitch.compare.run import Curve, Run, read
 from lightswitch.errors import Refused
 from lightswitch.monitoring.step_times import StepTimes
+from lightswitch.runs import starts
 
 
 def run(label: str, devices: int = 1, **fields: Any) -> Run:
@@ -28,15 +31,32 @@ def losses(**curves: Curve) -> list[Run]:
     return [run(label, curves={"train/loss": curve}) for label, curve in curves.items()]
 
 
-def test_the_largest_difference_is_between_the_extremes_of_a_common_step() -> None:
-    """At 19 the three are 3.0, 3.25 and 2.5, 0.75 apart; at 29, where they are further apart, one has no value."""
-    runs = losses(
-        a={9: 4.0, 19: 3.0, 29: 1.0},
-        b={9: 4.25, 19: 3.25, 29: 9.0},
-        c={9: 4.0, 19: 2.5},
-    )
-    found = difference("train/loss", runs)
-    assert (found.steps, found.largest, found.step, found.low, found.high) == (2, 0.75, 19, "c", "b")
+def test_the_largest_difference_is_between_the_extremes_of_a_step_that_two_have() -> None:
+    """At 19 the three are 3.0, 3.25 and 2.5, 0.75 apart; at 29, two are 0.125 apart, then 0.875; at 39, one is left."""
+    curves = {"a": {9: 4.0, 19: 3.0, 29: 1.0}, "b": {9: 4.25, 19: 3.25}, "c": {9: 4.0, 19: 2.5, 29: 1.125, 39: 9.0}}
+    found = difference("train/loss", losses(**curves))
+    assert (found.steps, found.largest, found.step, found.low, found.high) == (3, 0.75, 19, "c", "b")
+    found = difference("train/loss", losses(**{**curves, "c": {**curves["c"], 29: 1.875}}))
+    assert (found.steps, found.largest, found.step, found.low, found.high) == (3, 0.875, 29, "a", "c")
+
+
+def test_runs_of_which_no_step_is_of_all_are_compared() -> None:
+    runs = losses(whole={0: 4.0, 1: 3.0, 2: 2.0}, short={0: 4.0}, resumed={2: 2.0})
+    assert tables.summary(Comparison(tuple(runs)))[0] == "train/loss is the same at all 2 common steps."
+
+
+def test_a_run_that_goes_on_after_a_failure_has_not_failed(tmp_path: Path) -> None:
+    """Its last start, which also tells the number of devices behind `devices=auto`, is later than the failure."""
+    report, record = tmp_path / "crash" / "first" / "failure.txt", tmp_path / "run.json"
+    report.parent.mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text("name: gpt\ntrainer: {devices: auto, num_nodes: 2}\n")
+    report.write_text("RuntimeError: lost\n")
+    record.write_text(json.dumps({"starts": starts.as_json([starts.Start(0, ["a", "b"], 4)])}))
+    found = []
+    for seconds in (60, -60):
+        os.utime(report, (record.stat().st_mtime + seconds,) * 2)
+        found.append([(run.state, run.failure, run.world_size) for run in read([tmp_path])])
+    assert found == [[("failed", "RuntimeError: lost", 8)], [("not finished", None, 8)]]
 
 
 def test_a_resumed_half_is_compared_where_both_are() -> None:

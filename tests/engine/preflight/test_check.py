@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from tests.engine.conftest import PLAIN, PLAIN_DATA, PLAIN_MODEL, Train
 from tests.engine.requests import composed, composing, problems
@@ -107,6 +108,42 @@ def test_a_request_that_can_be_met_is_taken(refusals: Refusals) -> None:
 def test_an_eps_that_float16_does_not_hold_is_refused(optimizer: str, eps: str, refusals: Refusals) -> None:
     (told,) = refusals(*LANGUAGE_MODEL, TEXT, "precision=16-true", *optimizer.split())
     assert f"and the {eps} is below float16's smallest number, 6.1e-05; use optimizer.eps=1e-4" in told
+
+
+class Own:
+    def __init__(self, optimizer: object = "adam") -> None: ...
+
+
+OWN = (PLAIN_DATA, f"model._target_={__name__}.Own", "trainer.accelerator=cpu", "~optimizer", "~scheduler")
+TAKEN = {
+    "a nested config that the code instantiates": "model._recursive_=false model.optimizer._target_=torch.optim.SGD",
+    "the name of an optimizer": "model.optimizer=adam strategy=deepspeed_stage_2 trainer.devices=2",
+}
+
+
+@pytest.mark.parametrize("words", TAKEN)
+def test_what_code_of_others_may_take_is_taken(words: str, refusals: Refusals) -> None:
+    assert refusals(*OWN, *TAKEN[words].split()) == set()
+
+
+def test_a_config_without_the_group_of_optimizers_is_checked(refusals: Refusals) -> None:
+    (told,) = refusals(*OWN, "precision=16-true", *(f"model.optimizer.{one}" for one in ADAM))
+    assert "use model.optimizer.eps=1e-4, or precision=bf16-true" in told
+
+
+ADAM = ("_target_=torch.optim.Adam", "_partial_=true")
+WRITTEN = {  # in a file of conf, whose types are checked before what relies on them
+    "callbacks": (["my"], "callbacks: found list, expected a name for each; type callbacks.NAME._target_=my.Class"),
+    "trainer.strategy.bucket_cap_mb": ("25", "trainer.strategy.bucket_cap_mb=25: found str, expected float or null"),
+}
+
+
+@pytest.mark.parametrize("key", WRITTEN)
+def test_what_a_config_says_of_another_type_is_refused_in_a_line(key: str, refusals: Refusals, tmp_path: Path) -> None:
+    value, line = WRITTEN[key]
+    request = composed(*PLAIN, "trainer.accelerator=cpu", "strategy=ddp", into=tmp_path)
+    OmegaConf.update(request.cfg, key, value, merge=False)
+    assert problems(request) == {line}
 
 
 def test_all_problems_are_told_at_once(refusals: Refusals) -> None:

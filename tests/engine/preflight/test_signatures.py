@@ -89,6 +89,30 @@ try:
 except ImportError:
     def slow(z): ...
 
+if VERSION:
+    class Twice:
+        def __init__(self, old): ...
+else:
+    class Twice:
+        def __init__(self, new): ...
+
+class Overloaded:
+    @overload
+    def __init__(self, width: int): ...
+    @overload
+    def __init__(self, width: int, depth: str): ...
+    def __init__(self, width, depth=None, more=1): ...
+    later: int
+
+@define
+class Made(Part):
+    own: int
+
+Tree = Union[int, "Tree"]
+def grow(tree: Tree): ...
+
+class Members(dict): ...
+
 with open("nothing") as opened:
     import os.path as paths
     inner: type = int
@@ -197,6 +221,7 @@ def test_a_name_is_found_under_a_condition(source: str) -> None:
         ("Kinds.small", ["width"]),
         ("Derived.small", ["width"]),
         ("Kinds.of", ["name"]),
+        ("Overloaded", ["width", "depth", "more"]),
     ],
 )
 def test_what_a_statement_binds_is_found(source: str, name: str, parameters: list[str]) -> None:
@@ -206,9 +231,35 @@ def test_what_a_statement_binds_is_found(source: str, name: str, parameters: lis
     assert [found.parameters[one].kinds for one in parameters if one == "depth"] in ([], [None])
 
 
-@pytest.mark.parametrize("name", ["opened", "paths", "inner", "Odd.anything"])
+UNKNOWN = ("opened", "paths", "inner", "Odd.anything", "Twice", "Made", "Members.fromkeys", "paths.join")
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_bound_to_something_unknown_tells_nothing(source: str, name: str) -> None:
     assert signature(f"{source}.parts.{name}") is None
+
+
+def test_a_name_that_code_may_bind_tells_nothing(source: str, tmp_path: Path) -> None:
+    bound = "def _bind():\n    global Late\n    class Late: ...\n", "for each in 'xy':\n    globals()[each] = int\n"
+    for module, text, name in zip(("late", "each"), bound, ("Late", "x"), strict=True):
+        (tmp_path / source / f"{module}.py").write_text(text)
+        assert signature(f"{source}.{module}.{name}") is None
+    (tmp_path / source / "__init__.py").write_text("from . import late as other\n")
+    assert signature(f"{source}.other.Late") is None
+
+
+def test_a_type_that_contains_itself_allows_anything(source: str) -> None:
+    assert _read(f"{source}.parts.grow").parameters["tree"].kinds is None
+
+
+def test_a_file_is_read_as_python_reads_it(source: str, tmp_path: Path) -> None:
+    (tmp_path / source / "latin.py").write_bytes("# coding: latin-1\ndef make(é): ...\n".encode("latin-1"))
+    assert list(_read(f"{source}.latin.make").parameters) == ["é"]
+    (tmp_path / source / "broken.py").write_text("def make(\n")
+    with pytest.raises(
+        LookupError, match=r"Python can't read \S+broken.py: '\(' was never closed \(broken.py, line 1\)"
+    ):
+        signature(f"{source}.broken.make")
 
 
 def test_a_class_without_the_member_is_an_error(source: str) -> None:
@@ -234,7 +285,8 @@ def test_a_missing_module_is_an_error(source: str, module: str) -> None:
 
 
 def test_what_has_no_python_source_tells_nothing() -> None:
-    assert signature("math.sqrt") is None
+    for name in ("math.sqrt", "os.path.join", "pathlib.Path.joinpath", "math.nothing"):
+        assert signature(name) is None
 
 
 def test_a_name_from_a_star_import_tells_nothing() -> None:
@@ -263,6 +315,7 @@ def read_elsewhere() -> dict[str, object]:
     script = (
         "import json, sys\nfrom lightswitch.preflight.signatures import signature\n"
         f"found = {{target: sorted(signature(target).parameters) for target in {list(REAL)}}}\n"
+        "assert signature('__main__.Net') is None\n"
         "heavy = sorted({'torch', 'lightning', 'numpy', 'torchmetrics'} & sys.modules.keys())\n"
         "print(json.dumps({'found': found, 'heavy': heavy}))"
     )

@@ -82,3 +82,11 @@ def test_what_stands_in_an_experiment_is_told_with_its_name(tmp_path: Path) -> N
         "scheduler of experiment=mine",
         "optimizer.lr of experiment=mine, optimizer.betas of experiment=mine",
     ]
+
+
+def test_an_experiment_whose_keys_are_below_its_own_is_told_what_its_file_lacks(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text("seed: 7\n")
+    request = composed(*PLAIN, "experiment=mine", f"hydra.searchpath=[{tmp_path}]", into=tmp_path)
+    (line,) = root_keys.unread_problems(request.cfg, request.hydra)
+    assert line == "experiment: the keys of its file are set below experiment; begin the file with # @package _global_"
