@@ -1,6 +1,7 @@
 """The current process: its mutable state, the signals that end it, and function calls in forked child processes.
 
-Slurm and submitit send SIGUSR1 or SIGUSR2 before a time limit, schedulers and torchrun SIGTERM, a terminal SIGINT.
+Slurm and submitit send SIGUSR1 or SIGUSR2 before a time limit, schedulers and torchrun SIGTERM, a terminal SIGINT, and
+SIGHUP when it closes.
 Before and after training, a run has nothing to lose and ends at once; during training, signals take effect at the end
 of an optimizer step (lightswitch.failures.stopping).
 """
@@ -13,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -210,6 +212,14 @@ def _flush() -> None:
             stream.flush()
 
 
+def leave_terminal() -> None:
+    """Discard what this process prints to a terminal from now on: it is closed, and each write would fail."""
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):  # it is no stream any more
+            if stat.S_ISCHR(os.fstat(stream).st_mode):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+
+
 def ended_by(exit_code: int) -> str:
     """Return a text that says how a process ended. After a signal, `exit_code` is negative, as in subprocess."""
     if exit_code >= 0:
@@ -234,9 +244,15 @@ def _leave_group() -> None:
 
 
 REQUEUED = (signal.SIGUSR1, signal.SIGUSR2)  # schedulers send them before a time limit
-CAUGHT = (*REQUEUED, signal.SIGTERM, signal.SIGINT)
+_OF_A_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # Ctrl+C, and its end, as when a connection breaks
+CAUGHT = (*REQUEUED, signal.SIGTERM, *_OF_A_TERMINAL)
 _PATIENCE_SECONDS = 5  # for a process to end by itself
 _WORKER_SECONDS = 120  # for a loader worker after SIGTERM: its rank still reads until the step is over
+
+
+def heard() -> list[signal.Signals]:
+    """Return the signals that this process handles: not Ctrl+C in a shell's background job, nor SIGHUP after nohup."""
+    return [one for one in CAUGHT if one not in _OF_A_TERMINAL or signal.getsignal(one) != signal.SIG_IGN]
 
 
 def ignore_signals() -> None:
@@ -289,9 +305,8 @@ class Signals:
         if not self._pid:  # else it was inherited by a fork
             os.register_at_fork(after_in_child=self._in_forked_child)
         self._pid = os.getpid()
-        for number in CAUGHT:
-            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as in a shell's background job
-                signal.signal(number, self._note)
+        for number in heard():
+            signal.signal(number, self._note)
         self._listen()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)  # job scripts block them, as they would kill earlier
 
@@ -327,6 +342,8 @@ class Signals:
             self._is_forwarded = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
         if self.process.has_failed.is_set():  # once a rank has ended, its launcher signals the others
             return
         again = number == self.received == signal.SIGINT  # Ctrl+C twice
@@ -370,9 +387,8 @@ class Signals:
     def _in_forked_child(self) -> None:
         self.is_deferred = self._is_forwarded = False
         signal.set_wakeup_fd(-1)
-        for number in (*REQUEUED, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _read_on)
+        for number in CAUGHT:
+            signal.signal(number, _read_on if number == signal.SIGTERM else signal.SIG_IGN)
 
 
 def _read_on(number: int, frame: FrameType | None) -> None:

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any, TextIO
 
 from lightswitch.errors import printable
+from lightswitch.process import leave_terminal
 
 
 def compact(number: float) -> str:
@@ -126,8 +127,11 @@ class Line:
         return True
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            leave_terminal()
 
 
 class _Printed:
