@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from types import FrameType
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from lightswitch.errors import ExitCode, Refused, RefusedRequest, Stopped
+from lightswitch.monitoring.display import leave_terminal
 
 _RANKS_PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write their reports
 _FLUSH_SECONDS = 1.0  # for what is buffered in stdout and stderr, before this process exits at once
@@ -212,14 +212,6 @@ def _flush() -> None:
             stream.flush()
 
 
-def leave_terminal() -> None:
-    """Discard what this process prints to a terminal from now on: it is closed, and each write would fail."""
-    for stream in (1, 2):
-        with contextlib.suppress(OSError):  # it is no stream any more
-            if stat.S_ISCHR(os.fstat(stream).st_mode):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-
-
 def ended_by(exit_code: int) -> str:
     """Return a text that says how a process ended. After a signal, `exit_code` is negative, as in subprocess."""
     if exit_code >= 0:
@@ -271,8 +263,8 @@ class Signals:
     """The signals that one process has received. A copy that is sent to another process has received none.
 
     Args:
-        requeue: takes how this process ends by a signal, and whether to ask the scheduler to start the job again if the
-            signal was its notice; returns the exception with which to exit.
+        requeue: takes how this process ends by a signal, whether to ask the scheduler to start the job again if the
+            signal was its notice, and whether training had begun; returns the exception with which to exit.
 
     Attributes:
         received: the first signal that requested the end of this process.
@@ -280,10 +272,11 @@ class Signals:
         is_deferred: whether a signal waits until all ranks have agreed on it, instead of ending this process at once.
     """
 
-    def __init__(self, process: Process, requeue: Callable[[Stopped, bool], Stopped] | None = None) -> None:
+    def __init__(self, process: Process, requeue: Callable[[Stopped, bool, bool], Stopped] | None = None) -> None:
         self.process = process
         self._requeue = requeue
         self._has_requeued = False
+        self._has_trained = False
         self.received: signal.Signals | None = None
         self.is_first = False
         self.is_deferred = False
@@ -312,7 +305,7 @@ class Signals:
 
     def defer(self) -> None:
         """Defer signals: from now on they only set `received`, which the caller has to read."""
-        self.is_deferred = True
+        self.is_deferred = self._has_trained = True
 
     def obey(self) -> None:
         """Stop deferring signals: they end the process at once again, including one already deferred.
@@ -330,7 +323,7 @@ class Signals:
         Rank 0 requeues the job, also if it ends without raising it. May be called in any thread, and several times.
         """
         is_asking, self._has_requeued = self.is_first and not self._has_requeued, True
-        return stopped if self._requeue is None else self._requeue(stopped, is_asking)
+        return stopped if self._requeue is None else self._requeue(stopped, is_asking, self._has_trained)
 
     @contextmanager
     def forwarded_by(self, launcher: object) -> Iterator[None]:
