@@ -24,7 +24,7 @@ open_log() {
   local place
   trap - EXIT
   mkdir -p runs 2> /dev/null || true
-  for place in "$PWD/runs" "$PWD" "$HOME" /tmp; do [[ ! -w $place ]] || break; done
+  for place in "$PWD/runs" "$PWD" "${HOME:-/tmp}" /tmp; do [[ ! -w $place ]] || break; done
   failures=$place/slurm-$job.failures
   [[ -n $printed ]] || return 0
   exec >> "$place/slurm-$job.out"
@@ -117,6 +117,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cpus_per_task}
 
 # each task sees all GPUs of its node and takes its own; a step of an exclusive job gets none unless it asks
 unset SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_CPUS_PER_GPU
+unset SLURM_EXPORT_ENV # sbatch --export=NONE is for this script: the tasks need what it has exported
 srun_options+=(${gpus_per_node:+"--gpus-per-node=$gpus_per_node"} --kill-on-bad-exit=1)
 srun_options+=(--wait=30) # ranks end together: one that stays is on a node that was lost, and srun would wait for ever
 

@@ -1,6 +1,7 @@
 """The current process: its mutable state, the signals that end it, and function calls in forked child processes.
 
-Slurm and submitit send SIGUSR1 or SIGUSR2 before a time limit, schedulers and torchrun SIGTERM, a terminal SIGINT.
+Slurm and submitit send SIGUSR1 or SIGUSR2 before a time limit, schedulers and torchrun SIGTERM, a terminal SIGINT, and
+SIGHUP when it closes.
 Before and after training, a run has nothing to lose and ends at once; during training, signals take effect at the end
 of an optimizer step (lightswitch.failures.stopping).
 """
@@ -25,6 +26,7 @@ from types import FrameType
 from typing import NoReturn, Protocol, TypeVar
 
 from lightswitch.errors import ExitCode, Refused, RefusedRequest, Stopped
+from lightswitch.monitoring.display import leave_terminal
 
 _RANKS_PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write their reports
 _FLUSH_SECONDS = 1.0  # for what is buffered in stdout and stderr, before this process exits at once
@@ -224,9 +226,15 @@ def _leave_group() -> None:
 
 
 REQUEUED = (signal.SIGUSR1, signal.SIGUSR2)  # schedulers send them before a time limit
-CAUGHT = (*REQUEUED, signal.SIGTERM, signal.SIGINT)
+_OF_A_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # Ctrl+C, and its end, as when a connection breaks
+CAUGHT = (*REQUEUED, signal.SIGTERM, *_OF_A_TERMINAL)
 _PATIENCE_SECONDS = 5  # for a process to end by itself
 _WORKER_SECONDS = 120  # for a loader worker after SIGTERM: its rank still reads until the step is over
+
+
+def heard() -> list[signal.Signals]:
+    """Return the signals that this process handles: not Ctrl+C in a shell's background job, nor SIGHUP after nohup."""
+    return [one for one in CAUGHT if one not in _OF_A_TERMINAL or signal.getsignal(one) != signal.SIG_IGN]
 
 
 def ignore_signals() -> None:
@@ -245,8 +253,8 @@ class Signals:
     """The signals that one process has received.
 
     Args:
-        requeue: takes how this process ends by a signal, and whether to ask the scheduler to start the job again if the
-            signal was its notice; returns the exception with which to exit.
+        requeue: takes how this process ends by a signal, whether to ask the scheduler to start the job again if the
+            signal was its notice, and whether training had begun; returns the exception with which to exit.
 
     Attributes:
         received: the first signal that requested the end of this process.
@@ -254,10 +262,11 @@ class Signals:
         is_deferred: whether a signal waits until all ranks have agreed on it, instead of ending this process at once.
     """
 
-    def __init__(self, process: Process, requeue: Callable[[Stopped, bool], Stopped] | None = None) -> None:
+    def __init__(self, process: Process, requeue: Callable[[Stopped, bool, bool], Stopped] | None = None) -> None:
         self.process = process
         self._requeue = requeue
         self._has_requeued = False
+        self._has_trained = False
         self.received: signal.Signals | None = None
         self.is_first = False
         self.is_deferred = False
@@ -278,15 +287,14 @@ class Signals:
         if not self._pid:  # else it was inherited by a fork
             os.register_at_fork(after_in_child=self._in_forked_child)
         self._pid = os.getpid()
-        for number in CAUGHT:
-            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as in a shell's background job
-                signal.signal(number, self._note)
+        for number in heard():
+            signal.signal(number, self._note)
         self._listen()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)  # job scripts block them, as they would kill earlier
 
     def defer(self) -> None:
         """Defer signals: from now on they only set `received`, which the caller has to read."""
-        self.is_deferred = True
+        self.is_deferred = self._has_trained = True
 
     def obey(self) -> None:
         """Stop deferring signals: they end the process at once again, including one already deferred.
@@ -304,9 +312,11 @@ class Signals:
         Rank 0 requeues the job, also if it ends without raising it. May be called in any thread, and several times.
         """
         is_asking, self._has_requeued = self.is_first and not self._has_requeued, True
-        return stopped if self._requeue is None else self._requeue(stopped, is_asking)
+        return stopped if self._requeue is None else self._requeue(stopped, is_asking, self._has_trained)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
         if self.process.has_failed.is_set():  # once a rank has ended, its launcher signals the others
             return
         again = number == self.received == signal.SIGINT  # Ctrl+C twice
@@ -347,9 +357,8 @@ class Signals:
     def _in_forked_child(self) -> None:
         self.is_deferred = False
         signal.set_wakeup_fd(-1)
-        for number in (*REQUEUED, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _read_on)
+        for number in CAUGHT:
+            signal.signal(number, _read_on if number == signal.SIGTERM else signal.SIG_IGN)
 
 
 def _read_on(number: int, frame: FrameType | None) -> None:

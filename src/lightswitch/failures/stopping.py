@@ -26,7 +26,7 @@ from lightswitch.strategies.writes import CarriesWrites
 
 log = logging.getLogger(__name__)
 # if ranks received different signals, the last of these counts: notice of a time limit requests a requeue
-_RANKING = (None, signal.SIGINT, signal.SIGTERM, *REQUEUED)
+_RANKING = (None, signal.SIGHUP, signal.SIGINT, signal.SIGTERM, *REQUEUED)
 _ROUND_SECONDS = 0.25
 _MOST_STEPS = 16  # in a round: later steps may take longer
 

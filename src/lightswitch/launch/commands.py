@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shlex
 import sys
 
@@ -148,13 +149,9 @@ def _program(placement: Placement) -> list[str]:
         survives = ["env", f"{NO_SHARED_STORE}=1"] if elastic_nodes() is not None else []
         return [*survives, "torchrun", *_options_of_torchrun(placement), script]
     if placement.launcher == "slurm":
-        return [
-            "srun",
-            f"--nodes={placement.nodes}",
-            f"--ntasks-per-node={placement.devices_per_node}",
-            "python",
-            script,
-        ]
+        tasks = [f"--nodes={placement.nodes}", f"--ntasks-per-node={placement.devices_per_node}"]
+        gpus = [f"--gpus-per-node={count}"] if (count := os.environ.get("SLURM_GPUS_ON_NODE")) else []
+        return ["srun", *tasks, *gpus, "python", script]
     return ["python", script]
 
 

@@ -359,21 +359,27 @@ def log_error(error: BaseException, cfg: DictConfig, run: RunContext) -> None:
     CrashReport(run).log(Cleaner.of(cfg).cleaned(full_traceback(error)))
 
 
-def requeue_after(stopped: Stopped, is_asking: bool) -> Stopped:
+def requeue_after(stopped: Stopped, is_asking: bool, has_trained: bool) -> Stopped:
     """Requeue the job if a notice from Slurm stopped the run, and return the exception with which to exit.
 
-    SIGTERM is such a notice only if Slurm preempts the job; Slurm itself requeues a preempted job only if it outlives
-    its grace period. A user who cancels a job also sends SIGTERM, but wants the job to end. Without scontrol, for
-    example in a container, the exit code requests the requeue.
+    Notice of a time limit before training has begun is none: the next start would not come further, and it is for the
+    job script to count. SIGTERM is such a notice only if Slurm preempts the job; Slurm itself requeues a preempted job
+    only if it outlives its grace period. A user who cancels a job also sends SIGTERM, but wants the job to end. Without
+    scontrol, for example in a container, the exit code requests the requeue.
     """
     job = slurm_job()
     if job is None:
         return stopped
+    is_notice = stopped.by in REQUEUED and has_trained
     if shutil.which("scontrol") is None:
-        if stopped.by in REQUEUED:
+        if is_notice:
             stopped.code = stopped.exit_code = ExitCode.REQUEUE
-    elif is_asking and (stopped.by in REQUEUED or (stopped.by == SIGTERM and _is_preempted(job))):
+    elif is_asking and (is_notice or (stopped.by in (SIGTERM, *REQUEUED) and _is_preempted(job))):
         _requeue(job)
+    elif is_asking and stopped.by in REQUEUED:
+        log.warning(
+            "%s came before a step was trained; if its time limit was near, ask for more --time", stopped.by.name
+        )
     return stopped
 
 

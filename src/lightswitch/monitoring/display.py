@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import os
 import shutil
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -126,8 +129,19 @@ class Line:
         return True
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            leave_terminal()
+
+
+def leave_terminal() -> None:
+    """Discard what this process prints to a terminal from now on: it is closed, and each write would fail."""
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):  # it is no stream any more
+            if stat.S_ISCHR(os.fstat(stream).st_mode):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 class _Printed:

@@ -21,7 +21,7 @@ from lightswitch.cluster.placement import Placement
 from lightswitch.config.overrides import flags_of_a_job, quoted, typed_overrides
 from lightswitch.errors import ExitCode, RefusedRequest
 from lightswitch.monitoring.objective import find
-from lightswitch.process import CAUGHT, REQUEUED
+from lightswitch.process import CAUGHT, REQUEUED, heard
 from lightswitch.runs import finished
 from lightswitch.sweeps import record
 from lightswitch.sweeps.record import FAILED, FINISHED, STOPPED, Record
@@ -181,7 +181,7 @@ def _started(command: list[str], cwd: Path) -> Iterator[tuple[subprocess.Popen[b
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)  # the run inherits the mask and unblocks what it handles
     child = subprocess.Popen(command, cwd=cwd, start_new_session=True)
     wakeup = signal.set_wakeup_fd(-1)  # else its reader would end this process before its child
-    before = {number: signal.signal(number, pass_on) for number in (*CAUGHT, signal.SIGHUP)}
+    before = {number: signal.signal(number, pass_on) for number in heard()}
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         yield child, received

@@ -7,6 +7,9 @@ import pty
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -141,22 +144,37 @@ def test_a_signal_to_one_rank_before_it_trains_ends_all_by_it(
     assert "Traceback" not in stopped.err
 
 
-def test_ctrl_c_in_a_terminal_is_answered_before_the_step_ends_and_twice_does_not_wait_for_it(tmp_path: Path) -> None:
+@contextmanager
+def in_terminal(folder: Path, *run: str) -> Iterator[tuple[FileIO, subprocess.Popen[bytes]]]:
+    """A run in a terminal of its own, in its first batch, and the end of that terminal at which a user sits."""
     controller, terminal = pty.openpty()
-    command = ("setsid", "--ctty", "python", TRAIN_PY, *RUN, HANGING, "strategy=single")
+    command = ("setsid", "--ctty", "python", TRAIN_PY, *RUN, *run, "strategy=single", "trainer.num_sanity_val_steps=0")
     environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'src'}"}
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-    with subprocess.Popen((*command, "trainer.num_sanity_val_steps=0"), cwd=tmp_path, env=environment, **streams) as it:
+    with subprocess.Popen(command, cwd=folder, env=environment, **streams) as it, open(controller, "r+b", 0) as user:
         os.close(terminal)
         try:
-            shown_by(controller, lambda _: (tmp_path / "pacing").exists())
-            for answer in ("stopping   at the end of this step; Ctrl+C again stops at once", "stopped    by SIGINT"):
-                os.write(controller, b"\x03")
-                assert answer in shown_by(controller, lambda text, answer=answer: answer in text)
-            assert it.wait(300) == 130
+            shown_by(controller, lambda _: (folder / "pacing").exists())
+            yield user, it
         finally:
             it.kill()
-            os.close(controller)
+
+
+def test_ctrl_c_in_a_terminal_is_answered_before_the_step_ends_and_twice_does_not_wait_for_it(tmp_path: Path) -> None:
+    with in_terminal(tmp_path, HANGING) as (user, it):
+        for answer in ("stopping   at the end of this step; Ctrl+C again stops at once", "stopped    by SIGINT"):
+            os.write(user.fileno(), b"\x03")
+            assert answer in shown_by(user.fileno(), lambda text, answer=answer: answer in text)
+        assert it.wait(300) == 130
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path: Path) -> None:
+    with in_terminal(tmp_path, SLOWLY) as (user, it):
+        user.close()
+        assert it.wait(300) == 143
+    run = tmp_path / "runs/plainmodel/mine"
+    assert len(list((run / "checkpoints").glob("step_*.ckpt"))) == 1
+    assert "stopped    by SIGHUP" in (run / "train.log").read_text()
 
 
 def test_ranks_that_a_run_started_end_when_it_is_killed(train: Train, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_how_a_process_ended_is_told_for_every_signal(code: int, told: str) -> N
 def test_rank_0_asks_once_that_its_job_be_started_again_and_all_exit_with_its_code() -> None:
     asked = []
 
-    def requeue(stopped: Stopped, is_asking: bool) -> Stopped:
+    def requeue(stopped: Stopped, is_asking: bool, has_trained: bool) -> Stopped:
         asked.append(is_asking)
         stopped.exit_code = ExitCode.REQUEUE
         return stopped

@@ -89,6 +89,11 @@ def test_a_schedule_with_a_length_goes_on_in_another_run(train: Train) -> None:
     [
         pytest.param({}, "python", id="a shell"),
         pytest.param(SRUN, "srun --nodes=2 --ntasks-per-node=2 python", id="srun"),
+        pytest.param(
+            SRUN | {"SLURM_GPUS_ON_NODE": "2"},
+            "srun --nodes=2 --ntasks-per-node=2 --gpus-per-node=2 python",
+            id="srun with GPUs",
+        ),
         pytest.param(TORCHRUN, "torchrun --nproc-per-node=4", id="torchrun"),
     ],
 )

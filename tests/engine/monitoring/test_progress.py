@@ -3,6 +3,7 @@ import logging
 import os
 import pty
 import re
+import subprocess
 import sys
 import time
 import traceback
@@ -135,6 +136,27 @@ def test_a_terminal_shows_one_line_that_moves(tmp_path: Path) -> None:
     assert any(re.search(r"\d+% \|█+ *\| \d+/40 · .* left$", frame) for frame in training)
     last = r"train 100% \|█{4,20}\| 40/40 · loss [\d.e-]+ · val [\d.e-]+ · [\d.]+k? tokens/s · 0:00 left"
     assert re.fullmatch(last, training[-1])
+
+
+DRAWS = """
+import sys
+from lightswitch.monitoring.display import Line
+line = Line(sys.stdout)
+sys.stdin.read()
+line.draw("train", 1, 2, "")
+print("a line that nobody reads")
+line.end()
+sys.exit(7)
+"""
+
+
+def test_a_line_on_a_terminal_that_has_closed_is_lost_without_an_error() -> None:
+    controller, terminal = pty.openpty()
+    drawing = subprocess.Popen([sys.executable, "-c", DRAWS], stdin=subprocess.PIPE, stdout=terminal)
+    os.close(terminal)
+    os.close(controller)
+    drawing.communicate(timeout=300)
+    assert drawing.returncode == 7
 
 
 def test_what_a_module_prints_or_logs_stands_on_lines_of_its_own(tmp_path: Path) -> None:

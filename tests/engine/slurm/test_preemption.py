@@ -72,6 +72,17 @@ def test_a_job_that_fails_is_started_again_and_goes_on(
     is_whole(tmp_path, job, uninterrupted)
 
 
+def test_a_job_whose_notice_comes_before_it_trains_is_not_started_without_end(
+    slurm_cluster: Cluster, checkout: Path
+) -> None:
+    with_site(checkout, "max_failures=0\n")
+    notice = {"time": 2, "signal": "SIGUSR1@120"}  # it comes with the start
+    job = submit(slurm_cluster, SLURM / "single.sh", *RUN, cwd=checkout, gpus_per_node=0, **notice)
+    assert (job.wait(), job.details()["Restarts"]) == ("FAILED", "0"), job.output()
+    assert "SIGUSR1 came before a step was trained; if its time limit was near, ask for more --time" in job.output()
+    assert "failed 1 times: not started again" in job.output()
+
+
 def test_a_mistake_is_not_made_again(slurm_cluster: Cluster, checkout: Path) -> None:
     job = submit(slurm_cluster, SLURM / "multinode.sh", "seeed=1", cwd=checkout, nodes=1, ntasks=1)
     assert job.wait() == "FAILED"

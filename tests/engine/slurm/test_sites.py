@@ -171,6 +171,13 @@ def test_a_job_that_is_not_to_be_started_again_says_so(slurm_cluster: Cluster, t
     assert job.printed() == "failed with exit code 3: not requeued, because of --no-requeue\n"
 
 
+def test_a_job_brings_its_tasks_an_environment_where_it_was_given_none(slurm_cluster: Cluster, tmp_path: Path) -> None:
+    with_site(tmp_path, "unset HOME\npython=(printenv)\n")
+    job = submit(slurm_cluster, SLURM / "single.sh", "PYTHONPATH", cwd=tmp_path, gpus_per_node=0, export="NONE")
+    job.wait()  # there is no variable of train.py's name
+    assert job.printed().startswith(f"{tmp_path / 'src'}\n"), job.output()
+
+
 def test_a_copy_of_a_script_is_refused(slurm_cluster: Cluster, tmp_path: Path) -> None:
     copy = tmp_path / "mine.sh"
     copy.write_bytes((SLURM / "single.sh").read_bytes())

@@ -189,6 +189,15 @@ def test_an_interrupt_ends_the_sweep_and_leaves_no_process(swept: Path, monkeypa
     assert psutil.wait_procs(children, timeout=300)[1] == [], "they would wait for an hour"
 
 
+def test_a_sweep_that_nohup_started_goes_on_when_its_terminal_closes(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        ended = job.run_to_its_end(["sh", "-c", f"kill -HUP {os.getpid()} $$"], tmp_path, is_lost=lambda: False)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended == job.ProcessEnd(0, [])
+
+
 def test_a_launcher_of_ranks_can_not_start_a_sweep(sweep: Sweep, tmp_path: Path) -> None:
     rank = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     refused = sweep(*SWEPT, "seed=1,2", **rank, MASTER_ADDR="localhost", MASTER_PORT="29500")
