@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +12,10 @@ import torch
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from lightning.pytorch.strategies import Strategy
 
+from lightswitch.errors import Refused
 from lightswitch.strategies.ddp import Single, auto
+from tests.engine.fits import local_trainer
+from tests.engine.plain import PlainData, PlainModel
 
 
 class Numbered(CPUAccelerator):
@@ -60,3 +64,16 @@ def test_single_follows_the_accelerator() -> None:
 @pytest.mark.gpu(2)
 def test_single_takes_the_gpu_that_is_named() -> None:
     assert _trainer(Single(), devices=[1]).strategy.root_device == torch.device("cuda:1")
+
+
+class Neighbours(PlainModel):
+    """Holds a sparse matrix, as graph networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("adjacency", torch.eye(4).to_sparse())
+
+
+def test_a_sparse_tensor_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"^adjacency is a sparse tensor, which can be neither saved nor sent to other "):
+        local_trainer(tmp_path, max_steps=1).fit(Neighbours(), PlainData())
