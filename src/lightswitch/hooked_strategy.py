@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightswitch.errors import Refused
+from lightswitch.errors import Refused, listed
 from lightswitch.mixins import Mixin, with_mixin
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,22 @@ class HookedStrategy(Mixin, Strategy):
         with self.meeting() if self.meeting else nullcontext():
             super().setup_environment()
         self._begin_data()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set the strategy up, on several devices for a module whose tensors can be sent.
+
+        Raises:
+            Refused: one is sparse.
+        """
+        module = trainer.lightning_module
+        named = chain(module.named_parameters(), module.named_buffers())
+        sparse = [name for name, tensor in named if tensor.layout != torch.strided]
+        if sparse and trainer.world_size > 1:
+            raise Refused(
+                f"sparse tensors can't be sent to other devices: {listed(sparse)}; register their indices and values as "
+                "buffers, and make the sparse tensors of them where they are used, or use strategy=single"
+            )
+        super().setup(trainer)
 
     def barrier(self, name: str | None = None) -> None:
         barrier: Any = super().barrier  # type: ignore[safe-super]  # the strategy's class has one

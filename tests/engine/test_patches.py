@@ -28,6 +28,7 @@ SOURCES = {path.relative_to(ENGINE).as_posix(): ast.parse(path.read_text()) for 
 ALLOWED = {
     "parameter.data": "torch documents it: the values of a tensor, in place",
     "parameter.grad": "torch documents it: a gradient is let go",
+    "holder.cell_contents": "Python documents it: what a function closes over",
     "cfg.optimizer.lr": "a config is data",
     "other.optimizer.lr": "a config is data",
     "cfg.trainer.strategy": "a config is data",

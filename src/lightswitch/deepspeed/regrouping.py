@@ -53,7 +53,8 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
             engine.set_gradient_accumulation_boundary(True)  # the engine must not count micro-batches
         else:  # manual optimization: a module may also step without Lightning's wrapper
             patches.replace(stepped, "step", partial(self._step, engine, stepped.step))
-        self._trained, parameters = Trained(model), names.parameters(model)
+        self._trained, in_groups = Trained(model), {name for group in self._group_names for name in group}
+        parameters = {name: one for name, one in names.parameters(model).items() if name in in_groups}
         key = self.broadcast(secrets.token_hex(8))
         self._unused = Unused(parameters, self._patience_seconds, key)
         self._watch_writes(engine, model, key)

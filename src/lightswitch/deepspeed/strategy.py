@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, do_nothing_closure
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
@@ -220,7 +220,8 @@ class DeepSpeed(Regrouping):
                     f"{self.lightning_module.global_step}, but DeepSpeed also updates parameters without a gradient; "
                     "freeze unused ones (requires_grad=False), or use strategy=fsdp"
                 )
-            return output
+            # Lightning takes None for a step without a loss, but a module may have called its closure before the step
+            return closure if closure is do_nothing_closure else output
 
         with self.outside_of_hooks():
             if self._writes and self.looks.is_at_work:  # manual optimization

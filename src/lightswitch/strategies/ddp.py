@@ -100,6 +100,7 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         self.find_unused_parameters = find_unused_parameters
         self._copes_with_unused = find_unused_parameters or static_graph
         self._named: list[tuple[str, nn.Parameter]] = []
+        self._before: dict[str, tuple[Tensor, int]] = {}  # gradients before the last backward pass, and their versions
 
     def configure_ddp(self) -> None:
         """Wrap the model in DistributedDataParallel.
@@ -154,6 +155,9 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         super().pre_backward(closure_loss)
         assert self.lightning_module is not None
         self._trained.refuse_changes(self.lightning_module)
+        self._named = self._named or list(self.lightning_module.named_parameters())
+        gradients = ((name, parameter.grad) for name, parameter in self._named if self._waits_for_all)
+        self._before = {name: (grad, grad._version) for name, grad in gradients if grad is not None}
 
     def _register_ddp_hooks(self) -> None:
         """Register the hook on every device: Lightning silently ignores it on devices other than CUDA."""
@@ -189,7 +193,8 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         """Call the module's training step.
 
         Raises:
-            Refused: the module uses manual optimization, and a backward pass does not reach every parameter.
+            Refused: a backward pass did not reach every parameter, under manual optimization, or where gradients are
+                views of buckets: `refuse_unused` sees neither.
         """
         assert self.lightning_module is not None
         try:
@@ -198,11 +203,11 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
             self._share()
             return output
         except RuntimeError as error:
-            if self.lightning_module.automatic_optimization or _UNFINISHED not in str(error):
+            if _UNFINISHED not in str(error):
                 raise
             raise Refused(
-                f"{type(self.lightning_module).__name__} uses manual optimization, and a backward pass did not reach "
-                "every parameter, but ddp waits for all gradients; type trainer.strategy.find_unused_parameters=true"
+                f"a backward pass of {type(self.lightning_module).__name__} did not reach every parameter, but ddp "
+                "waits for all gradients; type trainer.strategy.find_unused_parameters=true"
             ) from error
 
     def _share(self) -> None:
@@ -223,27 +228,32 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         super().setup_precision_plugin()
 
     def refuse_unused(self) -> None:
-        """Check that every trained parameter has a gradient after the backward pass.
+        """Check that the backward pass has set or changed the gradient of every trained parameter.
 
         Raises:
             Refused: a parameter took no part in the loss, so DDP did not average the gradients of the others.
         """
-        assert self.lightning_module is not None
-        copes = self._copes_with_unused or not self.lightning_module.automatic_optimization
-        if copes or not self._is_synchronised:
+        if not self._waits_for_all:
             return
-        self._named = self._named or list(self.lightning_module.named_parameters())
-        unused = [name for name, parameter in self._named if parameter.requires_grad and parameter.grad is None]
+        unused = [name for name, one in self._named if one.requires_grad and self._is_as_before(name, one.grad)]
+        self._before.clear()
         if unused:
             raise Refused(
                 f"{listed(unused, 'parameters')} did not contribute to the loss, but ddp waits for every gradient; "
                 "freeze unused parameters (requires_grad=False), or type trainer.strategy.find_unused_parameters=true"
             )
 
+    def _is_as_before(self, name: str, gradient: Tensor | None) -> bool:
+        before, version = self._before.get(name, (None, 0))
+        return gradient is before and (gradient is None or gradient._version == version)
+
     @property
-    def _is_synchronised(self) -> bool:
-        """Whether the backward pass averages gradients: only in the last micro-batch of a step."""
-        return isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
+    def _waits_for_all(self) -> bool:
+        """Whether a backward pass averages gradients, and needs that of every trained parameter: only in the last
+        micro-batch of a step."""
+        assert self.lightning_module is not None
+        copes = self._copes_with_unused or not self.lightning_module.automatic_optimization
+        return not copes and isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
 
 
 class _ChecksGradients(Mixin, Precision):

@@ -48,14 +48,15 @@ from lightswitch.strategies.renormed import renorm_over_ranks
 from lightswitch.strategies.replicas import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.rounds import FIRST, Rounds
 from lightswitch.strategies.sharded import (
-    Attributes,
     ClipsOverMeshes,
+    Originals,
     Sharded,
     UnscalesOverMeshes,
     average_replicated,
     checkpoint_activations,
     gathered_parts,
     is_mostly_rounded,
+    refuse_hooks,
     replicated_parameters,
     set_timeouts,
 )
@@ -190,7 +191,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     def _shard(self) -> nn.Module:
         model = self.prepared()
-        attributes = Attributes(model)
+        originals = Originals(model)
         units = find_units(model, self.units)
         roots = self._roots(model)
         self._replicated: set[nn.Parameter] = set()
@@ -203,14 +204,17 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             broadcast_weights(of[module], self.root_device, done)
             if module in sharded:
                 self._shard_unit(module, of[module], is_root=module in roots)
-                attributes.restore_when_gathered(module)
-        attributes.restore()
+                originals.restore_when_gathered(module)
+        originals.restore_attributes()
+        originals.replace_elsewhere(model)
         self._replicated |= {one for one in model.parameters() if not isinstance(one, DTensor)}
         if self.prefetch is not None:
             _gather_ahead([*roots, *units.values()], self.prefetch)
         broadcast_metric_states(model, self.root_device)
         average_replicated(self._replicated)
-        if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        own_names = {parameter: name for name, parameter in names.parameters(model).items()}
+        self._in_shards = [(name, one) for one, name in own_names.items() if isinstance(one, DTensor)]
+        if not self._in_shards:
             raise Refused(f"there is nothing to shard in {_name(model)}; use strategy=ddp")
         if self.is_global_zero:
             self._report(module for module in dict.fromkeys([*roots, *units.values()]) if module is not model)
@@ -218,7 +222,6 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         self._forward_redirection = WatchedForward(self._trained)
         let_data_be_assigned()
         let_numbers_be_read()
-        own_names = {parameter: name for name, parameter in names.parameters(model).items()}
         self._writes = GatheredWrites(of_fsdp(model, own_names), self.looks)
         renorm_over_ranks(model, self.looks)
         seconds = (self._timeout or default_pg_timeout).total_seconds()
@@ -316,6 +319,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
+        refuse_hooks(self._in_shards)  # of a hook such as on_fit_start
         is_first = batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0
         # the gradients of a parameter frozen within a step would not be summed over replicas
         if (is_first or self.accumulate_gradients != "within_replica") and self._trained.changes():

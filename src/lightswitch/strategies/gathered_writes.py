@@ -267,6 +267,12 @@ class Gathered:
         return bool(self.param.sharded_state.name == "UNSHARDED")
 
     @property
+    def is_in_place(self) -> bool:
+        """Whether the module has this parameter, sharded or gathered, and no other tensor in its place."""
+        info, gathered = self.param._module_info, getattr(self.param, "_unsharded_param", None)
+        return any(info.module._parameters.get(info.param_name) is one for one in (self.param.sharded_param, gathered))
+
+    @property
     def is_cut(self) -> bool:
         """Whether ranks gather different shards of it, as under tensor parallelism."""
         return isinstance(self.param._unsharded_param, DTensor)
@@ -316,7 +322,21 @@ class GatheredWrites:
     def __init__(self, units: Mapping[nn.Module, Mapping[str, Gathered]], looks: Looks) -> None:
         self._units, self._looks = units, looks
         for module in units:
+            module.register_forward_pre_hook(self._begin_forward, prepend=True)  # before FSDP gathers
             module.register_forward_hook(self._end_forward, prepend=True)  # before FSDP frees what it has gathered
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # in torch
+    def _begin_forward(self, module: nn.Module, *_: Any) -> None:
+        """Check that a module has its own parameters, which torch would put in the place of any others.
+
+        Raises:
+            Refused: it has others, as within `functional_call`.
+        """
+        if others := [name for name, parameter in self._units[module].items() if not parameter.is_in_place]:
+            raise Refused(
+                f"another tensor stands in for {listed(others)}, as torch.func.functional_call and an assignment to "
+                "the module put it there, but fsdp computes with its own; use strategy=ddp"
+            )
 
     def _end_forward(self, module: nn.Module, *_: Any) -> None:
         if self._looks.is_at_work and (self._looks.is_due or self._looks.written):

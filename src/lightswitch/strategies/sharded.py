@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterable, Iterator
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
+from types import CellType, FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric
 
 from lightswitch import patches
+from lightswitch.checkpoints import names
 from lightswitch.errors import Refused, listed
 from lightswitch.mixins import Mixin
 from lightswitch.monitoring.grad_norm import by_mesh, gradient_norm
@@ -69,16 +72,11 @@ class Sharded(CarriesWrites, ParallelStrategy):
         """Return the module, ready to be sharded.
 
         Raises:
-            Refused: the module has a hook on a parameter's gradient, or a tensor attribute that is neither parameter
-                nor buffer and has no values on ranks other than 0.
+            Refused: a tensor attribute that is neither parameter nor buffer has no values on ranks other than 0.
         """
         module = self.lightning_module
         assert module is not None
-        if hooked := [name for name, one in module.named_parameters() if _has_hook(one)]:
-            raise Refused(
-                f"{listed(hooked)} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), but "
-                "a sharded strategy computes with a different tensor, which has no hook; use strategy=ddp"
-            )
+        refuse_hooks(module.named_parameters())
         if lost := self.broadcast(left_on_meta(module), src=self.world_size - 1):
             raise Refused(
                 f"{', '.join(lost)}: a tensor made in configure_model that is neither parameter nor buffer has no "
@@ -136,14 +134,21 @@ class Sharded(CarriesWrites, ParallelStrategy):
         self.free_gathered()
 
 
-def _has_hook(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Check that no parameter, with its name, has a hook of its own on its gradient.
+
+    Raises:
+        Refused: one has.
+    """
+    if hooked := [name for name, one in parameters if one._backward_hooks or one._post_accumulate_grad_hooks]:
+        raise Refused(
+            f"{listed(hooked)} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), but a "
+            "sharded strategy computes with a different tensor, which has no hook; use strategy=ddp"
+        )
 
 
-class Attributes:
-    """Attributes that a module's code has set on its parameters, such as `weight._no_weight_decay = True`.
-
-    Sharding makes other tensors of the parameters, which do not have them.
+class Originals:
+    """The parameters of a module before sharding, which makes other tensors of them.
 
     Args:
         module: module whose parameters are still its own.
@@ -151,17 +156,18 @@ class Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._of = [
-            (part, name, dict(attributes))
+            (part, name, weakref.ref(parameter), _attributes(parameter))
             for part in module.modules()
             for name, parameter in part._parameters.items()
-            if parameter is not None and not hasattr(parameter, "__tensor_flatten__")  # whose attributes are its data
-            if (attributes := vars(parameter))
+            if parameter is not None
         ]
 
-    def restore(self) -> None:
-        """Set the attributes on the tensors that are the parameters now."""
-        for part, name, attributes in self._of:
-            vars(getattr(part, name)).update(attributes)
+    def restore_attributes(self) -> None:
+        """Set what a module's code has set on its parameters, such as `weight._no_weight_decay = True`, on the tensors
+        that are the parameters now."""
+        for part, name, _, attributes in self._of:
+            if attributes:
+                vars(getattr(part, name)).update(attributes)
 
     def restore_when_gathered(self, module: nn.Module) -> None:
         """Set the attributes on the gathered parameters as well, which exist from a module's first forward pass on."""
@@ -170,10 +176,56 @@ class Attributes:
         @torch.compiler.disable  # type: ignore[untyped-decorator]  # in torch
         def restore_once(*_: object) -> None:
             hook.remove()
-            self.restore()
+            self.restore_attributes()
 
-        if self._of:
+        if any(attributes for *_, attributes in self._of):
             hook = module.register_forward_pre_hook(restore_once)
+
+    def replace_elsewhere(self, model: nn.Module) -> None:
+        """Let lists, dicts, optimizers and closures that still hold an original, as those of a constructor, hold the
+        parameter that stands in its place.
+
+        Raises:
+            Refused: something that can't be changed holds one.
+        """
+        pairs = [(ref(), part._parameters[name]) for part, name, ref, _ in self._of]
+        old = [one for one, now in pairs if one is not None and one is not now]
+        new = {id(one): now for one, now in pairs if one is not None}
+        del pairs
+        if not old:
+            return
+        gc.collect()
+        for holder in gc.get_referrers(*old):
+            if holder is not old and not isinstance(holder, FrameType) and not _replace(holder, new):
+                held = {id(new.get(id(one))) for one in gc.get_referents(holder)}
+                found = [name for name, one in names.parameters(model).items() if id(one) in held]
+                raise Refused(
+                    f"a {type(holder).__name__} holds {listed(found)}, of which a sharded strategy makes another "
+                    "tensor; hold it in a list, look it up in the module when it is needed, or use strategy=ddp"
+                )
+
+
+def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return what code has set on a parameter, unless its attributes are its data."""
+    return {} if hasattr(parameter, "__tensor_flatten__") else dict(vars(parameter))
+
+
+def _replace(holder: Any, new: Mapping[int, nn.Parameter | None]) -> bool:
+    """Replace parameters among the values of a list, a dict, an object or a closure, and return whether it was
+    possible.
+
+    Args:
+        new: what to put in the place of a parameter, by its `id`.
+    """
+    if isinstance(holder, CellType):
+        holder.cell_contents = new[id(holder.cell_contents)]
+        return True
+    values = holder if isinstance(holder, list | dict) else getattr(holder, "__dict__", {})
+    items = [*(enumerate(values) if isinstance(values, list) else values.items())]
+    found = [(key, new[id(one)]) for key, one in items if id(one) in new]
+    for key, parameter in found:
+        values[key] = parameter
+    return bool(found)
 
 
 def first_name(owner: object) -> str:

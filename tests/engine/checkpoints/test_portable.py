@@ -212,6 +212,12 @@ def test_sparse_and_growing_buffers_go_on(train: Train) -> None:
     assert loaded.links.to_dense()[0, 0] == pytest.approx(0.9**8)
 
 
+def test_sparse_buffers_are_refused_on_several_devices(train: Train) -> None:
+    refused = train(*TWO, f"{HERE}.OddBuffers", "strategy=ddp", ranks=2, check=False)
+    assert refused.returncode == 2
+    assert "error: sparse tensors can't be sent to other devices: links, table; register" in refused.err
+
+
 class TakesName(PlainModel):
     """Stores an entry of its own in a checkpoint."""
 

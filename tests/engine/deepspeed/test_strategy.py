@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -65,6 +67,28 @@ def test_16_bit_weights_under_mixed_precision_are_told_once(stage: int, fits: Fi
     assert run.told.count("stores the weights in 16 bits") == 1
     parameters = [weight for name, weight in run.end.items() if name.endswith(("weight", "bias"))]
     assert {weight.dtype for weight in parameters} == {torch.bfloat16}
+
+
+class StepsItself(PlainModel):
+    """Calls its closure before the step, and has a copy of its weights that no optimizer steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copy = deepcopy(self.net)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.net.parameters(), 0.05)
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_a_module_may_step_itself_and_hold_what_it_does_not_step(stage: str, fits: Fits) -> None:
+    own = replace(PLAIN, module=StepsItself)
+    (alone,), run = fits(own), fits(replace(own, strategy=f"deepspeed_stage_{stage}"), 2)[0]
+    assert largest_difference(run, alone) <= 1e-5
 
 
 class WatchingModel(PlainModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +28,22 @@ class WithUnused(PlainModel):
     def __init__(self) -> None:
         super().__init__()
         self.spare = torch.nn.Linear(3, 3)
+
+
+class UsesInTurns(PlainModel):
+    """Calls a layer in the first micro batch of each step alone, or, with gradients that stay, in the first step."""
+
+    def __init__(self, stays: bool) -> None:
+        super().__init__()
+        self.spare, self.stays = torch.nn.Linear(2, 4), stays
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        is_called = self.global_step == 0 if self.stays else batch_idx % 2 == 0
+        return loss + self.spare(batch[0]).square().mean() if is_called else loss
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=not self.stays)
 
 
 class DropsGradients(PlainModel):
@@ -73,6 +90,21 @@ def test_unused_parameters_are_named_with_what_to_type(fits: Fits) -> None:
         "spare.weight, spare.bias did not contribute to the loss, but ddp waits for every gradient; freeze "
         "unused parameters (requires_grad=False), or type trainer.strategy.find_unused_parameters=true"
     )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stays", "line"),
+    [
+        ("ddp", False, "spare.weight, spare.bias did not contribute to the loss, but ddp waits for every gradient"),
+        ("ddp", True, "spare.weight, spare.bias did not contribute to the loss, but ddp waits for every gradient"),
+        ("ddp gradient_as_bucket_view=true", True, "a backward pass of UsesInTurns did not reach every parameter"),
+    ],
+)
+def test_so_are_those_with_a_gradient_of_before(strategy: str, stays: bool, line: str, fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(SHORT, module=partial(UsesInTurns, stays), strategy=strategy), 2)
+    assert isinstance(failed.value.error, Refused)
+    assert str(failed.value.error).startswith(line)
 
 
 def test_gradients_that_the_module_drops_itself_are_no_unused_ones(fits: Fits) -> None:

@@ -18,7 +18,7 @@ from tests.engine.data.pictures import Pictures
 from tests.engine.fits import ADAMW, CLASSIFIER, LANGUAGE, PLAIN, TENSOR_PARALLEL, Fit, Fits
 from tests.engine.foreign import Classifier, Encoder
 from tests.engine.models.language import LanguageModel
-from tests.engine.plain import AveragedModel
+from tests.engine.plain import AveragedModel, PlainModel
 from tests.engine.strategies.witness import to_the_bit
 from tests.night import at_night
 from tests.pool import Pool, RankFailed
@@ -330,3 +330,53 @@ def test_a_hook_on_a_gradient_is_refused(hook: str, fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
         fits(replace(LANGUAGE, module=partial(HooksGradients, hook, ADAMW), strategy="fsdp"), 2)
     assert str(failed.value.error).startswith("free has a hook on its gradient (register_hook, register_post_")
+
+
+class HooksLater(PlainModel):
+    def on_fit_start(self) -> None:
+        self.net[0].weight.register_hook(lambda _: None)
+
+
+class Stateless(PlainModel):
+    """Computes with weights of the moment in the place of its own."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        weights = {name: 0.9 * parameter for name, parameter in self.net.named_parameters()}
+        return nn.functional.cross_entropy(torch.func.functional_call(self.net, weights, (batch[0],)), batch[1])
+
+
+class Held(PlainModel):
+    """Holds weights outside of modules, in a sequence and in an optimizer of its constructor."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.first = kind([self.net[0].weight])
+        self.made = torch.optim.AdamW(self.parameters(), 0.05, eps=1e-6)
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.first[0].mul_(0.9)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.made
+
+
+REFUSED = {
+    HooksLater: "net.0.weight has a hook on its gradient (register_hook, register_post_",
+    Stateless: "another tensor stands in for net.0.weight, net.0.bias, as torch.func.functional_call and an ",
+    partial(Held, tuple): "a tuple holds net.0.weight, of which a sharded strategy makes another tensor; hold it in a ",
+}
+
+
+@pytest.mark.parametrize("module", REFUSED)
+def test_a_module_whose_tensors_would_be_passed_over_is_refused(module: Any, fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(PLAIN, module=module, strategy="fsdp"), 2)
+    assert str(failed.value.error).startswith(REFUSED[module])
+
+
+def test_weights_that_a_constructor_holds_are_those_that_train(fits: Fits) -> None:
+    held = replace(PLAIN, module=partial(Held, list))
+    (alone,), sharded = fits(held), fits(replace(held, strategy="fsdp"), 2)[0]
+    assert largest_difference(sharded, alone) <= 1e-5
+    assert max(float((sharded.end[name] - value).abs().max()) for name, value in alone.end.items()) <= 1e-5
