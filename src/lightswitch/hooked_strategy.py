@@ -86,8 +86,8 @@ class HookedStrategy(Mixin, Strategy):
         sparse = [name for name, tensor in named if tensor.layout != torch.strided]
         if sparse and trainer.world_size > 1:
             raise Refused(
-                f"sparse tensors can't be sent to other devices: {listed(sparse)}; register their indices and values as "
-                "buffers, and make the sparse tensors of them where they are used, or use strategy=single"
+                f"sparse tensors can't be sent to other devices: {listed(sparse)}; register their indices and values "
+                "as buffers, and make the sparse tensors of them where they are used, or use strategy=single"
             )
         super().setup(trainer)
 
