@@ -264,7 +264,7 @@ def _order_of_torch(sampler: Any, samples: int, seed: int) -> Sequence[Any] | No
         return _permutation(samples, generator) if sampler.shuffle else range(samples)
     if type(sampler) is SequentialSampler:
         return range(samples)
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples:
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler.data_source) == samples:
         return _permutation(samples, generator)
     return None
 

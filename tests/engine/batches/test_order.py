@@ -93,6 +93,15 @@ def test_a_random_order_is_a_function_of_seed_and_epoch_alone(sampler: object) -
     assert len(state)
 
 
+@pytest.mark.parametrize("drawn", [10, 30, 70])
+def test_a_random_sampler_draws_its_number_from_the_whole_set(drawn: int) -> None:
+    order = list(epoch_order(RandomSampler(range(30), num_samples=drawn), drawn, seed=1, key=2))
+    assert len(order) == drawn
+    assert len(set(order)) == min(drawn, 30)
+    assert max(order) < 30
+    assert set(order) != set(range(10))
+
+
 def test_drawing_an_order_leaves_the_generator_of_torch_alone() -> None:
     torch.manual_seed(5)
     epoch_order(WeightedRandomSampler([1.0, 2.0], 2), 2, seed=1, key=0)
