@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightswitch.batches.combined import Combined
 from lightswitch.batches.order import EvaluationSlices, TrainingSlices, epoch_order
 from lightswitch.batches.plan import BatchPlan
 
@@ -100,6 +101,13 @@ def test_a_random_sampler_draws_its_number_from_the_whole_set(drawn: int) -> Non
     assert len(set(order)) == min(drawn, 30)
     assert max(order) < 30
     assert set(order) != set(range(10))
+
+
+def test_the_samples_of_passes_beside_a_longer_loader_are_counted() -> None:
+    combined, plan = Combined(), BatchPlan(12, 12, 1, 1)
+    TrainingSlices(RandomSampler(range(24)), 24, False, plan, 0, 1, 0, 0, combined)
+    combined.add_other(range(20))  # a loader of 20 batches that runs unchanged
+    assert combined.epoch_samples == 240
 
 
 def test_drawing_an_order_leaves_the_generator_of_torch_alone() -> None:
