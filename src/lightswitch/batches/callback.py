@@ -249,8 +249,11 @@ class GlobalBatch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Seed the generators by the batch, so that the same weights give the same results, also after a resume."""
-        loaders = trainer._evaluation_loop._combined_loader
-        if self._repeated is not None and not trainer.predicting and is_repeated(loaders, dataloader_idx):
+        if (
+            self._repeated is not None
+            and not trainer.predicting
+            and is_repeated(trainer._evaluation_loop._combined_loader, dataloader_idx)
+        ):
             self._repeated.begin()
         seed_generators(mix(self.seed, dataloader_idx, batch_idx, data_rank(trainer)), trainer.strategy.root_device)
 

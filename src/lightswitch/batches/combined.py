@@ -179,7 +179,8 @@ class Fractions:
         steps, accumulation = loaders.slices[0].steps, self._plan.accumulation
         if isinstance(self._limit, float) and self._limit < 1.0:
             if 0 < steps * self._limit < 1:
-                name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
+                overfits = trainer.overfit_batches  # type: ignore[attr-defined]  # set past Lightning's declaration
+                name = "overfit_batches" if overfits else "limit_train_batches"
                 raise Refused(
                     f"trainer.{name}={self._limit} of {steps} steps an epoch is less than one step; type a larger "
                     f"fraction, or a number of steps, as trainer.{name}=1"

@@ -71,8 +71,9 @@ class Results(_ResultCollection):
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         self._of_step = None
         super().update_metrics(key, value, batch_size)
-        meta, own = self[key].meta, value._forward_cache if isinstance(value, Metric) else value
-        if meta.on_step and meta.logger and isinstance(own, Tensor) and own.numel() == 1:
+        item = self[key]
+        own = value.clone() if item.is_tensor and item.meta.sync.should else item._forward_cache
+        if item.meta.on_step and item.meta.logger and isinstance(own, Tensor) and own.numel() == 1:
             self.of_batch[key] = own.detach()
         if key in self.before:
             if self[key].is_tensor:  # a metric has its state restored by itself

@@ -35,9 +35,9 @@ def test_every_cut_of_an_epoch_reads_the_same_samples_a_step(
     plan = BatchPlan.derive(global_batch, micro, replicas)
     accumulation = plan.accumulation
     whole = BatchPlan(plan.global_batch, plan.global_batch, 1, 1)
-    steps = [batch for _, batch in slices(whole, samples, 0, drop_last)]
+    steps = [batch for *_, batch in slices(whole, samples, 0, drop_last)]
     ranks = [slices(plan, samples, rank, drop_last) for rank in range(replicas)]
-    batches = [[batch for _, batch in rank] for rank in ranks]
+    batches = [[batch for *_, batch in rank] for rank in ranks]
     assert {len(rank) for rank in batches} == {len(steps) * accumulation}
     for step, expected in enumerate(steps):
         read: Counter[int] = Counter()
@@ -55,9 +55,9 @@ def test_every_cut_of_an_epoch_reads_the_same_samples_a_step(
 
 def test_a_resumed_epoch_yields_the_rest_and_the_next_one_all() -> None:
     plan = BatchPlan(10, 5, 1, 2)
-    whole = [batch for _, batch in slices(plan, 47, 0)]
+    whole = [batch for *_, batch in slices(plan, 47, 0)]
     resumed = slices(plan, 47, 0, step=3)
-    assert [batch for _, batch in resumed] == whole[6:]
+    assert [batch for *_, batch in resumed] == whole[6:]
     assert len(resumed) == len(whole) == 10
     resumed.set_epoch(1)
     assert len([*resumed]) == 10
