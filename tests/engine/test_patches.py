@@ -56,6 +56,7 @@ ALLOWED = {
     "model.trainer": "Lightning documents it: how a module is given its Trainer",
     "trainer.should_stop": "Lightning documents it: how a callback ends training",
     "results.before": "of Results, the engine's",
+    "results.of_batch": "of Results, the engine's",
     "unused.world_size": "of Unused, the engine's",
     "self._step_logs.weight": "of StepLogs, the engine's",
     "self.config_loader.cfg": "of _Composed, the engine's",
@@ -87,11 +88,11 @@ CALLS_ALLOWED = {
     "vars(getattr(part, name)).update(attributes)": "marks of the user's, onto what stands in for their parameter",
     "self.__dict__.update(state)": "its own, when it is unpickled",
     "vars(metric).update(state)": "of a metric, or a value that was logged: as it was before a forward pass",
-    "vars(item).update(vars(before))": "of a value that was logged: as it was",
+    "vars(item).update(before)": "of a value that was logged: as it was",
     "vars(item).update(_attributes(whole, item.value, self._share))": "of a logged value: as all ranks have it",
     "setattr(metric, name, _without(getattr(metric, name), before))": "torchmetrics documents it: a metric's states",
     "vars(self).update(dataset=dataset, cursor=cursor)": "of Reader, the engine's, past its own __setattr__",
-    "vars(self).update(dataset=dataset, seed=seed, _kept=KeptGenerators(dataset))": (
+    "vars(self).update(dataset=dataset, seed=seed, _kept=KeptGenerators((dataset, collate_fn)))": (
         "of SeededSamples, the engine's, past its own __setattr__"
     ),
     "super().__setattr__(name, vars(self).get('_shown', {}).get(name, value))": "of RankLoader, the engine's",

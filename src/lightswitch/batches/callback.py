@@ -37,6 +37,8 @@ from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.monitoring.step_results import is_counted
 
 _TRANSFER = 1  # seed component for the hooks that move a batch to its device, which run before the others
+_END = 1  # seed component for the hooks at the end of an epoch or evaluation
+_EVALUATION = -1  # seed component in place of an epoch
 
 
 class GlobalBatch(Callback):
@@ -84,9 +86,8 @@ class GlobalBatch(Callback):
         torch.random.set_rng_state(self._drawn)
         strategy.precision_plugin = with_mixin(_DrawsIn32Bits, strategy.precision_plugin)
         share = self.plan.replicas / trainer.world_size
-        self._step_logs, logs = StepLogs(trainer, share), None
-        if trainer.world_size > 1:
-            logs, self._repeated = LogsOfRanks(trainer, share), RepeatedSamples(trainer, pl_module)
+        self._step_logs, self._repeated = StepLogs(trainer, share), RepeatedSamples(trainer, pl_module)
+        logs = LogsOfRanks(trainer, share) if trainer.world_size > 1 else None
         Connector.of(trainer).combine(self._step_logs, logs, self._repeated)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -120,7 +121,8 @@ class GlobalBatch(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.check_start(trainer)
         for config in trainer.lr_scheduler_configs:
-            if config.interval == "step":  # of the optimizer; Lightning counts micro-batches
+            # Lightning counts micro-batches, and steps no schedule within an optimizer step, which may have fewer
+            if config.interval == "step" and config.frequency > 1:
                 config.frequency *= trainer.accumulate_grad_batches
         self._kept = generators_of_module(pl_module)
         at = self._resumed
@@ -133,11 +135,13 @@ class GlobalBatch(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._counter.start_epoch(trainer)
         self._loaders.start_epoch(trainer.current_epoch)
-        seed_generators(mix(self.seed, trainer.current_epoch), trainer.strategy.root_device)
+        self._seed_alike(trainer, trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._loaders.training.others and not self._loaders.training.slices:
             self._samples.count(trainer, batch)
+        if self._repeated is not None and self._share_of_samples == 0:
+            self._repeated.begin()
         self._seed(trainer)
 
     def _seed(self, trainer: Trainer, *of: int) -> None:
@@ -147,6 +151,16 @@ class GlobalBatch(Callback):
         seed_generators(seed, trainer.strategy.root_device)
         # alike on all ranks, as a module that has seeded them itself may rely on
         seed_own(self._kept, mix(self.seed, at.epoch_start.global_step, at.micro_batches, *of))
+
+    def _seed_alike(self, trainer: Trainer, *of: int) -> None:
+        """Seed the generators for the hooks around an epoch or evaluation, alike on all ranks.
+
+        They would draw from the state that the last batch before has left, which a resumed run does not have.
+        """
+        seed = mix(self.seed, *of)
+        self._kept = generators_of_module(trainer.lightning_module)
+        seed_generators(seed, trainer.strategy.root_device)
+        seed_own(self._kept, seed)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if not loss.requires_grad:
@@ -176,10 +190,11 @@ class GlobalBatch(Callback):
             self._log_step(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Step ReduceLROnPlateau also in the epoch in which a run was resumed, if its metric has been logged.
+        """Seed the generators, and step ReduceLROnPlateau also in the epoch of a resume, if its metric has been logged.
 
         Lightning skips that step, because its own checkpoints contain no metrics.
         """
+        self._seed_alike(trainer, self._counter.epoch_start.epoch, _END)
         monitors = (config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau)
         if all(monitor in trainer.callback_metrics for monitor in monitors):
             _end_restart(trainer)
@@ -221,12 +236,25 @@ class GlobalBatch(Callback):
 
     # Evaluation
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._seed_alike(trainer, _EVALUATION)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._seed_alike(trainer, _EVALUATION, _END)
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_epoch_end = on_validation_epoch_end
+
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Seed the generators by the batch, so that the same weights give the same results, also after a resume."""
-        if self._repeated is not None and not trainer.predicting:
-            self._repeated.begin(dataloader_idx)
+        if (
+            self._repeated is not None
+            and not trainer.predicting
+            and is_repeated(trainer._evaluation_loop._combined_loader, dataloader_idx)
+        ):
+            self._repeated.begin()
         seed_generators(mix(self.seed, dataloader_idx, batch_idx, data_rank(trainer)), trainer.strategy.root_device)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start

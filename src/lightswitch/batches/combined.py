@@ -97,10 +97,14 @@ class Combined:
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of an epoch, over all ranks, of the loader that determines the epoch's length."""
+        """Samples of an epoch, over all ranks, of the loader that determines the epoch's length.
+
+        Next to a longer loader that runs unchanged, they are those of all passes, which consist of whole steps.
+        """
         shortest = self.mode() == "min_size" and not self.is_single
         decides = (min if shortest else max)(self.slices, key=lambda slices: slices.own_steps)
-        return decides.epoch_samples
+        is_repeated = decides.steps > decides.own_steps
+        return decides.steps * decides.plan.global_batch if is_repeated else decides.epoch_samples
 
     @property
     def samples(self) -> int:
@@ -165,11 +169,22 @@ class Fractions:
         self._limit, self._interval = trainer.limit_train_batches, trainer.val_check_interval
 
     def round(self, trainer: Trainer, loaders: Combined) -> None:
-        """Convert the fractions to micro-batches of whole steps, for a single loader of known length."""
+        """Convert the fractions to micro-batches of whole steps, for a single loader of known length.
+
+        Raises:
+            Refused: a fraction of the epoch is less than a step, so that nothing would be trained on.
+        """
         if not (loaders.is_single and loaders.slices and loaders.is_sized):
             return
         steps, accumulation = loaders.slices[0].steps, self._plan.accumulation
         if isinstance(self._limit, float) and self._limit < 1.0:
+            if 0 < steps * self._limit < 1:
+                overfits = trainer.overfit_batches  # type: ignore[attr-defined]  # set past Lightning's declaration
+                name = "overfit_batches" if overfits else "limit_train_batches"
+                raise Refused(
+                    f"trainer.{name}={self._limit} of {steps} steps an epoch is less than one step; type a larger "
+                    f"fraction, or a number of steps, as trainer.{name}=1"
+                )
             steps = int(steps * self._limit)
             patches.replace(trainer, "limit_train_batches", steps * accumulation)
         elif isinstance(self._limit, int):

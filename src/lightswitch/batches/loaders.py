@@ -233,7 +233,7 @@ def training_loader(
             f"global_batch_size={plan.global_batch} remains; use global_batch_size={samples} or fewer"
         )
     slices = TrainingSlices(base, samples, drop_last, plan, rank, seed, at.epoch, at.step, combined, loader.dataset)
-    samples_of_epoch = SeededSamples(loader.dataset, seed)
+    samples_of_epoch = SeededSamples(loader.dataset, seed, loader.collate_fn)
     return copy_of_loader(RankLoader, loader, samples_of_epoch, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
 
 
@@ -258,7 +258,7 @@ def evaluation_loader(
     if type(loader.batch_sampler) is not BatchSampler:  # Lightning's wrapper records the predicted indices
         wrapper: Any = type(loader.batch_sampler)
         slices = wrapper(slices)
-    evaluated = EvaluatedSamples(loader.dataset, seed)
+    evaluated = EvaluatedSamples(loader.dataset, seed, loader.collate_fn)
     return copy_of_loader(RankLoader, loader, evaluated, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
 
 

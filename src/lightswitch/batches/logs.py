@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,11 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightswitch import patches
-from lightswitch.batches.order import is_repeated
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.step_results import Logged, Results, is_counted, joined, logged
+
+_Any = TypeVar("_Any")
 
 
 class Connector(Mixin, _LoggerConnector):
@@ -56,6 +57,11 @@ class Connector(Mixin, _LoggerConnector):
         if self._ranks is not None:
             self._ranks.join()
         super().on_epoch_end()
+
+    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        super().on_batch_start(batch, dataloader_idx)
+        if isinstance(results := self.trainer._results, Results):
+            results.of_batch = {}
 
     def on_batch_end(self) -> None:
         super().on_batch_end()
@@ -99,14 +105,22 @@ class LogsOfRanks:
             for key, item in logged(results).items()
             if not _is_left_to_lightning(item) and self._joined.get(key) is not item.value
         }
-        of_ranks: list[dict[str, Logged]] = [{} for _ in range(self._trainer.world_size)]
-        dist.all_gather_object(of_ranks, {key: Logged.of(item) for key, item in own.items()})
+        of_ranks = _of_ranks({key: Logged.of(item) for key, item in own.items()}, self._trainer)
         for key, whole in joined(of_ranks).items():
             if key not in own:
                 whole.log_name(results, self._trainer)
             item = results[key]
             vars(item).update(_attributes(whole, item.value, self._share))
             self._joined[key] = item.value
+
+
+def _of_ranks(own: dict[str, _Any], trainer: Trainer) -> list[dict[str, _Any]]:
+    """Return the dictionaries of all ranks. Collective."""
+    of_ranks = [own]
+    if trainer.world_size > 1:
+        of_ranks = [{} for _ in range(trainer.world_size)]
+        dist.all_gather_object(of_ranks, own)
+    return of_ranks
 
 
 def _is_left_to_lightning(item: _ResultMetric) -> bool:
@@ -144,7 +158,8 @@ class Part:
 class StepLogs:
     """Step values, combined over micro-batches and ranks before they reach the loggers.
 
-    Lightning sends the value that rank zero logged in the last micro-batch, which depends on how the batch is split.
+    Lightning sends the value that rank zero logged in the last micro-batch, which depends on how the batch is split;
+    with `sync_dist`, the mean of ranks whose slices may differ in size.
 
     Args:
         share: see `LogsOfRanks`.
@@ -157,14 +172,13 @@ class StepLogs:
         self._trainer = trainer
         self._share = share
         self.weight = 1.0
-        self._parts: list[tuple[str, str, Tensor, float]] = []  # of this step so far
-        self._seen: dict[str, Tensor] = {}  # by Lightning's key, the value that was logged last
+        self._values: list[tuple[str, Tensor, float]] = []  # of this step so far, with weights, by Lightning's key
 
     def join_step(self) -> None:
         """Combine the values that are due to be logged with this batch, once it ends a step. Collective."""
         results = self._trainer._results
         if is_counted(self._trainer) and isinstance(results, Results):
-            self._add(results)
+            self._values += [(key, value, self.weight) for key, value in results.of_batch.items()]
             if not (self._trainer.fit_loop._should_accumulate() and self._is_automatic):
                 self._join(results)
 
@@ -172,29 +186,24 @@ class StepLogs:
     def _is_automatic(self) -> bool:
         return self._trainer.lightning_module.automatic_optimization
 
-    def _add(self, results: Results) -> None:
-        """Collect the step values that a micro-batch has logged for loggers."""
-        for key, value in results.logged_by_step():
-            if self._seen.get(key) is not value:
-                meta = results[key].meta
-                fx = "mean" if meta.sync.should else meta.reduce_fx.__name__  # Lightning has synchronized it
-                self._parts.append((key, fx, value, self.weight))
-                self._seen[key] = value
-
     def _join(self, results: Results) -> None:
         """Set each value of the step to that of all its micro-batches and ranks. Collective."""
         own: dict[str, list[Part]] = {}
-        for key, fx, value, weight in self._parts:
-            own.setdefault(key, []).append(Part(fx, float(value), weight))
-        self._parts = []
-        of_ranks = [own]
-        if self._trainer.world_size > 1:
-            of_ranks = [{} for _ in range(self._trainer.world_size)]
-            dist.all_gather_object(of_ranks, own)
-        for key in own:
-            joined = whole([part for parts in of_ranks for part in parts.get(key, ())], self._share)
-            self._seen[key] = results.put_of_step(key, joined)
-        if own:  # refresh the metrics that Lightning has cached, and shows until the next batch ends
+        for key, value, weight in self._values:
+            own.setdefault(key, []).append(Part(results[key].meta.reduce_fx.__name__, float(value), weight))
+        self._values = []
+        of_ranks = _of_ranks(own, self._trainer)
+        names = dict.fromkeys(key for parts in of_ranks for key in parts)
+        if any(parts.keys() != names.keys() for parts in of_ranks):
+            items = {key: results[key] for key in own}
+            shared = {key: Logged.of(item) for key, item in items.items() if not _is_left_to_lightning(item)}
+            for key, record in joined(_of_ranks(shared, self._trainer)).items():
+                if key not in own:
+                    record.log_name(results, self._trainer)
+        for key in names.keys() & results.keys():
+            parts = itertools.chain.from_iterable(parts.get(key, ()) for parts in of_ranks)
+            results.put_of_step(key, whole(parts, self._share))
+        if names:  # refresh the metrics that Lightning has cached, and shows until the next batch ends
             connector = self._trainer._logger_connector
             _ = connector.callback_metrics, connector.logged_metrics, connector.progress_bar_metrics
 
@@ -214,21 +223,20 @@ def whole(parts: Iterable[Part], share: float = 1.0) -> float:
 class RepeatedSamples:
     """Undo the changes that a batch of a repeated sample makes to logged values and metrics, after its hooks have run.
 
-    Data that a module collects itself, for example in a list, still contains the repeated sample.
+    In an evaluation, a rank repeats a sample if there are fewer samples than ranks; in training, if a step has fewer
+    samples than slices. Data that a module collects itself, for example in a list, still contains the repeated sample.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer, self._module = trainer, module
         self._metrics: dict[Metric, dict[str, Any]] | None = None  # their states before the batch
-        self._logged: dict[str, _ResultMetric] = {}
+        self._logged: dict[str, dict[str, Any]] = {}  # attributes of the logged values before it
 
-    def begin(self, dataloader_idx: int) -> None:
-        """Save metrics and logged values before a batch of an evaluation, if the batch repeats a sample."""
-        if not is_repeated(self._trainer._evaluation_loop._combined_loader, dataloader_idx):
-            return
+    def begin(self) -> None:
+        """Save metrics and logged values before a batch that repeats a sample."""
         metrics = (module for module in self._module.modules() if isinstance(module, Metric))
         self._metrics = {metric: metric._copy_state_dict() for metric in metrics}
-        self._logged = {key: copy.copy(item) for key, item in self._results.items() if item.is_tensor}
+        self._logged = {key: dict(vars(item)) for key, item in self._results.items() if item.is_tensor}
 
     @property
     def _results(self) -> _ResultCollection:
@@ -256,9 +264,9 @@ def _without(state: Any, before: Any) -> Any:
     return [*before, *(rows[:0] for rows in state[len(before) :] if isinstance(rows, Tensor) and rows.ndim)]
 
 
-def _set_back(item: _ResultMetric, before: _ResultMetric | None) -> None:
+def _set_back(item: _ResultMetric, before: dict[str, Any] | None) -> None:
     """Restore a logged value; reset it if it is new or belonged to an earlier evaluation."""
-    if before is not None and not before.has_reset:
-        vars(item).update(vars(before))
+    if before is not None and not before["has_reset"]:
+        vars(item).update(before)
     else:
         Metric.reset(item)  # not Lightning's reset, which would mark the value as never logged

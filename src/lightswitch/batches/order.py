@@ -7,7 +7,7 @@ in any loader worker.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ class TrainingSlices(Sampler[Any]):
         """Return the additional state that a resume at a step of the epoch needs: None, except for a stream."""
         return None
 
-    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
+    def __iter__(self) -> Iterator[tuple[int, int, list[Any]]]:
         # A generator, so that epoch and step are read when the first batch is requested: with workers,
         # DataLoader makes two iterators and uses one.
         epoch = self.epoch
@@ -118,7 +118,7 @@ class TrainingSlices(Sampler[Any]):
                 key = self._pass_key(epoch, cycle)
                 order = self._order(epoch, cycle)
             for micro in range(self.plan.accumulation):
-                yield key, self._chosen(order, step, micro)
+                yield key, self._bounds(step, micro)[0], self._chosen(order, step, micro)
 
     def _first_step(self) -> int:
         return self._resumed[1] if self.epoch == self._resumed[0] else 0
@@ -264,7 +264,7 @@ def _order_of_torch(sampler: Any, samples: int, seed: int) -> Sequence[Any] | No
         return _permutation(samples, generator) if sampler.shuffle else range(samples)
     if type(sampler) is SequentialSampler:
         return range(samples)
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples:
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler.data_source) == samples:
         return _permutation(samples, generator)
     return None
 
@@ -294,10 +294,11 @@ def is_repeated(loaders: Any, dataloader_idx: int) -> bool:
 
 
 class SeededSamples(Dataset[Any]):
-    """Map-style dataset that seeds the generators before it reads a sample, by (seed, epoch, index).
+    """Map-style dataset that seeds the generators before it reads a sample, by (seed, epoch, place in its order).
 
-    These are the global ones, and those that the dataset keeps: in its attributes, its transforms, the datasets that it
-    is made of. A dataset with a batched `__getitems__` is seeded once per batch, by its first index.
+    So a sample that a sampler draws several times in an epoch is augmented each time in another way. The generators are
+    the global ones, and those that the dataset and the collate function keep: in their attributes, in transforms, in
+    the datasets that it is made of. A dataset with a batched `__getitems__` is seeded once a batch, by its first place.
 
     Args:
         dataset: the user's dataset, whose attributes can be read and set here as well.
@@ -307,8 +308,8 @@ class SeededSamples(Dataset[Any]):
     seed: int
     _kept: KeptGenerators
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        vars(self).update(dataset=dataset, seed=seed, _kept=KeptGenerators(dataset))
+    def __init__(self, dataset: Any, seed: int, collate_fn: Any = None) -> None:
+        vars(self).update(dataset=dataset, seed=seed, _kept=KeptGenerators((dataset, collate_fn)))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -316,14 +317,16 @@ class SeededSamples(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, key: tuple[int, list[Any]]) -> Any:
-        epoch, indices = key
-        if _reads_batches(self.dataset):
-            return self._read(epoch, indices[0], self.dataset.__getitems__, indices)
-        return [self._read(epoch, index, self.dataset.__getitem__, index) for index in indices]
+    def __getitems__(self, key: tuple[int, int, list[Any]]) -> Any:
+        epoch, place, indices = key
+        return self._read(epoch, range(place, place + len(indices)), indices)
 
-    def _read(self, epoch: int, index: Any, read: Callable[[Any], Any], what: Any) -> Any:
-        return self._kept.seeded(mix(self.seed, epoch, _number(index)), epoch, read, what)
+    def _read(self, epoch: int, places: Sequence[int], indices: list[Any]) -> Any:
+        seeds = [mix(self.seed, epoch, place) for place in places]
+        if _reads_batches(self.dataset):
+            return self._kept.seeded(seeds[0], epoch, self.dataset.__getitems__, indices)
+        read = self.dataset.__getitem__
+        return [self._kept.seeded(seed, epoch, read, index) for seed, index in zip(seeds, indices, strict=True)]
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":  # while unpickling, there is no dataset yet
@@ -339,7 +342,7 @@ class EvaluatedSamples(SeededSamples):
     """Map-style dataset whose samples are the same in each evaluation, even if they are drawn at random."""
 
     def __getitems__(self, indices: Any) -> Any:
-        return super().__getitems__((0, indices))
+        return self._read(0, [_number(index) for index in indices], indices)
 
 
 def _reads_batches(dataset: Any) -> bool:

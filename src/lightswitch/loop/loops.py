@@ -261,7 +261,7 @@ class EpochLoop(_TrainingEpochLoop):
         call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
         call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
         self.begun += 1
-        self._show_results()
+        trainer._logger_connector.on_batch_end()
         progress.increment_completed()
         if is_logged(trainer) or trainer.fast_dev_run:
             trainer._logger_connector.update_train_step_metrics()
@@ -330,14 +330,6 @@ class EpochLoop(_TrainingEpochLoop):
         if step != self._step:
             self._step, self._takes_index = step, is_param_in_hook_signature(step, "batch_idx", min_args=2)
         return OrderedDict(batch=batch, batch_idx=batch_idx) if self._takes_index else OrderedDict(batch=batch)
-
-    def _show_results(self) -> None:
-        """Pass the values that were logged last to progress bar, callbacks and loggers."""
-        connector, values = self.trainer._logger_connector, self._results.of_step
-        connector._progress_bar_metrics.update(values["pbar"])
-        connector._callback_metrics.update(values["callback"])
-        connector._logged_metrics.update(values["log"])
-        self._results.forget_batch()
 
     @property
     def _may_save_after_step(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -44,11 +44,16 @@ class Results(_ResultCollection):
 
     Attributes:
         before: values logged in this epoch before the run was resumed, by key; removed once the key is logged again.
+        of_batch: this rank's own scalars that a batch has logged so far, by key, if they go to loggers at each step.
     """
 
     _of_step: _METRICS | None = None
     before: Mapping[str, Logged] = MappingProxyType({})
     _named: frozenset[str] = frozenset()  # keys that this process has not logged itself
+
+    def __init__(self, training: bool) -> None:
+        super().__init__(training)
+        self.of_batch: dict[str, Tensor] = {}
 
     @property
     def of_step(self) -> _METRICS:
@@ -66,6 +71,10 @@ class Results(_ResultCollection):
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         self._of_step = None
         super().update_metrics(key, value, batch_size)
+        item = self[key]
+        own = value.clone() if item.is_tensor and item.meta.sync.should else item._forward_cache
+        if item.meta.on_step and item.meta.logger and isinstance(own, Tensor) and own.numel() == 1:
+            self.of_batch[key] = own.detach()
         if key in self.before:
             if self[key].is_tensor:  # a metric has its state restored by itself
                 self[key].add(self.before[key])
@@ -94,23 +103,12 @@ class Results(_ResultCollection):
         super().to(*args, **kwargs)
         return self
 
-    def logged_by_step(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield Lightning's key and the value for each scalar that goes to loggers at each step."""
-        for key, item in self.valid_items():
-            value = item._forward_cache
-            if item.meta.on_step and item.meta.logger and isinstance(value, Tensor) and value.numel() == 1:
-                yield key, value
-
-    def put_of_step(self, key: str, value: float) -> Tensor:
-        """Replace the value logged for a step, and return the new value as a tensor."""
+    def put_of_step(self, key: str, value: float) -> None:
+        """Replace the value logged for a step."""
         self._of_step = None
         item = self[key]
         assert isinstance(item, Value)
-        return item.put(value)
-
-    def forget_batch(self) -> None:
-        """Release the batch, from which Lightning takes a value's weight in the epoch's mean."""
-        self.batch = self.batch_size = None
+        item.put(value)
 
     def __setitem__(self, key: str, value: _ResultMetric) -> None:
         super().__setitem__(key, Value(value.meta, value.is_tensor))
@@ -129,10 +127,10 @@ class Value(_ResultMetric):
         super().to(*args, **kwargs)
         return self
 
-    def put(self, value: float) -> Tensor:
-        """Replace the value logged for a step, and return the new value as a tensor."""
-        self._forward_cache = replaced = torch.full_like(cast(Tensor, self._forward_cache), value)
-        return replaced
+    def put(self, value: float) -> None:
+        """Replace the value logged for a step."""
+        like = torch.zeros((), device=self.value.device) if self._forward_cache is None else self._forward_cache
+        self._forward_cache = torch.full_like(like, value)
 
     def add(self, before: Logged) -> None:
         """Combine this value with one logged earlier in the same epoch."""
@@ -167,6 +165,7 @@ class Logged:
     metric_attribute: str | None = None
     sync_dist: bool = False
     rank_zero_only: bool = False
+    on_epoch: bool = True
 
     @classmethod
     def of(cls, item: _ResultMetric) -> Logged:
@@ -187,6 +186,7 @@ class Logged:
             metric_attribute=None if item.is_tensor else meta.metric_attribute,
             sync_dist=meta.sync.should,
             rank_zero_only=meta.sync.rank_zero_only,
+            on_epoch=meta.on_epoch,
         )
 
     def joined(self, other: Logged) -> Logged:
@@ -202,7 +202,6 @@ class Logged:
         neutral = torch.tensor(_NEUTRAL[self.reduce_fx], device=strategy.root_device)
         results.log(
             value=neutral if metric is None else cast(Metric, trainer.lightning_module.get_submodule(metric)),
-            on_epoch=True,
             reduce_fx=getattr(torch, self.reduce_fx),
             sync_dist_fn=strategy.reduce,
             batch_size=0,

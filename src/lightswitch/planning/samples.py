@@ -163,7 +163,7 @@ def _each(loaders: Any) -> list[Any]:
 
 
 def _read(slices: TrainingSlices, plan: BatchPlan, steps: int) -> Reads:
-    indices = [tuple(chosen) for _, chosen in islice(slices, steps * plan.accumulation)]
+    indices = [tuple(chosen) for *_, chosen in islice(slices, steps * plan.accumulation)]
     return Reads(None, slices.epoch_samples, _by_step(indices, plan.accumulation))
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
 from tests.engine.fits import local_trainer
-from tests.engine.plain import PlainData, PlainModel
+from tests.engine.plain import PlainData, PlainModel, Points
 
 
 def test_a_batch_that_was_cut_for_other_devices_is_refused(tmp_path: Path) -> None:
@@ -19,6 +22,40 @@ def test_a_batch_that_was_cut_for_other_devices_is_refused(tmp_path: Path) -> No
     trainer = local_trainer(tmp_path, batch, max_steps=1)
     with pytest.raises(Refused, match="is split for 4 devices, but Single has 1 that read different samples"):
         trainer.fit(PlainModel(), PlainData())
+
+
+def test_a_fraction_of_less_than_a_step_is_refused(tmp_path: Path) -> None:
+    batch = GlobalBatch(BatchPlan.derive(global_batch=12, micro_batch=None, replicas=1), seed=0)
+    trainer = local_trainer(tmp_path, batch, max_epochs=1, limit_train_batches=0.4)
+    with pytest.raises(Refused, match=r"trainer.limit_train_batches=0.4 of 2 steps an epoch is less than one step"):
+        trainer.fit(PlainModel(), PlainData(24))
+
+
+class OwnBatches(BatchSampler): ...
+
+
+class FiveBatches(PlainData):
+    """Of which two make a step, and the last one by itself."""
+
+    def train_dataloader(self) -> DataLoader:
+        points = Points(20)
+        return DataLoader(points, batch_sampler=OwnBatches(SequentialSampler(points), 4, drop_last=False))
+
+
+def test_a_schedule_by_steps_follows_an_epochs_last_step_of_fewer_micro_batches(tmp_path: Path) -> None:
+    batch = GlobalBatch(BatchPlan.derive(global_batch=8, micro_batch=4, replicas=1), seed=0)
+    trainer = local_trainer(tmp_path, batch, max_epochs=2, accumulate_grad_batches=2)
+    model = PlainModel()
+    model.configure_optimizers = partial(halving, model)
+    trainer.fit(model, FiveBatches())
+    assert trainer.global_step == 6
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.01
+
+
+def halving(model: PlainModel) -> OptimizerLRScheduler:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.64)
+    schedule = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}
+    return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
 def test_one_process_reduces_nothing_in_double_precision(tmp_path: Path) -> None:

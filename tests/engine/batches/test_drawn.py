@@ -40,9 +40,19 @@ class DrawingModel(PlainModel):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("shift", torch.zeros(()))
+        self.generator = torch.Generator()
 
     def on_train_epoch_start(self) -> None:
         self.shift.fill_(torch.rand(()))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train/drawn", torch.rand(()))
+
+    def on_validation_start(self) -> None:
+        self.drawn = torch.rand(()) + torch.rand((), generator=self.generator)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict({"val/drawn": self.drawn, "val/drawn_at_end": torch.rand(())})
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         x, y, index = batch
@@ -112,7 +122,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 )
 def test_what_hooks_draw_follows_the_position(step: int, workers: int, drawn: Finished, train: Train) -> None:
     resumed = train(*DRAWN, f"data.workers={workers}", f"resume={drawn.run_dir}/checkpoints/step_{step}.ckpt")
-    for name in ("train/loss", "val/loss"):
+    for name in ("train/loss", "train/drawn", "val/loss", "val/drawn", "val/drawn_at_end"):
         found, expected = resumed.column(name), drawn.column(name)
         assert found == {at: expected[at] for at in found}, name
         assert found.keys() >= {at for at in expected if at >= step}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightswitch.batches.combined import Combined
 from lightswitch.batches.order import EvaluationSlices, TrainingSlices, epoch_order
 from lightswitch.batches.plan import BatchPlan
 
@@ -34,9 +35,9 @@ def test_every_cut_of_an_epoch_reads_the_same_samples_a_step(
     plan = BatchPlan.derive(global_batch, micro, replicas)
     accumulation = plan.accumulation
     whole = BatchPlan(plan.global_batch, plan.global_batch, 1, 1)
-    steps = [batch for _, batch in slices(whole, samples, 0, drop_last)]
+    steps = [batch for *_, batch in slices(whole, samples, 0, drop_last)]
     ranks = [slices(plan, samples, rank, drop_last) for rank in range(replicas)]
-    batches = [[batch for _, batch in rank] for rank in ranks]
+    batches = [[batch for *_, batch in rank] for rank in ranks]
     assert {len(rank) for rank in batches} == {len(steps) * accumulation}
     for step, expected in enumerate(steps):
         read: Counter[int] = Counter()
@@ -54,9 +55,9 @@ def test_every_cut_of_an_epoch_reads_the_same_samples_a_step(
 
 def test_a_resumed_epoch_yields_the_rest_and_the_next_one_all() -> None:
     plan = BatchPlan(10, 5, 1, 2)
-    whole = [batch for _, batch in slices(plan, 47, 0)]
+    whole = [batch for *_, batch in slices(plan, 47, 0)]
     resumed = slices(plan, 47, 0, step=3)
-    assert [batch for _, batch in resumed] == whole[6:]
+    assert [batch for *_, batch in resumed] == whole[6:]
     assert len(resumed) == len(whole) == 10
     resumed.set_epoch(1)
     assert len([*resumed]) == 10
@@ -91,6 +92,22 @@ def test_a_random_order_is_a_function_of_seed_and_epoch_alone(sampler: object) -
     assert list(epoch_order(sampler, 30, seed=2, key=2)) != first
     assert len(first) == 30
     assert len(state)
+
+
+@pytest.mark.parametrize("drawn", [10, 30, 70])
+def test_a_random_sampler_draws_its_number_from_the_whole_set(drawn: int) -> None:
+    order = list(epoch_order(RandomSampler(range(30), num_samples=drawn), drawn, seed=1, key=2))
+    assert len(order) == drawn
+    assert len(set(order)) == min(drawn, 30)
+    assert max(order) < 30
+    assert set(order) != set(range(10))
+
+
+def test_the_samples_of_passes_beside_a_longer_loader_are_counted() -> None:
+    combined, plan = Combined(), BatchPlan(12, 12, 1, 1)
+    TrainingSlices(RandomSampler(range(24)), 24, False, plan, 0, 1, 0, 0, combined)
+    combined.add_other(range(20))  # a loader of 20 batches that runs unchanged
+    assert combined.epoch_samples == 240
 
 
 def test_drawing_an_order_leaves_the_generator_of_torch_alone() -> None:

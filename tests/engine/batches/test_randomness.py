@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, WeightedRandomSampler
 
 from lightswitch.batches.generators import mix, own_generators, seed_generators
+from lightswitch.batches.loaders import training_loader
 from lightswitch.batches.order import SeededSamples
+from lightswitch.batches.plan import BatchPlan, Position
 from tests.engine.conftest import PLAIN_DATA, Train
 from tests.engine.plain import PlainModel
 from tests.runs import context
@@ -33,11 +35,38 @@ class Noisy(Dataset):
 
 def test_a_sample_is_drawn_alike_in_whatever_batch_it_is_read() -> None:
     samples = SeededSamples(Noisy(), seed=3)
-    together = samples.__getitems__((1, [4, 5, 6]))
-    assert samples.__getitems__((1, [6])) == together[2:]
-    assert samples.__getitems__((2, [6])) != together[2:]
-    assert SeededSamples(Noisy(), seed=4).__getitems__((1, [6])) != together[2:]
+    together = samples.__getitems__((1, 0, [4, 5, 6]))
+    assert samples.__getitems__((1, 2, [6])) == together[2:]
+    assert samples.__getitems__((2, 2, [6])) != together[2:]
+    assert SeededSamples(Noisy(), seed=4).__getitems__((1, 2, [6])) != together[2:]
     assert len(set(together)) == 3
+
+
+def test_a_sample_that_is_drawn_again_in_an_epoch_is_augmented_anew() -> None:
+    """As one of a rare class is by a WeightedRandomSampler."""
+    loader = DataLoader(Noisy(), sampler=WeightedRandomSampler([1.0] + [0.0] * 19, 20), collate_fn=list)
+    read = [training_loader(loader, BatchPlan(10, 5, 2, 1), rank, 3, Position()) for rank in range(2)]
+    assert len({sample for ranks in read for batch in ranks for sample in batch}) == 20
+
+
+class Masking:
+    """A collate function that keeps a generator."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng()
+
+    def __call__(self, samples: list[Any]) -> float:
+        return float(self.rng.random())
+
+
+def test_a_generator_of_a_collate_function_follows_the_position() -> None:
+    plan = BatchPlan(5, 5, 1, 1)
+    whole, rest = (
+        list(training_loader(DataLoader(Noisy(), collate_fn=Masking()), plan, 0, 3, Position(step=step)))
+        for step in (0, 2)
+    )
+    assert rest == whole[2:]
+    assert len({*whole}) == 4
 
 
 class Transform:
@@ -77,21 +106,21 @@ class Batched(Keeping):
 def test_generators_that_a_dataset_keeps_are_seeded_as_the_global_ones(made: Callable[[], Any]) -> None:
     """A resumed run, and each worker, has others, which have drawn another number of times."""
     samples = SeededSamples(made(), seed=3)
-    first, second = samples.__getitems__((1, [4, 5])), samples.__getitems__((2, [4, 5]))
+    first, second = samples.__getitems__((1, 0, [4, 5])), samples.__getitems__((2, 0, [4, 5]))
     assert len({*first, *second}) == 4
     worker = pickle.loads(pickle.dumps(samples))
     for other in (samples, worker, SeededSamples(made(), seed=3)):
-        assert other.__getitems__((2, [4, 5])) == second
-        assert other.__getitems__((1, [4, 5])) == first
+        assert other.__getitems__((2, 0, [4, 5])) == second
+        assert other.__getitems__((1, 0, [4, 5])) == first
 
 
 def test_a_generator_that_a_hook_puts_into_a_dataset_is_seeded() -> None:
     samples = [SeededSamples(Keeping(), seed=3) for _ in range(2)]
     read = []
     for one in samples:
-        one.__getitems__((1, [4]))
+        one.__getitems__((1, 0, [4]))
         one.generator = torch.Generator().manual_seed(len(read))
-        read.append(one.__getitems__((1, [5])))
+        read.append(one.__getitems__((1, 0, [5])))
     assert read[0] == read[1]
 
 
