@@ -40,7 +40,7 @@ def test_choices_that_do_not_go_together_are_refused_with_a_line(pair: tuple[str
     strategy, other = pair
     precision, shape = (other, "tied") if other in PRECISIONS else ("32-true", other)
     for choice in STRATEGIES[strategy]:
-        row = Row((strategy, precision, shape, "whole", "default", "eager"), choice)
+        row = Row((strategy, precision, shape, "whole", "trainable only", "eager"), choice)
         with composing():
             (line,) = problems(composed(*row.words(), "trainer.devices=2", into=tmp_path))
         assert line.startswith(REFUSED[pair])
@@ -52,7 +52,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
     @cache
     def run(precision: str, shape: str) -> Finished:
-        row = Row(("single", precision, shape, "whole", "default", "eager"), "single")
+        row = Row(("single", precision, shape, "whole", "trainable only", "eager"), "single")
         return runs_in(tmp_path_factory.mktemp("alone"))(*row.words(), *SHORT)
 
     return run

@@ -1,4 +1,4 @@
-"""What a night has time for: the ring at other turns, from every way to every other, and each cell of the matrix."""
+"""What a night has time for: from every way to every other, and each cell of the matrix."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_run_goes_on_under_one_strategy_after_another(first: int, uninterrupte
 
 @pytest.mark.parametrize(("way", "following"), [(*SPAWN, "fsdp × 2"), ("fsdp × 2", *SPAWN)])
 def test_spawned_processes_go_on_and_are_followed(way: str, following: str, alone: Tour, train: Train) -> None:
-    go(way, following, alone, train)
+    go((way, following), alone, train)
 
 
 @pytest.mark.parametrize("model", MODELS)
