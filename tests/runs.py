@@ -97,7 +97,7 @@ def train(tmp_path: Path) -> Train:
 
 
 def runs_in(tmp_path: Path, python: Path = Path(sys.executable), each_a_node: bool = False) -> Train:
-    """`train("strategy=ddp_fork", …)` in a folder of its own; ``folder=`` runs again where an earlier one ran.
+    """`train("strategy=fsdp", ranks=2)` in a folder of its own; ``folder=`` runs again where an earlier one ran.
 
     With ``ranks=``, so many processes are started as torchrun would start them, which is faster than by script. To
     ``meanwhile=`` they are handed while they run. What a run starts by script, it starts by ``python``. With

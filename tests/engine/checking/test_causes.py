@@ -10,6 +10,7 @@ import pytest
 from lightswitch.checking.causes import REMEDIES, of_difference, of_one
 from tests.engine.checking import modules
 from tests.engine.checking.measured import trial
+from tests.night import at_night
 from tests.pool import Pool
 from tests.project.promises import EXPECTED
 from tests.runs import CHECKOUT
@@ -69,7 +70,7 @@ def test_what_one_process_does_not_do_twice_has_its_cause(
     assert ("a hook such as on_train_start sets it again" in cause.told) == (module is modules.SetAgain)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_2", *at_night("ddp", "deepspeed_stage_3")])
 def test_a_good_module_has_no_difference(strategy: str, pool: Pool, tmp_path: Path) -> None:
     found = trial(pool, tmp_path, modules.Good, strategy)
     whole = found.whole

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from lightswitch.checking.runs import Ended
 from lightswitch.checking.table import PROMISES
 from lightswitch.cluster.placement import Placement
+from lightswitch.errors import Refused
+from lightswitch.launch import promises
 from tests.engine.requests import composed, composing, problems
 from tests.runs import Finished, Train
 
@@ -82,12 +86,12 @@ def test_a_run_that_ends_before_the_checked_steps_is_refused(train: Train) -> No
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it trains")
 def test_a_module_that_needs_gpus_is_refused_in_a_line_where_there_are_none(train: Train) -> None:
-    finished = train(*CHECK, _module("OfGPUs"), "strategy=ddp", check=False)
-    assert finished.returncode == 2
-    line = finished.err.splitlines()[-1]
-    assert line.startswith("error: tests.engine.checking.modules.OfGPUs needs a GPU, and this machine has fewer than ")
-    assert line.endswith("; check it on a machine that has them")
-    assert "Traceback" not in finished.err
+    run = train(*DATA, _module("OfGPUs"), check=False)  # as the check starts one
+    cfg = OmegaConf.create({"model": {"_target_": _module("OfGPUs")}, "check": {"devices": 2}})
+    with pytest.raises(Refused) as refused:
+        promises._refuse(cfg, Ended(run.returncode, [], run.out + run.err, run.folder), on_gpus=False)
+    assert "OfGPUs needs a GPU, and this machine has fewer than check.devices=2: " in str(refused.value)
+    assert str(refused.value).endswith("; check it on a machine that has them")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from omegaconf.errors import ConfigAttributeError
 
 from lightswitch.config import hydra_errors
 from lightswitch.preflight import targets
-from tests.engine.config.mistaken import Answer, answers
+from tests.engine.config.mistaken import Answer, answers, joined
 from tests.engine.conftest import CHECKOUT, PLAIN
 
 PRECISIONS = "16-mixed, 16-true, 32-true, 64-true, bf16-mixed, bf16-true"
@@ -26,13 +26,6 @@ READ = ("seed", "mode", "objective", "resume", "meet_timeout_seconds", "global_b
 READ = (*READ, "lr_scaling.rule", "watch.lost_after_seconds", "trainer.devices", "trainer.num_nodes")
 MISTAKES = {
     "strategy=fdsp": f"strategy=fdsp: there is no such strategy. Did you mean fsdp? Choices: {STRATEGIES}",
-    "strategy=deepspeed_stage_3_offload_nvme": "strategy=deepspeed_stage_3_offload_nvme: it was removed, because "
-    "checkpoints can't hold its state; use strategy=deepspeed_stage_3_offload",
-    "strategy=dp": "strategy=dp: Lightning no longer supports DataParallel; use strategy=ddp, which starts a process "
-    "for each device",
-    "strategy=fsdp2": "strategy=fsdp2: use strategy=fsdp, which is FSDP2",
-    "precision=bf16": f"precision=bf16: there is no such precision. Did you mean bf16-mixed? Choices: {PRECISIONS}",
-    "precision=16": f"precision=16: there is no such precision. Did you mean 16-mixed? Choices: {PRECISIONS}",
     "callbacks=[default,early_stoping]": "callbacks=early_stoping: there is no such callbacks. "
     "Did you mean early_stopping? Choices: checkpoint, default, device_monitor, early_stopping, float8, grad_norm, "
     "lr_monitor, model_summary, progress, step_times, throughput, trainable_only",
@@ -41,75 +34,32 @@ MISTAKES = {
     "debug=one_bach": "debug=one_bach: there is no such debug. Did you mean one_batch? "
     "Choices: anomaly, limit, one_batch, overfit, profiler",
     "trainer.strategy=fdsp": f"strategy=fdsp: there is no such strategy. Did you mean fsdp? Choices: {STRATEGIES}",
-    "strategy=zero3": "strategy=zero3: there is no such strategy. Did you mean deepspeed_stage_3? "
-    f"Choices: {STRATEGIES}",
     **{
         f"{word}=3": f"{word}: there is no such key. Did you mean {key}?"
         for word, key in {
             "lr": "model.lr",
             "learning_rate": "model.lr",
             "batch_size": "global_batch_size",
-            "epochs": "trainer.max_epochs",
-            "max_steps": "trainer.max_steps",
-            "gpus": "trainer.devices",
-            "gradient_accumulation_steps": "micro_batch_size",
-            "max_grad_norm": "trainer.gradient_clip_val",
-            "lost_after_seconds": "watch.lost_after_seconds",
             "stratgy": "strategy",
             "debg": "debug",
         }.items()
     },
-    "trainer.gpus=3": "trainer.gpus: Trainer takes no gpus. Did you mean devices?",
-    "trainer.epochs=3": "trainer.epochs: Trainer takes no epochs. Did you mean max_epochs?",
-    "optimizer.learning_rate=3": "optimizer.learning_rate: AdamW takes no learning_rate. Did you mean lr?",
-    "optimizer.lr=-1e-3": "optimizer.lr=-0.001: expected a number of at least 0",
-    "optimizer.lr=abc": "optimizer.lr=abc: expected a number of at least 0",
     "cluster=slurm": "cluster=slurm, but slurm did not start this process; start it with srun python train.py or leave "
     "cluster out",
     "--strategy=ddp": "unrecognized arguments: --strategy=ddp; type strategy=ddp, and --help lists all settings",
     "seeed=3": "seeed: there is no such key. Did you mean seed?",
-    "+seeed=3": "seeed: there is no such key. Did you mean seed?",
-    "trainer.max_stps=1": "trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?",
-    "+trainer.max_stps=1": "trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?",
-    "model.wdth=3": "model.wdth: PlainModel takes no wdth. Did you mean width?",
-    "model.compile=true": "model.compile: PlainModel takes no compile; type compile=true",
-    "model.optimizer.lr=3": "model.optimizer: PlainModel takes no optimizer. Its arguments: model.width, model.lr, "
-    "model.dropout, model.eps, model.halved",
     "model._target_=tests.engine.plain.PartialModel model.optimizer.lr=3": "model.optimizer: found lr but no _target_; "
     "type optimizer.lr=VALUE",
     "model._target_=tests.engine.plain.PartialModel model.optimizer=${optimizer} model.lr=3": "model.lr: PartialModel "
     "takes no lr. Did you mean optimizer.lr?",
-    "data.sample=3": "data.sample: PlainData takes no sample. Did you mean samples?",
-    "callbacks.throughput.every=3": "callbacks.throughput.every: Throughput takes no every.",
-    "callbacks.early_stopping.patience=3": "callbacks.early_stopping is not switched on. "
-    "To switch it on: callbacks=[default,early_stopping]",
-    "callbacks.throughputt.x=3": "callbacks.throughputt names no class. Did you mean throughput? "
-    "For your own class: callbacks.throughputt._target_=my.Class",
     "strategy=ddp trainer.strategy.bucket_cap=50": "trainer.strategy.bucket_cap: DDP takes no bucket_cap. "
     "Did you mean bucket_cap_mb?",
-    "callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping": "callbacks.stop.monitor: "
-    "EarlyStopping needs it; give callbacks.stop.monitor=VALUE",
-    "model._target_=tests.engine.plain.PlainModl": "model._target_=tests.engine.plain.PlainModl: "
-    "tests.engine.plain has no PlainModl",
-    "model._target_=tests.plan.PlainModel": "model._target_=tests.plan.PlainModel: there is no module tests.plan",
-    "trainer.max_steps=many": "trainer.max_steps=many: found str, expected int",
-    "trainer.devices=2.5": "trainer.devices=2.5: found float, expected int or list or str",
-    "trainer.precision=12": "trainer.precision=12: found int, expected 16, 16-mixed, 16-true, 32, 32-true, 64, "
-    "64-true, bf16, bf16-mixed, bf16-true, transformer-engine, transformer-engine-float16, null",
     "strategy=fsdp trainer.strategy.sharding_strategy=full_shrd": "trainer.strategy.sharding_strategy=full_shrd: "
     "found str, expected FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP. Did you mean FULL_SHARD?",
-    "model.width=3.5": "model.width=3.5: found float, expected int",
-    "seed=abc": "seed=abc: found str, expected int",
-    "watch.lost_after_seconds=0.001": "watch.lost_after_seconds=0.001: use a number of seconds from 5 to 2000000",
-    "watch.lost_after_seconds=nan": "watch.lost_after_seconds=nan: use a number of seconds from 5 to 2000000",
-    "watch.hung_after_seconds=soon": "watch.hung_after_seconds=soon: found str, expected float or int",
     "meet_timeout_seconds=nan": "meet_timeout_seconds=nan: use a number of seconds from 1 to 2000000",
     "meet_timeout_seconds=1e400": "meet_timeout_seconds=inf: use a number of seconds from 1 to 2000000",
     "strategy=ddp trainer.strategy.timeout_seconds=nan": "trainer.strategy.timeout_seconds=nan: use a number of "
     "seconds from 1 to 2000000",
-    "trainer.num_nodes=abc": "trainer.num_nodes=abc: found str, expected int",
-    "trainer.num_nodes='2'": "trainer.num_nodes=2: found str, expected int",
-    "trainer.num_nodes=null": "trainer.num_nodes=null: found null, expected int",
     "trainer.val_check_interval=0": "trainer.val_check_interval=0: use a number from 1; trainer.limit_val_batches=0 "
     "disables validation",
     "trainer.val_check_interval=0.25": "trainer.val_check_interval=0.25 is a part of an epoch; type "
@@ -137,17 +87,9 @@ MISTAKES = {
     "watch=false": "\nerror: ".join(
         f"watch=False: expected a group of keys; type watch.{key}_after_seconds=VALUE" for key in ("lost", "hung")
     ),
-    "data.shards=3": "data.shards: PlainData takes no shards. Its arguments: data.samples, data.batch_size, "
-    "data.workers, data.drop_last, data.noise",
     "--config-name=eval.yaml": "--config-name=eval.yaml: there is no such config; type mode=test ckpt_path=PATH",
     "+=1": "+=1: found no key; a setting is KEY=VALUE",
     "--resolve": "--resolve: found no --cfg, which it requires; type --cfg job --resolve",
-    "callbacks.x=1": "callbacks.x names no class. For your own class: callbacks.x._target_=my.Class",
-    "seed=-1": "seed=-1: use a number from 0 to 4294967295, as NumPy requires",
-    "global_batch_size=ten": "global_batch_size=ten: found str, expected int",
-    "mode=train": "mode=train: use one of fit, validate, test, predict, plan, dry_run, check",
-    "lr_scaling.rule=cubic": "lr_scaling.rule is 'cubic'; use one of: none, linear, sqrt",
-    "lr_scaling.reference_batch_size=0": "lr_scaling.reference_batch_size=0: expected a number of samples, at least 1",
     "trainer.num_nodes=0": "trainer.num_nodes=0: use a number from 1",
     "trainer.devices=0": "trainer.devices=0: use a number from 1, a list of GPUs such as [0,1], -1 or auto",
     "trainer.devices=two": "trainer.devices=two: use a number from 1, a list of GPUs such as [0,1], -1 or auto",
@@ -155,7 +97,6 @@ MISTAKES = {
     "model.width=${data.width}": "model.width: Interpolation key 'data.width' not found; "
     "choose another config, or type model.width=VALUE",
     "stratgy=ddp": "stratgy: there is no such key. Did you mean strategy?",
-    "+stratgy=ddp": "stratgy: there is no such key. Did you mean strategy?",
     "~stratgy": "~stratgy: there is no such key. Did you mean strategy?",
     "trainer.max_steps": "trainer.max_steps: it has no value; type trainer.max_steps=VALUE",
     "strategy": "strategy: it has no value; type strategy=VALUE",
@@ -177,16 +118,88 @@ MISTAKES = {
     "model.name=it's": "model.name=it's: Hydra requires quotes here; type 'model.name=\"it'\"'\"'s\"'",
     "~callbacks.thruput": "~callbacks.thruput: there is no such key. Did you mean throughput?",
     "~callbcks": "~callbcks: there is no such key. Did you mean callbacks?",
-    **{f"~{key}": f"{key}: the config has no such key, and the engine reads it; add it to config.yaml" for key in READ},
     "~name": "hydra.run.dir: Interpolation key 'name' not found; add that key to the config",
     "~run_id": "hydra.run.dir: Interpolation key 'run_id' not found; add that key to the config",
     "~init_from": "~init_from: it is null already; leave that out",
-    "+watch.lost_after=3": "watch.lost_after: there is no such key. Did you mean lost_after_seconds?",
-    "+lr_scaling.reference=3": "lr_scaling.reference: there is no such key. Did you mean reference_batch_size?",
+    "lr_scaling.rule=cubic": "lr_scaling.rule is 'cubic'; use one of: none, linear, sqrt",
+    "trainer.max_steps=0": "trainer.max_steps=0: use a number from 1, or -1 with trainer.max_epochs=N",
+    "trainer.max_steps=-5": "trainer.max_steps=-5: use a number from 1, or -1 with trainer.max_epochs=N",
+    "trainer.max_steps=many": "trainer.max_steps=many: found str, expected int",
+    "global_batch_size=ten": "global_batch_size=ten: found str, expected int",
+    "global_batch_size=64.5": "global_batch_size=64.5: found float, expected int",
     "hydra.run.dir=/proc/run": "the run directory can't be made: [Errno 2] No such file or directory: '/proc/run'; "
     "type hydra.run.dir=FOLDER",
 }
-
+# What preflight finds: it tells all at once, where none is hidden by another
+AT_ONCE = {
+    "trainer.gpus=3": "trainer.gpus: Trainer takes no gpus. Did you mean devices?",
+    "trainer.epochs=3": "trainer.epochs: Trainer takes no epochs. Did you mean max_epochs?",
+    "optimizer.learning_rate=3": "optimizer.learning_rate: AdamW takes no learning_rate. Did you mean lr?",
+    "optimizer.lr=-1e-3": "optimizer.lr=-0.001: expected a number of at least 0",
+    "optimizer.lr=abc": "optimizer.lr=abc: expected a number of at least 0",
+    "+seeed=3": "seeed: there is no such key. Did you mean seed?",
+    "trainer.max_stps=1": "trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?",
+    "+trainer.max_stps=1": "trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?",
+    "model.wdth=3": "model.wdth: PlainModel takes no wdth. Did you mean width?",
+    "model.compile=true": "model.compile: PlainModel takes no compile; type compile=true",
+    "model.optimizer.lr=3": "model.optimizer: PlainModel takes no optimizer. Its arguments: model.width, model.lr, "
+    "model.dropout, model.eps, model.halved",
+    "data.sample=3": "data.sample: PlainData takes no sample. Did you mean samples?",
+    "callbacks.throughput.every=3": "callbacks.throughput.every: Throughput takes no every.",
+    "callbacks.early_stopping.patience=3": "callbacks.early_stopping is not switched on. "
+    "To switch it on: callbacks=[default,early_stopping]",
+    "callbacks.throughputt.x=3": "callbacks.throughputt names no class. Did you mean throughput? "
+    "For your own class: callbacks.throughputt._target_=my.Class",
+    "callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping": "callbacks.stop.monitor: "
+    "EarlyStopping needs it; give callbacks.stop.monitor=VALUE",
+    "model._target_=tests.engine.plain.PlainModl": "model._target_=tests.engine.plain.PlainModl: "
+    "tests.engine.plain has no PlainModl",
+    "model._target_=tests.plan.PlainModel": "model._target_=tests.plan.PlainModel: there is no module tests.plan",
+    "trainer.devices=2.5": "trainer.devices=2.5: found float, expected int or list or str",
+    "trainer.precision=12": "trainer.precision=12: found int, expected 16, 16-mixed, 16-true, 32, 32-true, 64, "
+    "64-true, bf16, bf16-mixed, bf16-true, transformer-engine, transformer-engine-float16, null",
+    "model.width=3.5": "model.width=3.5: found float, expected int",
+    "seed=abc": "seed=abc: found str, expected int",
+    "watch.lost_after_seconds=0.001": "watch.lost_after_seconds=0.001: use a number of seconds from 5 to 2000000",
+    "watch.lost_after_seconds=nan": "watch.lost_after_seconds=nan: use a number of seconds from 5 to 2000000",
+    "watch.hung_after_seconds=soon": "watch.hung_after_seconds=soon: found str, expected float or int",
+    "trainer.num_nodes=abc": "trainer.num_nodes=abc: found str, expected int",
+    "trainer.num_nodes='2'": "trainer.num_nodes=2: found str, expected int",
+    "trainer.num_nodes=null": "trainer.num_nodes=null: found null, expected int",
+    "data.shards=3": "data.shards: PlainData takes no shards. Its arguments: data.samples, data.batch_size, "
+    "data.workers, data.drop_last, data.noise",
+    "callbacks.x=1": "callbacks.x names no class. For your own class: callbacks.x._target_=my.Class",
+    "seed=-1": "seed=-1: use a number from 0 to 4294967295, as NumPy requires",
+    "mode=train": "mode=train: use one of fit, validate, test, predict, plan, dry_run, check",
+    "lr_scaling.reference_batch_size=0": "lr_scaling.reference_batch_size=0: expected a number of samples, at least 1",
+    "+stratgy=ddp": "stratgy: there is no such key. Did you mean strategy?",
+    "+watch.lost_after=3": "watch.lost_after: there is no such key. Did you mean lost_after_seconds?",
+    "+lr_scaling.reference=3": "lr_scaling.reference: there is no such key. Did you mean reference_batch_size?",
+    "trainer.strategy.prefetch=2": "trainer.strategy.prefetch: auto takes no prefetch. "
+    "It is an option of strategy=fsdp.",
+    "trainer.strategy.find_unused_parameters=true": "trainer.strategy.find_unused_parameters: auto takes no "
+    "find_unused_parameters. It is an option of strategy=ddp.",
+    "trainer.deterministic=maybe": "trainer.deterministic=maybe: found str, expected warn, bool or null",
+    "trainer.gradient_clip_val=high": "trainer.gradient_clip_val=high: found str, expected float or int or null",
+    "trainer.num_nodes=1.5": "trainer.num_nodes=1.5: found float, expected int",
+    "optimizer.beta1=0.9": "optimizer.beta1: AdamW takes no beta1. Did you mean betas?",
+    "optimizer.weightdecay=0.1": "optimizer.weightdecay: AdamW takes no weightdecay. Did you mean weight_decay?",
+    "scheduler.warmup=3": "scheduler.warmup: WarmupDecay takes no warmup. Did you mean warmup_fraction?",
+    "mode=eval": "mode=eval: use one of fit, validate, test, predict, plan, dry_run, check",
+    "on_nan=retry": "on_nan=retry: use one of stop, skip, ignore",
+    "matmul_precision=tf32": "matmul_precision=tf32: use one of highest, high, medium",
+    "watch.hung_after_seconds=-1": "watch.hung_after_seconds=-1: use a number of seconds from 1 to 2000000",
+    "seed=1.5": "seed=1.5: found float, expected int",
+    "seed=99999999999": "seed=99999999999: use a number from 0 to 4294967295, as NumPy requires",
+    "compare=yes": "compare=yes: found str, expected true or false",
+    "model._target_=mine": "model._target_=mine: it names no module; expected MODULE.CLASS, as in mine.Module",
+    "model._target_=nowhere.Model": "model._target_=nowhere.Model: there is no module nowhere",
+    "data.samples=many": "data.samples=many: found str, expected int",
+    "++trainer.foo=1": "trainer.foo: Trainer takes no foo.",
+    "scheduler._target_=torch.optim.lr_scheduler.StepLR": "scheduler.step_size: StepLR needs it; give "
+    "scheduler.step_size=VALUE",
+    **{f"~{key}": f"{key}: the config has no such key, and the engine reads it; add it to config.yaml" for key in READ},
+}
 
 # What is typed by those who come from elsewhere: a choice that is not there, and the one that was meant
 MEANT = {
@@ -221,6 +234,27 @@ NO_CHOICES |= {
     choice: f"{choice}: there is no such {(group := choice.partition('=')[0])}. Choices: {_choices(group)}"
     for choice in UNMEANT
 }
+NO_CHOICES |= {
+    "strategy=deepspeed_stage_3_offload_nvme": "strategy=deepspeed_stage_3_offload_nvme: it was removed, because "
+    "checkpoints can't hold its state; use strategy=deepspeed_stage_3_offload",
+    "strategy=dp": "strategy=dp: Lightning no longer supports DataParallel; use strategy=ddp, which starts a process "
+    "for each device",
+    "strategy=fsdp2": "strategy=fsdp2: use strategy=fsdp, which is FSDP2",
+    "precision=bf16": f"precision=bf16: there is no such precision. Did you mean bf16-mixed? Choices: {PRECISIONS}",
+    "precision=16": f"precision=16: there is no such precision. Did you mean 16-mixed? Choices: {PRECISIONS}",
+    "strategy=zero3": "strategy=zero3: there is no such strategy. Did you mean deepspeed_stage_3? "
+    f"Choices: {STRATEGIES}",
+    "strategy=tpu": "strategy=tpu: TPUs are not supported",
+    "strategy=ddp_notebook": "strategy=ddp_notebook: use strategy=ddp, which starts "
+    "each rank by the command of the run",
+    "strategy=ddp_find_unused_parameters_true": "strategy=ddp_find_unused_parameters_true: use strategy=ddp with "
+    "trainer.strategy.find_unused_parameters=true",
+    "strategy=model_parallel": "strategy=model_parallel: use strategy=fsdp, or strategy=fsdp_tp for tensor parallelism",
+    "strategy=single_device": "strategy=single_device: use strategy=single",
+    "device=cpu": "device=cpu: use trainer.accelerator=cpu",
+    "device=cuda": "device=cuda: use trainer.accelerator=gpu",
+    "debug=fdr": f"debug=fdr: there is no such debug. Did you mean one_batch? Choices: {_choices('debug')}",
+}
 NO_KEYS = {
     word: f"{word}: there is no such key. Did you mean {key}?"
     for key, words in {
@@ -229,10 +263,18 @@ NO_KEYS = {
         "scheduler.warmup_fraction": ("warmup_steps",),
         "data.num_workers": ("num_workers", "workers"),
         "global_batch_size": ("batch", "bs", "train_batch_size"),
-        "micro_batch_size": ("micro_batch", "grad_accum", "per_device_train_batch_size", "accumulate_grad_batches"),
-        "trainer.max_epochs": ("epoch", "n_epochs", "num_train_epochs"),
-        "trainer.max_steps": ("steps", "max_iters"),
-        "trainer.devices": ("devices",),
+        "micro_batch_size": (
+            "micro_batch",
+            "grad_accum",
+            "gradient_accumulation_steps",
+            "per_device_train_batch_size",
+            "accumulate_grad_batches",
+        ),
+        "watch.lost_after_seconds": ("lost_after_seconds",),
+        "trainer.gradient_clip_val": ("max_grad_norm",),
+        "trainer.max_epochs": ("epoch", "epochs", "n_epochs", "num_train_epochs"),
+        "trainer.max_steps": ("steps", "max_steps", "max_iters"),
+        "trainer.devices": ("devices", "gpus"),
         "trainer.num_nodes": ("nodes", "num_nodes"),
         "trainer.accelerator": ("accelerator",),
         "trainer.check_val_every_n_epoch": ("check_val_every_n_epoch", "eval_strategy"),
@@ -259,7 +301,7 @@ NO_KEYS = {
 # What is like nothing, and would only mislead: lora is no logger
 NO_KEYS |= {word: f"{word}: there is no such key." for word in ("lora", "n_layer")}
 NO_KEYS["data.mine"] = "data.mine: there is no such key. In a sweep's params, a new key begins with +: +data.mine"
-MISTAKES |= {
+AT_ONCE |= {
     f"trainer.{word}=3": f"trainer.{word}: Trainer takes no {word}. Did you mean {argument}?"
     for word, argument in {
         **{"num_gpus": "devices", "nodes": "num_nodes", "max_epoch": "max_epochs", "log_every": "log_every_n_steps"},
@@ -268,67 +310,31 @@ MISTAKES |= {
     }.items()
 }
 MISTAKES |= {
-    "strategy=tpu": "strategy=tpu: TPUs are not supported",
-    "strategy=ddp_notebook": "strategy=ddp_notebook: use strategy=ddp, which starts "
-    "each rank by the command of the run",
-    "strategy=ddp_find_unused_parameters_true": "strategy=ddp_find_unused_parameters_true: use strategy=ddp with "
-    "trainer.strategy.find_unused_parameters=true",
-    "strategy=model_parallel": "strategy=model_parallel: use strategy=fsdp, or strategy=fsdp_tp for tensor parallelism",
-    "strategy=single_device": "strategy=single_device: use strategy=single",
     "strategy=deepspeed": "trainer.strategy.config: there is no default; type trainer.strategy.config=VALUE",
     "strategy=fsdp trainer.strategy.cpu_offlod=true": "trainer.strategy.cpu_offlod: FSDP takes no cpu_offlod. "
     "Did you mean cpu_offload?",
     "strategy=fsdp trainer.strategy.cpu_offload=maybe": "trainer.strategy.cpu_offload=maybe: found str, expected bool",
-    "trainer.strategy.prefetch=2": "trainer.strategy.prefetch: auto takes no prefetch. "
-    "It is an option of strategy=fsdp.",
-    "trainer.strategy.find_unused_parameters=true": "trainer.strategy.find_unused_parameters: auto takes no "
-    "find_unused_parameters. It is an option of strategy=ddp.",
     "strategy=deepspeed_stage_2 trainer.strategy.stag=3": "trainer.strategy.stag: DeepSpeed takes no stag. "
     "Did you mean stage?",
     "strategy=deepspeed_stage_2 trainer.strategy.activation_checkpointing=true": "trainer.strategy."
     "activation_checkpointing: DeepSpeed takes no activation_checkpointing. It is an option of strategy=fsdp.",
     "trainer=gpu": "trainer=gpu: use trainer.accelerator=gpu",
-    "device=cpu": "device=cpu: use trainer.accelerator=cpu",
-    "device=cuda": "device=cuda: use trainer.accelerator=gpu",
     "modle.width=3": "modle: there is no such key. Did you mean model?",
-    "debug=fdr": f"debug=fdr: there is no such debug. Did you mean one_batch? Choices: {_choices('debug')}",
     "trainer=ddp": "trainer=ddp: use strategy=ddp trainer.devices=N",
     "--trainer.max_steps=10": "unrecognized arguments: --trainer.max_steps=10; type trainer.max_steps=10, and --help "
     "lists all settings",
-    "trainer.deterministic=maybe": "trainer.deterministic=maybe: found str, expected warn, bool or null",
-    "trainer.gradient_clip_val=high": "trainer.gradient_clip_val=high: found str, expected float or int or null",
     "trainer.devices=-2": "trainer.devices=-2: use a number from 1, a list of GPUs such as [0,1], -1 or auto",
     "trainer.num_nodes=-1": "trainer.num_nodes=-1: use a number from 1",
-    "trainer.num_nodes=1.5": "trainer.num_nodes=1.5: found float, expected int",
-    "optimizer.beta1=0.9": "optimizer.beta1: AdamW takes no beta1. Did you mean betas?",
-    "optimizer.weightdecay=0.1": "optimizer.weightdecay: AdamW takes no weightdecay. Did you mean weight_decay?",
-    "scheduler.warmup=3": "scheduler.warmup: WarmupDecay takes no warmup. Did you mean warmup_fraction?",
     "name=a/b": "name='a/b' is no valid name: letters, digits and . _ - = , are allowed; type name=NAME",
     "run_id=../x": "run_id='../x' is no valid name: letters, digits and . _ - = , are allowed; type run_id=NAME",
     "name=???": "name: there is no default; type name=VALUE",
     "run_id=???": "run_id: there is no default; type run_id=VALUE",
     "run_id=": "run_id is empty; type run_id=NAME",
-    "mode=eval": "mode=eval: use one of fit, validate, test, predict, plan, dry_run, check",
     "mode=plan plan.memory_gib=big": "plan.memory_gib=big: use a number greater than 0",
     "mode=dry_run dry_run.rank=99": "dry_run.rank=99: the world has one rank, 0",
-    "global_batch_size=64.5": "global_batch_size=64.5: found float, expected int",
-    "on_nan=retry": "on_nan=retry: use one of stop, skip, ignore",
-    "matmul_precision=tf32": "matmul_precision=tf32: use one of highest, high, medium",
     "meet_timeout_seconds=soon": "meet_timeout_seconds=soon: found str, expected float or int",
-    "watch.hung_after_seconds=-1": "watch.hung_after_seconds=-1: use a number of seconds from 1 to 2000000",
-    "seed=1.5": "seed=1.5: found float, expected int",
-    "seed=99999999999": "seed=99999999999: use a number from 0 to 4294967295, as NumPy requires",
-    "compare=yes": "compare=yes: found str, expected true or false",
     "cluster=manual": "cluster.node_rank: there is no default; type cluster.node_rank=VALUE\n"
     "error: cluster.main_address: there is no default; type cluster.main_address=VALUE",
-    "model._target_=mine": "model._target_=mine: it names no module; expected MODULE.CLASS, as in mine.Module",
-    "trainer.max_steps=0": "trainer.max_steps=0: use a number from 1, or -1 with trainer.max_epochs=N",
-    "trainer.max_steps=-5": "trainer.max_steps=-5: use a number from 1, or -1 with trainer.max_epochs=N",
-    "model._target_=nowhere.Model": "model._target_=nowhere.Model: there is no module nowhere",
-    "data.samples=many": "data.samples=many: found str, expected int",
-    "++trainer.foo=1": "trainer.foo: Trainer takes no foo.",
-    "scheduler._target_=torch.optim.lr_scheduler.StepLR": "scheduler.step_size: StepLR needs it; give "
-    "scheduler.step_size=VALUE",
 }
 # What reads a variable of the environment, and what the line says in its place
 FROM_ENVIRONMENT = {
@@ -353,6 +359,7 @@ FILES = {
 }
 WITH_SPACES = {"trainer.max_steps = 10": "trainer.max_steps = 10: a setting has no spaces; type trainer.max_steps=10"}
 MISTAKES |= WITH_SPACES
+TOGETHER = [*joined([one] for one in AT_ONCE if one[0] != "~"), *joined([one] for one in AT_ONCE if one[0] == "~")]
 
 
 pytestmark = pytest.mark.timeout(3600)  # the first waits for all answers, 25 s of CPU
@@ -362,6 +369,7 @@ pytestmark = pytest.mark.timeout(3600)  # the first waits for all answers, 25 s 
 def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     commands = {mistake: [*PLAIN, *mistake.split()] for mistake in MISTAKES}
     commands |= {mistake: [*PLAIN, mistake] for mistake in WITH_SPACES}
+    commands |= {" ".join(words): [*PLAIN, *words] for words in TOGETHER}
     commands["several"] = [*PLAIN, "trainer.max_stps=1", "seed=x", "mode=train", "model.wdth=3"]
     commands["from the environment"] = ["API_KEY=marker123456", *PLAIN, "strategy=${oc.env:API_KEY}"]
     commands |= {f"from the environment {words}": ["PIN=a/b7c", *PLAIN, *words.split()] for words in FROM_ENVIRONMENT}
@@ -434,7 +442,7 @@ def test_an_option_is_of_the_strategies_that_are_named() -> None:
 
 
 def test_there_are_as_many_mistakes_as_were_found_to_be_typed() -> None:
-    assert len(MISTAKES) + len(NO_CHOICES) + len(NO_KEYS) >= 250
+    assert len(MISTAKES) + len(AT_ONCE) + len(NO_CHOICES) + len(NO_KEYS) >= 250
 
 
 def test_a_choice_from_the_environment_is_named_without_its_value(answered: dict[str, Answer]) -> None:
@@ -445,6 +453,10 @@ def test_a_choice_from_the_environment_is_named_without_its_value(answered: dict
 
 
 def test_mistakes_are_told_all_at_once(answered: dict[str, Answer]) -> None:
+    for words in TOGETHER:
+        answer = answered[" ".join(words)]
+        assert sorted(answer.err.splitlines()) == sorted(f"error: {AT_ONCE[word]}" for word in words)
+        assert (answer.returncode, answer.out, answer.imported, answer.left) == (2, "", [], [])
     assert answered["several"].err.splitlines() == [
         "error: seed=x: found str, expected int",
         "error: mode=train: use one of fit, validate, test, predict, plan, dry_run, check",

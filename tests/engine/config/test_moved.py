@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_object
+from omegaconf import OmegaConf
 
 from lightswitch.config import moved
 from tests.engine.conftest import CHECKOUT, PLAIN, Train
@@ -24,10 +26,12 @@ def older(tmp_path: Path) -> Path:
 def test_every_strategy_of_an_older_config_finds_its_code(older: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = SimpleNamespace(schema="file", path=str(older))
     told = 0
-    for strategy in sorted(path.stem for path in (older / "strategy").glob("*.yaml")):
-        with initialize_config_dir(str(older), version_base="1.3"):
-            cfg = compose("config", overrides=["~model", "~data", f"strategy={strategy}", "cluster=env"])
-        choices = {"strategy": strategy, "cluster": "env"}
+    with initialize_config_dir(str(older), version_base="1.3"):
+        composed = compose("config", overrides=["~model", "~data", "cluster=env"])
+    for path in sorted((older / "strategy").glob("*.yaml")):
+        cfg = deepcopy(composed)
+        cfg.trainer.strategy = OmegaConf.load(path).strategy
+        choices = {"strategy": path.stem, "cluster": "env"}
         hydra = SimpleNamespace(runtime=SimpleNamespace(config_sources=[source], choices=choices))
         run = SimpleNamespace(placement=SimpleNamespace(rank=0), hydra=hydra)
         caplog.clear()

@@ -44,10 +44,7 @@ def test_a_run_loses_rank_0_and_goes_on_with_the_rest_and_then_with_more(agents:
 
 
 @pytest.mark.timeout(7200)  # of 200 changes, on a busy machine
-@pytest.mark.parametrize(
-    ("strategy", "processes", "changes"),
-    [("ddp", 1, 20), *at_night(("fsdp", 2, 20), ("ddp", 1, 200))],
-)
+@pytest.mark.parametrize(("strategy", "processes", "changes"), at_night(("fsdp", 2, 20), ("ddp", 1, 200)))
 def test_a_chain_of_nodes_that_leave_and_join_at_random_moments(
     strategy: str, processes: int, changes: int, machines: Machines, train: Train, tmp_path: Path, python: Path
 ) -> None:

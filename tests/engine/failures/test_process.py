@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from lightswitch.errors import ExitCode, Stopped
@@ -18,6 +19,20 @@ from lightswitch.process import Process
 print("a line that nobody reads")
 threading.Thread(target=Process().leave_now, args=(7,)).start()
 time.sleep(60)
+"""
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+print(child.pid, child.stdout.readline().decode(), flush=True)
+child.wait()
+"""
+CHILD = """
+import time
+from lightswitch.process import Process
+Process().end_with_parent()
+print("follows", flush=True)
+time.sleep(600)
 """
 
 
@@ -46,6 +61,15 @@ def test_a_process_leaves_at_once_though_the_reader_of_its_output_has_stopped() 
     os.close(read)
     os.close(write)
     assert left.returncode == 7
+
+
+def test_a_process_ends_with_its_parent() -> None:
+    command = [sys.executable, "-c", PARENT, CHILD]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=_environment(), text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline().split()[0]))
+        parent.kill()
+    child.wait(timeout=60)
 
 
 @pytest.mark.parametrize(

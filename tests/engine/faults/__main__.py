@@ -111,11 +111,12 @@ def meet(way: str, how: str, points: str, seed: int, cadence: str, folder: Path)
     arguments = (*RUN, *CADENCES[cadence], *switches)
     train = runs_in(folder)
     drawn = random.Random(f"{seed} {way} {how} {cadence}")
+    log, where = folder / "operations", folder / "whole"
+    seen = {"FAULT_UNDER": f"{where}/runs", "FAULT_LOG": str(log)}
+    whole = ended(train(*arguments, ranks=ranks, folder=where, environment=seen).run_dir)
+    logged = log.read_text().splitlines() if log.exists() else []
     for rank in range(max(1, ranks)):
-        log, where = folder / f"operations_{rank}", folder / f"whole_{rank}"
-        seen = {"FAULT_UNDER": f"{where}/runs", "FAULT_LOG": str(log), "FAULT_RANK": str(rank)}
-        whole = ended(train(*arguments, ranks=ranks, folder=where, environment=seen).run_dir)
-        operations = log.read_text().splitlines() if log.exists() else []
+        operations = [line.partition(" ")[2] for line in logged if line.startswith(f"{rank} ")]
         some: Sequence[int] = [index for index, line in enumerate(operations) if points in ("0", line.split()[1])]
         if points.isdecimal() and 0 < int(points) < len(operations):
             some = sorted(drawn.sample(range(len(operations)), max(1, int(points) // max(1, ranks))))

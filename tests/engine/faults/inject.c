@@ -4,7 +4,7 @@
  * FAULT_AT     the number of the operation that fails; none where it is not set
  * FAULT_HOW    "kill", "tear" (half of what is written reaches the file, then the process is killed) or an errno
  * FAULT_RANK   the RANK, or the SLURM_PROCID, of the process that is meant; any where it is not set
- * FAULT_LOG    a file outside of that directory, to which "<number> <operation> <path>" is appended
+ * FAULT_LOG    a file outside of that directory, to which "<rank> <number> <operation> <path>" is appended
  *
  * The variables are read at each operation, as a process that was forked may set them later.
  */
@@ -54,7 +54,7 @@ static int meet(const char *operation, const char *path) {
     const char *log = getenv("FAULT_LOG"), *at = getenv("FAULT_AT"), *how = getenv("FAULT_HOW");
     if (log) {
         char line[PATH_MAX + 64];
-        int length = snprintf(line, sizeof line, "%d %s %s\n", number, operation, path);
+        int length = snprintf(line, sizeof line, "%s %d %s %s\n", own ? own : "0", number, operation, path);
         int fd = syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND, 0644);
         if (fd >= 0) {
             syscall(SYS_write, fd, line, length);

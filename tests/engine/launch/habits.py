@@ -318,7 +318,7 @@ ELSEWHERE = {
     "lr=, batch_size=, epochs=, gpus=, --strategy=ddp": ("config/test_hydra_errors.py", '"--strategy=ddp"'),
     "precision=bf16, strategy=dp": ("config/test_hydra_errors.py", '"precision=bf16"'),
     "trainer.accumulate_grad_batches": ("launch/test_trainer_arguments.py", '"accumulate_grad_batches"'),
-    "trainer.profiler=simple": ("launch/test_habits.py", "def test_a_table_of_lightnings_profiler_is_shown"),
+    "trainer.profiler=simple": ("launch/test_launchers.py", '"trainer.profiler=simple"'),
     "on_nan=stop": ("failures/test_not_finite.py", "def test_a_run_stops_with_step_and_samples"),
     "on_nan=skip": ("failures/test_not_finite.py", "def test_a_step_is_skipped_on_all_ranks"),
     "on_nan=ignore": ("failures/test_not_finite.py", "def test_a_run_that_ignores_it_trains_on"),

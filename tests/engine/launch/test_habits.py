@@ -9,8 +9,7 @@ from functools import cache
 import pytest
 
 from tests.engine.conftest import CHECKOUT, PLAIN_DATA, Finished, Train, runs_in
-from tests.engine.launch.habits import ELSEWHERE, HABITS, PLAIN, RUNS, Habit, Typed
-from tests.engine.processes import TRAIN_PY, Start, said
+from tests.engine.launch.habits import ELSEWHERE, HABITS, PLAIN, RUNS, Habit
 
 Ran = Callable[[str], Finished]
 
@@ -53,13 +52,6 @@ def test_there_are_as_many_habits_as_were_found() -> None:
 def test_a_module_that_optimizes_by_hand_resumes_at_the_very_sample(ran: Ran) -> None:
     resumed, whole = ran("by hand, resumed").column("train/loss"), ran("by hand").column("train/loss")
     assert resumed == pytest.approx(whole, abs=1e-6)
-
-
-def test_a_table_of_lightnings_profiler_is_shown(start: Start) -> None:
-    """Of a process of its own: where Lightning is imported first, as in the others, its loggers go elsewhere."""
-    run = Typed(PLAIN, "trainer.profiler=simple trainer.max_steps=2")
-    told = said(start("python", TRAIN_PY, *run.words))
-    assert "FIT Profiler Report" in told, told
 
 
 @pytest.mark.parametrize(

@@ -129,13 +129,15 @@ def test_processes_can_be_started_one_by_one(train: Train, tmp_path: Path, port:
 def test_lightning_starts_the_others_also_where_a_flag_comes_last(start: Start, tmp_path: Path) -> None:
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     (tmp_path / "mine" / "experiment" / "tiny.yaml").write_text("# @package _global_\ntrainer:\n  devices: 2\n")
-    out = finish(
-        start("python", TRAIN_PY, *RUN, "strategy=ddp", "experiment=tiny", "--config-dir", str(tmp_path / "mine"))
-    )
+    words = ("strategy=ddp", "experiment=tiny", "trainer.profiler=simple", "--config-dir", str(tmp_path / "mine"))
+    out = finish(start("python", TRAIN_PY, *RUN, *words))
     seen = witnesses(the_run(tmp_path))
     assert [place["local_rank"] for place in seen] == [0, 1]
     assert seen[0]["launcher"] == "Scripts"
     assert out.count("strategy   DDP, precision 32-true, 1 node × 2 CPU") == 1
+    assert "FIT Profiler Report" in out, (
+        "where Lightning is imported first, as where tests fork, its loggers go elsewhere"
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> str:

@@ -26,6 +26,7 @@ from tests.engine.curves import largest_difference
 from tests.engine.fits import ADAMW, LANGUAGE, TENSOR_PARALLEL, Fit, Fits, of_conf
 from tests.engine.models.language import LanguageModel
 from tests.engine.tiny import LANGUAGE as TYPED
+from tests.night import at_night
 from tests.pool import Pool
 
 STEPS = 9
@@ -68,7 +69,10 @@ TEMPERED, PLAIN = partial(Tempered, ADAMW), partial(LanguageModel, ADAMW)
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "module", "most"),
-    [("fsdp", 2, TEMPERED, 1e-4), ("fsdp_hybrid shard_size=2", 4, TEMPERED, 1e-4), (TENSOR_PARALLEL, 4, PLAIN, 2e-3)],
+    [
+        *(("fsdp", 2, TEMPERED, 1e-4), (TENSOR_PARALLEL, 4, PLAIN, 2e-3)),
+        *at_night(("fsdp_hybrid shard_size=2", 4, TEMPERED, 1e-4)),
+    ],
 )
 def test_it_scales_skips_and_steps_as_replicas_do(
     strategy: str, ranks: int, module: Callable[[], pl.LightningModule], most: float, fits: Fits

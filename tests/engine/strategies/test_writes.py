@@ -33,22 +33,23 @@ pytest.importorskip("deepspeed")
 STEPS = 8
 WAYS = ("ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 SHARDED = ("fsdp", "deepspeed_stage_3")  # where weights are elsewhere in a hook than in a forward pass
-COPIED = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")  # where another copy is stepped
 IN_PARTS = (
     "deepspeed_stage_3 config.zero_optimization.stage=3 config.zero_optimization.stage3_param_persistence_threshold={}"
 )
-CELLS = [
-    *(("AtBatchEnd", way) for way in WAYS),
-    *((name, way) for name in ("AtBatchStart", "Late", "InOptimizerStep", "InBuffers") for way in SHARDED),
-    ("BeforeZeroGrad", "fsdp"),
-    *((name, way) for name in ("InTrainingStep", "OnTop") for way in SHARDED),
-    *(("Clamped", way) for way in ("fsdp", *COPIED)),
-    *(("Renormed", way) for way in ("fsdp", "deepspeed_stage_2")),
-    *(("ByHand", way) for way in COPIED),
-    ("ClippedByHand", "deepspeed_stage_3"),
-    *(("PastTheWrapper", way) for way in ("ddp", "deepspeed_stage_2")),
-    ("SharpnessAware", "ddp"),
-]
+IDIOMS = {  # where each may take another path: replicas, shards, copies that are stepped; the first by day
+    **{name: SHARDED for name in ("Late", "InBuffers", "OnTop")},
+    **{name: SHARDED[::-1] for name in ("AtBatchStart", "InOptimizerStep", "InTrainingStep")},
+    "AtBatchEnd": ("fsdp", "ddp", *WAYS[2:]),
+    "BeforeZeroGrad": ("fsdp",),
+    "Clamped": ("deepspeed_stage_2", *WAYS[1:3], WAYS[4]),
+    "Renormed": ("fsdp", "deepspeed_stage_2"),
+    "ByHand": ("deepspeed_stage_2", WAYS[2], WAYS[4]),
+    "ClippedByHand": ("deepspeed_stage_3",),
+    "PastTheWrapper": ("ddp", "deepspeed_stage_2"),
+    "SharpnessAware": ("ddp",),
+}
+CELLS = [(idiom, ways[0]) for idiom, ways in IDIOMS.items()]
+CELLS += at_night(*((idiom, way) for idiom, ways in IDIOMS.items() for way in ways[1:]))
 
 
 def fit(idiom: str, strategy: str = "single", arguments: str = "gradient_clip_val=null", **changed: Any) -> Fit:
@@ -91,7 +92,7 @@ def test_rows_of_an_embedding_are_bounded_as_in_one_process(max_norm: float, str
     assert distance(ranks[1].end, ranks[0].end) == 0
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("strategy", ["fsdp", *at_night("deepspeed_stage_3")])
 def test_so_is_what_a_callback_writes(strategy: str, fits: Fits) -> None:
     following = {"callbacks": (writing.Follows,)}
     (alone,), run = fits(fit("Distilled", **following)), fits(fit("Distilled", strategy, **following), 2)[0]
@@ -137,7 +138,7 @@ def test_so_are_weights_that_a_module_sets_of_its_own_in_parts(fits: Fits) -> No
     assert distance(run.end, alone.end) <= 1e-5
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("strategy", ["fsdp", *at_night("deepspeed_stage_3")])
 def test_accumulation_and_mixed_precision_keep_what_is_written(strategy: str, fits: Fits) -> None:
     plain = {"micro_batch": 6, "arguments": "gradient_clip_val=0.5 precision=bf16-mixed"}
     replicated, run = (fits(fit("Clamped", way, **plain), 2)[0] for way in ("ddp", strategy))
@@ -158,7 +159,7 @@ def test_what_is_written_to_weights_that_are_gathered_in_16_bits_is_not_rounded(
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-@pytest.mark.parametrize("ways", [("deepspeed_stage_3", "fsdp"), ("fsdp", "deepspeed_stage_2")])
+@pytest.mark.parametrize("ways", [*at_night((("deepspeed_stage_3", "fsdp"),)), ("fsdp", "deepspeed_stage_2")])
 def test_a_run_goes_on_with_what_was_written_under_another_strategy(
     ways: tuple[str, str], fits: Fits, pool: Pool, tmp_path: Path
 ) -> None:

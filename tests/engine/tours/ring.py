@@ -1,13 +1,14 @@
-"""Ways to train in a ring: what is begun under one is killed, and goes on under the next."""
+"""Ways to train, in chains: what is begun under one is killed, and goes on under the next."""
 
 from __future__ import annotations
 
 import os
 from datetime import date
+from random import Random
 
 from tests.engine.ways import WAYS, Way
 
-# The ring's turn and the moments of the kills change by the day; TOUR_SEED=N repeats those of another.
+# The chains and the moments of the kills change by the day; TOUR_SEED=N repeats those of another.
 SEED = int(os.environ.get("TOUR_SEED") or date.today().toordinal())
 
 
@@ -15,7 +16,7 @@ def _offloads(stage: int) -> Way:
     return Way((f"strategy=deepspeed_stage_{stage}_offload",), 2)
 
 
-RING = {  # neighbours are of different kinds; ranks=0 starts its processes itself
+RING = {  # ranks=0 starts its processes itself
     "single": WAYS["single"],
     "fsdp × 2": WAYS["fsdp × 2"],
     "deepspeed_stage_1 × 2": WAYS["deepspeed_stage_1 × 2"],
@@ -34,8 +35,8 @@ RING = {  # neighbours are of different kinds; ranks=0 starts its processes itse
 }
 
 
-def next_way(way: str, seed: int = SEED) -> str:
-    """Return the way that follows one in the ring, which has a turn for each other way: all pairs in as many days."""
+def chains(seed: int = SEED) -> list[list[str]]:
+    """Return the ways in chains of three, drawn anew each day."""
     names = list(RING)
-    turn = 1 + seed % (len(names) - 1)
-    return names[(names.index(way) + turn) % len(names)]
+    Random(seed).shuffle(names)
+    return [names[start : start + 3] for start in range(0, len(names), 3)]

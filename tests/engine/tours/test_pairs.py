@@ -15,7 +15,7 @@ from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.requests import composed, composing, problems
 from tests.engine.tables import matrix
 from tests.engine.tours.pairs import PRECISIONS, REFUSED, STRATEGIES, Row, all_pairs, pairs_of, rows
-from tests.engine.tours.ring import RING, SPAWN
+from tests.engine.tours.ring import RING
 
 SHORT = (*WITNESS, "run_id=mine", "trainer.max_steps=4", "trainer.val_check_interval=2")
 EXACT = ("32-true", "64-true")
@@ -30,7 +30,7 @@ def test_every_pair_of_choices_is_in_a_run_or_refused() -> None:
 
 
 def test_every_strategy_is_in_a_run() -> None:
-    words = {word for way in (*RING.values(), *SPAWN.values()) for word in way.switches}
+    words = {word for way in RING.values() for word in way.switches}
     in_ring = {word.partition("=")[2] for word in words if word.startswith("strategy=")}
     assert {row.strategy for row in rows()} | in_ring == {*matrix.STRATEGIES}
 
@@ -40,7 +40,7 @@ def test_choices_that_do_not_go_together_are_refused_with_a_line(pair: tuple[str
     strategy, other = pair
     precision, shape = (other, "tied") if other in PRECISIONS else ("32-true", other)
     for choice in STRATEGIES[strategy]:
-        row = Row((strategy, precision, shape, "whole", "default", "eager"), choice)
+        row = Row((strategy, precision, shape, "whole", "trainable only", "eager"), choice)
         with composing():
             (line,) = problems(composed(*row.words(), "trainer.devices=2", into=tmp_path))
         assert line.startswith(REFUSED[pair])
@@ -52,7 +52,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
     @cache
     def run(precision: str, shape: str) -> Finished:
-        row = Row(("single", precision, shape, "whole", "default", "eager"), "single")
+        row = Row(("single", precision, shape, "whole", "trainable only", "eager"), "single")
         return runs_in(tmp_path_factory.mktemp("alone"))(*row.words(), *SHORT)
 
     return run

@@ -1,4 +1,4 @@
-"""What a night has time for: the ring at other turns, from every way to every other, and each cell of the matrix."""
+"""What a night has time for: from every way to every other, and each cell of the matrix."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from tests.engine.curves import largest_difference
 from tests.engine.tables.matrix import CELLS, cell, devices
 from tests.engine.tables.resume import END, difference, go_on
 from tests.engine.tiny import MODELS, NO_CHECKPOINTS
-from tests.engine.tours.ring import SPAWN
-from tests.engine.tours.test_tours import Tour, alone, go
 from tests.engine.ways import WAYS
 
-__all__ = ["alone"]
 TRAINED = [(s, p) for s, row in json.loads(CELLS.read_text())["cpu"].items() for p in row if row[p] == "trains"]
 STOPS = (3, 5, 7, 10, 13, END)  # steps; a validation follows every fourth
 ROUND = [*WAYS, "single"]
@@ -34,11 +31,6 @@ def test_a_run_goes_on_under_one_strategy_after_another(first: int, uninterrupte
         run = go_on(train, way, run and run.folder, stop)
     assert run is not None
     assert difference(uninterrupted, run) <= 1e-5
-
-
-@pytest.mark.parametrize(("way", "following"), [(*SPAWN, "fsdp × 2"), ("fsdp × 2", *SPAWN)])
-def test_spawned_processes_go_on_and_are_followed(way: str, following: str, alone: Tour, train: Train) -> None:
-    go(way, following, alone, train)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -29,7 +29,8 @@ def choices(group: str) -> list[str]:
 
 
 LANGUAGE_MODELS = [model for model in choices("model") if model.startswith("gpt")]
-PAIRS = [(model, data) for model in LANGUAGE_MODELS for data in LANGUAGE_DATA] + [("vit", data) for data in IMAGES]
+PAIRS = [(LANGUAGE_MODELS[0], data) for data in LANGUAGE_DATA] + [("vit", data) for data in IMAGES]
+PAIRS += [(model, LANGUAGE_DATA[number % len(LANGUAGE_DATA)]) for number, model in enumerate(LANGUAGE_MODELS[1:])]
 
 
 @pytest.fixture(autouse=True)

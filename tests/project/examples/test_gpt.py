@@ -15,6 +15,7 @@ from project.models import gpt as gpt_module
 from project.models.cross_entropy import LinearCrossEntropy
 from project.models.gpt_plan import VocabularyParallel
 from project.models.transformer import Linear, rotary, rotate, side_by_side
+from tests.runs import context
 
 OPTIONS = [
     {},
@@ -342,4 +343,9 @@ def cut_head(rank, store):
 
 
 def test_a_head_that_is_cut_by_token_ids_gathers_no_logits(tmp_path):
-    torch.multiprocessing.spawn(cut_head, (tmp_path / "store",), nprocs=2)
+    ranks = [context.Process(target=cut_head, args=(rank, tmp_path / "store")) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    assert [each.exitcode for each in ranks] == [0, 0]

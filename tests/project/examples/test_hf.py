@@ -265,9 +265,8 @@ def test_adapters_with_magnitudes_have_the_same_curve_where_weights_are_sharded(
     words = ("model=hf_causal_lm", "data=python_source", *SHORT, "trainer.max_steps=8", "optimizer.lr=0.01")
     words += (f"model.config={json.dumps(GPT2).replace(chr(34), '')}", "scheduler=constant")
     words += ("model.lora={r: 4, alpha: 8, target_modules: [c_attn, c_proj], use_dora: true}",)
-    alone = train(*words, "strategy=single").column("train/loss")
-    for strategy in ("fsdp", *(["deepspeed_stage_3"] if find_spec("deepspeed") else [])):
-        assert train(*words, f"strategy={strategy}", ranks=2).column("train/loss") == pytest.approx(alone, abs=1e-5)
+    alone, sharded = train(*words, "strategy=single"), train(*words, "strategy=fsdp", ranks=2)
+    assert sharded.column("train/loss") == pytest.approx(alone.column("train/loss"), abs=1e-5)
 
 
 def _kill_once_saved(folder: Path):
