@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,14 @@ class Finished:
     def run_dir(self) -> Path:
         (found,) = self.folder.glob(f"runs/*/{self.run_id}")
         return found
+
+    @property
+    def refusal(self) -> str:
+        """The one line of error that it was refused with."""
+        assert self.returncode == 2, self.err
+        assert "Traceback" not in self.err
+        (line,) = (line for line in self.err.splitlines() if line.startswith("error: "))
+        return line.removeprefix("error: ")
 
     def metrics(self) -> list[dict[str, str]]:
         with (self.run_dir / "metrics.csv").open() as file:
@@ -136,6 +145,16 @@ def runs_in(tmp_path: Path, python: Path = Path(sys.executable), each_a_node: bo
         return finished
 
     return run
+
+
+def once(*arguments: str, **options: Any) -> Any:
+    """Return a fixture: a run of train.py that all tests of a module share."""
+
+    @pytest.fixture(scope="module")
+    def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+        return runs_in(tmp_path_factory.mktemp("once"))(*arguments, **options)
+
+    return finished
 
 
 @contextlib.contextmanager

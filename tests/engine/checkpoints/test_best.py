@@ -12,15 +12,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightswitch.checkpoints.writing import trusted_states
 from tests.engine.checkpoints import hostile
-from tests.engine.conftest import PLAIN, Finished, Train, runs_in
+from tests.engine.conftest import PLAIN, Finished, Train, once
 from tests.night import at_night
 
 RUN = (*PLAIN, "trainer.accelerator=cpu", "run_id=mine", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return runs_in(tmp_path_factory.mktemp("trained"))(*RUN, "trainer.max_steps=4")
+trained = once(*RUN, "trainer.max_steps=4")
 
 
 @pytest.fixture
@@ -30,20 +28,17 @@ def again(trained: Finished, tmp_path: Path) -> Path:
     return tmp_path / "again" / trained.run_dir.relative_to(trained.folder)
 
 
-def say(run_dir: Path, **said: Any) -> None:
-    """In all checkpoints of a run, of the best ones, as whoever writes them could."""
+def say(run_dir: Path, folder: Path | None = None, score: float = 9.0, **said: Any) -> None:
+    """In all checkpoints of a run, of the best ones, as a run in ``folder`` or whoever writes them could."""
+    folder = (folder or run_dir) / "checkpoints"
+    best = str(folder / "best.ckpt")
+    told = dict.fromkeys(("best_model_path", "last_model_path", "kth_best_model_path"), best)
+    told |= {"dirpath": str(folder), "best_k_models": {best: torch.tensor(score)}, **said}
     for path in (run_dir / "checkpoints").glob("*.ckpt"):
         if not path.is_symlink():
             state = torch.load(path / "trainer.pt")
             (key,) = (key for key in state["callbacks"] if key.startswith("BestCheckpoint"))
-            own = {name: str(run_dir / "checkpoints" / "best.ckpt") for name in ("best_model_path", "last_model_path")}
-            best = {"dirpath": str(run_dir / "checkpoints"), "kth_best_model_path": own["best_model_path"]}
-            state["callbacks"][key] |= {
-                **own,
-                **best,
-                "best_k_models": {own["best_model_path"]: torch.tensor(9.0)},
-                **said,
-            }
+            state["callbacks"][key] |= told
             torch.save(state, path / "trainer.pt")
             hostile.sign(path)
 
@@ -69,16 +64,16 @@ def test_the_test_after_fit_reads_no_checkpoint_of_another_run(again: Path, trai
     assert "tests      the last weights" in resumed.out
 
 
-def test_the_best_of_the_run_itself_is_remembered(again: Path, train: Train) -> None:
-    say(
-        again,
-        best_model_score=torch.tensor(-1.0),
-        best_k_models={str(again / "checkpoints/best.ckpt"): torch.tensor(-1.0)},
-    )
-    before = (again / "checkpoints" / "best.ckpt" / "SHA256SUMS").read_text()
-    resumed = train(*RUN, "trainer.max_steps=8", folder=again.parents[2])
-    assert "tests      runs/plainmodel/mine/checkpoints/best.ckpt" in resumed.out
-    assert (again / "checkpoints" / "best.ckpt" / "SHA256SUMS").read_text() == before
+@pytest.mark.parametrize("name", ["mine", "moved"])
+def test_a_run_remembers_its_best_where_it_is_now(name: str, trained: Finished, tmp_path: Path, train: Train) -> None:
+    run_dir = tmp_path / "again" / "runs/plainmodel" / name
+    shutil.copytree(trained.run_dir, run_dir, symlinks=True)
+    folder = trained.run_dir if name == "moved" else run_dir
+    say(run_dir, folder, score=-1.0, best_model_score=torch.tensor(-1.0))
+    before = (run_dir / "checkpoints" / "best.ckpt" / "SHA256SUMS").read_text()
+    resumed = train(*RUN, f"run_id={name}", "trainer.max_steps=8", folder=tmp_path / "again")
+    assert f"tests      runs/plainmodel/{name}/checkpoints/best.ckpt" in resumed.out
+    assert (run_dir / "checkpoints" / "best.ckpt" / "SHA256SUMS").read_text() == before
 
 
 OUTSIDE = ["/", "/etc", "..", "../x", "checkpoints/../../x", "checkpoints", "", "checkpoints/a\0b", 7, None]
@@ -125,21 +120,3 @@ def test_the_best_of_a_run_that_was_moved_is_where_it_is_now(inner: str, tmp_pat
     of_another = trusted_states({callback.state_key: state}, [callback], is_of_run=False, is_best=_is_there)
     gone = trusted_states({callback.state_key: state}, [callback], is_of_run=True, is_best=lambda path: False)
     assert of_another[callback.state_key] == gone[callback.state_key] == _empty(callback)
-
-
-def test_a_run_that_was_moved_keeps_its_best(trained: Finished, tmp_path: Path, train: Train) -> None:
-    run_dir = tmp_path / "moved" / "runs/plainmodel/other"
-    shutil.copytree(trained.run_dir, run_dir, symlinks=True)
-    say(run_dir, best_model_score=torch.tensor(-1.0), **_paths(trained.run_dir))
-    before = (run_dir / "checkpoints" / "best.ckpt" / "SHA256SUMS").read_text()
-    resumed = train(*RUN, "run_id=other", "trainer.max_steps=8", folder=tmp_path / "moved")
-    assert "tests      runs/plainmodel/other/checkpoints/best.ckpt" in resumed.out
-    assert (run_dir / "checkpoints" / "best.ckpt" / "SHA256SUMS").read_text() == before
-
-
-def _paths(run_dir: Path) -> dict[str, Any]:
-    """Of the best checkpoint, as a run in that directory has recorded them."""
-    folder = run_dir / "checkpoints"
-    path = str(folder / "best.ckpt")
-    paths = {"best_model_path": path, "last_model_path": path, "kth_best_model_path": path, "dirpath": str(folder)}
-    return paths | {"best_k_models": {path: torch.tensor(-1.0)}}

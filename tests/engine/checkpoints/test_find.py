@@ -30,17 +30,22 @@ def write(path: Path, **position: int | bool) -> Path:
     return path
 
 
-def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
-    assert newest(tmp_path) is None
-
-
-def test_the_furthest_in_training_is_found_whatever_its_name_or_time(tmp_path: Path) -> None:
-    furthest = write(tmp_path / "checkpoints" / "best.ckpt", global_step=30)
-    write(tmp_path / "checkpoints" / "last.ckpt", global_step=20)
-    write(tmp_path / "hpc_ckpt_1.ckpt", global_step=10)
-    found = newest(tmp_path)
-    assert found is not None
-    assert (found[0], found[1].global_step) == (furthest, 30)
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        ({}, None),
+        ({"checkpoints/best.ckpt": 30, "checkpoints/last.ckpt": 20, "hpc_ckpt_1.ckpt": 10}, "checkpoints/best.ckpt"),
+        ({"checkpoints/last.ckpt": 20, "hpc_ckpt_1.ckpt": 25}, "hpc_ckpt_1.ckpt"),  # that a scheduler asked for
+        ({"checkpoints/last.ckpt.previous": 10}, "checkpoints/last.ckpt.previous"),  # between two renames
+        ({"checkpoints/last.ckpt.partial": 10}, None),
+    ],
+)
+def test_the_furthest_in_training_is_found_whatever_its_name_or_time(
+    written: dict[str, int], found: str | None, tmp_path: Path
+) -> None:
+    for name, step in written.items():
+        write(tmp_path / name, global_step=step)
+    assert newest(tmp_path) == (found and (tmp_path / found, Position(global_step=written[found])))
 
 
 class _PythonBefore3_11_4(pickle.Pickler):
@@ -57,12 +62,6 @@ def test_a_checkpoint_that_an_older_python_has_written_is_read(tmp_path: Path) -
         _PythonBefore3_11_4(file).dump(index)
     assert b"getattr" in (path / ".metadata").read_bytes()
     assert index_of(path).tensors().keys() == {"model.w"}
-
-
-def test_a_checkpoint_that_a_scheduler_asked_for_counts(tmp_path: Path) -> None:
-    write(tmp_path / "checkpoints" / "last.ckpt", global_step=20)
-    asked = write(tmp_path / "hpc_ckpt_1.ckpt", global_step=25)
-    assert newest(tmp_path) == (asked, Position(global_step=25))
 
 
 def test_of_two_at_a_step_the_validated_one_is_taken(tmp_path: Path) -> None:
@@ -171,21 +170,9 @@ def test_a_folder_that_cant_be_listed_is_not_an_empty_one(tmp_path: Path) -> Non
 def test_files_and_links_beside_them_are_something_elses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good = write(tmp_path / "checkpoints" / "step_2.ckpt", global_step=2)
     (tmp_path / "checkpoints" / "note.ckpt").write_text("mine")
+    torch.save({"state_dict": {}}, tmp_path / "checkpoints" / "foreign.ckpt")
     (tmp_path / "checkpoints" / "gone.ckpt").symlink_to("nowhere")
     os.mkfifo(tmp_path / "checkpoints" / "pipe.ckpt")
     with caplog.at_level(logging.WARNING):
         assert newest(tmp_path) == (good, Position(global_step=2))
-    assert "note.ckpt" not in caplog.text
-
-
-def test_between_two_renames_the_one_before_is_found(tmp_path: Path) -> None:
-    path = write(tmp_path / "checkpoints" / "last.ckpt", global_step=10)
-    path.rename(directory.previous(path))
-    assert newest(tmp_path) == (directory.previous(path), Position(global_step=10))
-
-
-def test_a_checkpoint_of_something_else_and_a_partial_one_are_no_candidates(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    torch.save({"state_dict": {}}, tmp_path / "checkpoints" / "foreign.ckpt")
-    write(tmp_path / "checkpoints" / "last.ckpt", global_step=20).rename(tmp_path / "checkpoints" / "last.ckpt.partial")
-    assert newest(tmp_path) is None
+    assert not [name for name in ("note.ckpt", "foreign.ckpt") if name in caplog.text]

@@ -1,4 +1,4 @@
-"""Layers that a hook freezes and unfreezes once, through a resume."""
+"""Layers that a hook, a step or a callback freezes and unfreezes, through a resume."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
+from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.checkpoints.finetuning import Freezing
+from lightswitch.checkpoints.finetuning import Freezing, TrainableOnly, follow_strategy
 from lightswitch.checkpoints.last import LastCheckpoints
+from lightswitch.checkpoints.reader import Reader
 from lightswitch.errors import Refused
 from lightswitch.loop.loops import replace_loops
 from lightswitch.strategies.known_callbacks import KnownCallbacks
@@ -115,3 +117,41 @@ def _fitted(
     replace_loops(trainer)
     trainer.fit(module, ckpt_path=resumed)
     return module
+
+
+class FrozenAfterwards(ChangesOnce):
+    """Trains its head in the first step alone, another layer in each, and its backbone in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(4, 4)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.head.requires_grad_(self.global_step == 0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.more(self.head(self.backbone(batch))).square().mean()
+
+
+def test_what_was_trained_and_is_frozen_since_is_saved_also_by_a_resumed_run(tmp_path: Path) -> None:
+    trained = _fitted(FrozenAfterwards(), tmp_path, 2, callbacks=[TrainableOnly()])
+    saved = tmp_path / "step_2.ckpt"
+    resumed = _fitted(FrozenAfterwards(), tmp_path, 4, resumed=saved, callbacks=[TrainableOnly()])
+    for path in (saved, tmp_path / "step_4.ckpt"):
+        assert {name.split(".")[0] for name in Reader(path, None).names("model.")} == {"head", "more"}
+    assert torch.equal(resumed.head.weight, trained.head.weight)
+
+
+# What Lightning's BaseFinetuning adds to an optimizer. Runs with it: strategies/test_module_shapes.py, Unfreezing
+
+
+def test_a_layer_that_begins_as_another_is_unfrozen_and_none_is_added_twice() -> None:
+    head, backbone = nn.LayerNorm(2), nn.LayerNorm(2)
+    optimizer = SGD(head.parameters(), lr=0.1)
+    callback = BackboneFinetuning()
+    follow_strategy([callback])
+    for _ in range(2):
+        callback.unfreeze_and_add_param_group([head, backbone], optimizer)
+    assert [list(map(id, group["params"])) for group in optimizer.param_groups] == [
+        list(map(id, layer.parameters())) for layer in (head, backbone)
+    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision
 
 from lightswitch.checkpoints.directory import read_state
-from tests.engine.conftest import PLAIN_DATA, Finished, Train, runs_in
+from tests.engine.conftest import PLAIN_DATA, Finished, Train, once
 from tests.engine.curves import largest_difference
 from tests.engine.plain import AveragedModel, PlainModel
 from tests.engine.tiny import RECORD
@@ -125,9 +124,7 @@ class CountEpochs(pl.Callback):
         self.ended = state_dict["ended"]
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return runs_in(tmp_path_factory.mktemp("uninterrupted"))(*RUN, END)
+uninterrupted = once(*RUN, END)
 
 
 def test_each_hook_is_counted_once(uninterrupted: Finished) -> None:
@@ -173,9 +170,7 @@ AT_ENDS = ("samples", "train/loss", "train/mean", "train/synced", "train/accurac
 AT_ENDS += ("train/end", "val/loss", "val/accuracy", "val/seen")
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return runs_in(tmp_path_factory.mktemp("whole"))(*WHOLE)
+whole = once(*WHOLE)
 
 
 @pytest.mark.parametrize(
@@ -266,88 +261,6 @@ def test_an_end_that_goes_by_what_was_lost_is_left_out_and_told(train: Train) ->
         told = f"epoch 1 was interrupted before its end: on_train_epoch_end of {owner} fails without the data"
         assert told in gone_on.out
         assert set(gone_on.column(name)) == {4, 14, 19}
-
-
-class CountingModel(PlainModel):
-    """Keeps counts where `state_dict` has copies of them: in extra state and in a metric that is saved with weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps, self.part, self.seen = torch.zeros(1), CountingPart(), SumMetric()
-        self.last: deque[int] = deque(maxlen=3)
-        self.seen.persistent(True)
-
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.steps = torch.cat([self.steps, self.steps[-1:] + 1])
-        self.part.count += 2
-        self.last.append(self.part.count)
-        self.seen.update(float(len(batch[0])))
-        return super().training_step(batch, batch_idx)
-
-    def on_train_batch_end(self, *_: object) -> None:
-        self.log_dict({"steps": self.steps[-1], "part": float(self.part.count), "seen": self.seen.compute()})
-        self.log("last", float(sum(self.last)))
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["last"] = {"deque": self.last, "frozenset": frozenset(self.last)}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        assert set(checkpoint["last"]["frozenset"]) == set(checkpoint["last"]["deque"])
-        self.last.extend(checkpoint["last"]["deque"])
-
-    def test_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
-        self.log_dict({"steps": self.steps[-1], "part": float(self.part.count), "seen": self.seen.compute()})
-
-    def get_extra_state(self) -> Tensor | None:
-        return self.steps if len(self.steps) > 1 else None
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.steps = state
-
-
-class CountingPart(nn.Module):
-    count = 0
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
-
-
-COUNTING = (
-    *(f"model._target_={HERE}.CountingModel", PLAIN_DATA, "data.samples=40", "global_batch_size=8"),
-    *("trainer.max_steps=8", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "run_id=mine"),
-    *("callbacks.last_checkpoint.every_n_steps=1", "callbacks.last_checkpoint.keep=20", "strategy=single"),
-)
-COUNTS = ("steps", "part", "seen")
-
-
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return runs_in(tmp_path_factory.mktemp("counted"))(*COUNTING)
-
-
-@pytest.mark.parametrize(
-    ("step", "strategy"),
-    [(3, "fsdp"), *at_night((3, "single"), (3, "deepspeed_stage_2"), (5, "ddp"))],
-)
-def test_state_that_a_module_returns_as_a_copy_goes_on(
-    step: int, strategy: str, counted: Finished, train: Train
-) -> None:
-    options = {} if strategy == "single" else {"ranks": 2}
-    at = f"resume={counted.run_dir}/checkpoints/step_{step}.ckpt"
-    gone_on = train(*COUNTING, at, f"strategy={strategy}", **options)
-    for name in (*COUNTS, "last"):
-        expected = {index: value for index, value in counted.column(name).items() if index >= step}
-        assert gone_on.column(name) == expected, name
-
-
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), *at_night(("deepspeed_stage_2", 2), ("single", 0))])
-def test_it_is_there_in_an_evaluation(strategy: str, ranks: int, counted: Finished, train: Train) -> None:
-    test = (f"ckpt_path={counted.run_dir}/checkpoints/step_8.ckpt", "mode=test", "run_id=test")
-    tested = train(*COUNTING, f"strategy={strategy}", *test, ranks=ranks)
-    assert [set(tested.column(name).values()) for name in COUNTS] == [{8.0}, {16.0}, {64.0}]
 
 
 def ended(run: Finished) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lightswitch.checkpoints import optimizers
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.errors import Refused, UnfitCheckpoint
 from tests.engine.checkpoints.damages import flip
-from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
+from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, once, runs_in
 from tests.engine.curves import largest_difference
 from tests.engine.plain import PlainModel
 from tests.night import at_night
@@ -78,19 +78,19 @@ class SAM(Optimizer):
         return loss
 
 
-class LookaheadModel(PlainModel):
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = Lookahead(torch.optim.AdamW(self.parameters(), lr=0.05))
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7), "interval": "step"}]
+class WrappedModel(PlainModel):
+    def __init__(self, wrapper: str) -> None:
+        super().__init__()
+        self.wrapper = wrapper
 
-
-class SAMModel(PlainModel):
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = SAM(self.parameters(), lr=0.05)
+        is_sam, parameters = self.wrapper == "SAM", self.parameters()
+        optimizer = SAM(parameters, lr=0.05) if is_sam else Lookahead(torch.optim.AdamW(parameters, lr=0.05))
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7), "interval": "step"}]
 
 
 HERE = "model._target_=tests.engine.checkpoints.test_portable"
+WRAPPED = f"{HERE}.WrappedModel"
 TWO = (
     *("run_id=mine", PLAIN_DATA, "data.samples=60", "global_batch_size=12", "trainer.accelerator=cpu"),
     *("trainer.log_every_n_steps=1", "trainer.val_check_interval=100"),
@@ -98,11 +98,11 @@ TWO = (
 
 
 @pytest.mark.parametrize(
-    ("model", "strategy"),
-    [("LookaheadModel", "single"), ("SAMModel", "fsdp"), *at_night(("LookaheadModel", "fsdp"), ("SAMModel", "ddp"))],
+    ("wrapper", "strategy"),
+    [("Lookahead", "single"), ("SAM", "fsdp"), *at_night(("Lookahead", "fsdp"), ("SAM", "ddp"))],
 )
-def test_an_optimizer_inside_of_another_goes_on(model: str, strategy: str, train: Train) -> None:
-    run, options = (*TWO, f"{HERE}.{model}"), {} if strategy == "single" else {"ranks": 2}
+def test_an_optimizer_inside_of_another_goes_on(wrapper: str, strategy: str, train: Train) -> None:
+    run, options = (*TWO, WRAPPED, f"model.wrapper={wrapper}"), {} if strategy == "single" else {"ranks": 2}
     whole = train(*run, "strategy=single", "trainer.max_steps=9")
     first = train(*run, "strategy=single", "trainer.max_steps=4")
     again = train(*run, f"strategy={strategy}", "trainer.max_steps=7", folder=first.folder, **options)
@@ -111,7 +111,7 @@ def test_an_optimizer_inside_of_another_goes_on(model: str, strategy: str, train
 
 
 def test_deepspeed_says_that_it_begins_an_inner_optimizer_anew(train: Train) -> None:
-    run = train(*TWO, f"{HERE}.LookaheadModel", "strategy=deepspeed_stage_2", "trainer.max_steps=2", ranks=2)
+    run = train(*TWO, WRAPPED, "model.wrapper=Lookahead", "strategy=deepspeed_stage_2", "trainer.max_steps=2", ranks=2)
     assert "omit the state of the inner optimizer of Lookahead(AdamW)" in run.out
 
 
@@ -272,9 +272,7 @@ class OutsideModel(PlainModel):
 def test_an_optimizer_over_what_is_no_parameter_is_refused_before_training(strategy: str, train: Train) -> None:
     options = {} if strategy == "single" else {"ranks": 2}
     refused = train(*TWO, f"{HERE}.OutsideModel", f"strategy={strategy}", check=False, **options)
-    assert refused.returncode == 2, refused.err
-    assert "error: Adam optimizes a tensor of shape (2,) that is not a parameter of the module" in refused.err
-    assert "Traceback" not in refused.err
+    assert "Adam optimizes a tensor of shape (2,) that is not a parameter of the module" in refused.refusal
 
 
 # What is found to differ between a checkpoint and the run that is to go on from it
@@ -299,10 +297,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("other", OTHERS)
 def test_what_differs_is_told_in_a_line(other: str, saved: Path, train: Train) -> None:
     refused = train(*SHORT, f"resume={saved}", other, "trainer.max_steps=6", check=False)
-    (line,) = (line for line in refused.err.splitlines() if line.startswith("error"))
-    assert line.startswith(f"error: {saved} {OTHERS[other]}")
-    assert "Traceback" not in refused.err
-    assert refused.returncode == 2
+    assert refused.refusal.startswith(f"{saved} {OTHERS[other]}")
 
 
 def test_a_run_can_start_from_the_weights_alone(saved: Path, train: Train) -> None:
@@ -338,8 +333,6 @@ def test_weights_that_do_not_fit_are_told_with_what_takes_the_others(saved: Path
     refused = train(*run, "model.width=32", check=False)
     assert "net.0.weight is 16×2 in the checkpoint and 32×2 in the model" in refused.err
     assert "take what fits with init_names={}; where shapes differ, give the checkpoint's weights" in refused.err
-    nothing = train(*run, f"{HERE}.OtherHead", "init_names={}", check=False)
-    assert "none of its 4 tensors has the name of a tensor in the model" in nothing.err
 
 
 def test_a_run_started_again_goes_on_and_not_from_the_initial_weights(saved: Path, train: Train) -> None:
@@ -360,9 +353,7 @@ def test_a_run_that_starts_anew_leaves_the_checkpoints_of_the_one_before(saved: 
 HARMED = (*SHORT, "strategy=ddp", "callbacks.last_checkpoint.every_n_steps=2", "trainer.max_steps=4")
 
 
-@pytest.fixture(scope="module")
-def of_two(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return runs_in(tmp_path_factory.mktemp("of_two"))(*HARMED, ranks=2)
+of_two = once(*HARMED, ranks=2)
 
 
 @pytest.mark.parametrize("harmed", [["step_4"], ["step_4", "step_2"]], ids=["the newest", "all"])
@@ -378,8 +369,7 @@ def test_every_rank_knows_which_checkpoints_are_harmed(
     told = [f"runs/plainmodel/mine/checkpoints/{name}.ckpt {damage}" for name in harmed]
     if len(harmed) == 2:
         advice = "start over with resume=never, or resume another one with resume=PATH"
-        assert again.err.splitlines()[0] == f"error: {'; '.join([*told, advice])}"
-        assert again.returncode == 2
+        assert again.refusal == "; ".join([*told, advice])
     else:
         assert f"{told[0]}; skipping it\nresumes    runs/plainmodel/mine/checkpoints/step_2.ckpt\n" in again.out
         assert (again.returncode, again.out.count(told[0])) == (0, 1)

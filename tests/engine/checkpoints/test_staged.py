@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -10,19 +11,47 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import Strategy
 
 from lightswitch.checkpoints import directory
+from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.saver import CHUNK_BYTES, Pool, Saver, share, with_own_storage
+from lightswitch.checkpoints.shards import Stored, local
+from lightswitch.strategies.ddp import DDP
+from lightswitch.strategies.fsdp import FSDP
 from tests.engine.conftest import PLAIN, Train, context
+from tests.engine.plain import PlainModel
 from tests.engine.tiny import LANGUAGE
 from tests.night import at_night
+
+
+class Telling(PortableCheckpoints, Strategy):
+    def stage(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+        staged = super().stage(tensors)
+        told_bytes = sum(local(tensor).nbytes for tensor in staged.values())
+        Path(f"staged_{self.global_rank}").write_text(str(told_bytes))
+        return staged
+
+
+class TellingDDP(Telling, DDP):
+    pass
+
+
+class TellingFSDP(Telling, FSDP):
+    pass
+
+
+class LeavesGPUsAlone(PlainModel):
+    def on_fit_end(self) -> None:
+        assert not torch.cuda.is_initialized()
+
 
 MEBI = 2**20
 GPT2 = [(50_257, 768), (1024, 768), *[(768, 2304), (768, 768), (768, 3072), (3072, 768), (768,)] * 12]
 SAVED = ("trainer.max_steps=2", "trainer.limit_val_batches=0", "micro_batch_size=null")
 
 
-OF = "trainer.strategy._target_=tests.engine.checkpoints.staged."
+OF = "trainer.strategy._target_=tests.engine.checkpoints.test_staged."
 SPREAD = {
     "ddp × 2": (2, "strategy=ddp", f"{OF}TellingDDP"),
     "fsdp_hybrid 2 × 2": (4, "strategy=fsdp_hybrid", f"{OF}TellingFSDP", "trainer.strategy.shard_size=2"),
@@ -124,7 +153,7 @@ def test_a_save_on_a_cpu_asks_nothing_of_cuda() -> None:
 
 @pytest.mark.gpu
 def test_a_run_on_cpus_leaves_the_gpus_alone(train: Train) -> None:
-    ends = "model._target_=tests.engine.checkpoints.staged.LeavesGPUsAlone"
+    ends = "model._target_=tests.engine.checkpoints.test_staged.LeavesGPUsAlone"
     train(*PLAIN, ends, "trainer.accelerator=cpu", "strategy=single", "trainer.max_steps=4")
 
 

@@ -1,10 +1,20 @@
-"""Environments as launchers set them."""
+"""Who started this process, where processes meet, and whether they were given the same."""
 
 from __future__ import annotations
 
+import pickle
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from lightswitch.cluster.consistency import HIDDEN, Evidence, difference, digests
+from lightswitch.cluster.environments import LocalEnvironment
 from lightswitch.cluster.placement import Placement, detect
+from lightswitch.cluster.sealed import Sealed
+from lightswitch.config.confidential import Values
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -81,3 +91,130 @@ def test_the_processes_of_a_launcher_are_external() -> None:
     assert detect(TORCHRUN).is_external
     assert detect(EXPORTED).is_external
     assert not detect(BATCH_SHELL).is_external
+
+
+# The port at which the processes that one process starts will meet
+
+
+@pytest.fixture
+def local(monkeypatch: pytest.MonkeyPatch) -> LocalEnvironment:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    return LocalEnvironment()
+
+
+def test_nobody_is_given_the_port_of_a_run_before_its_rank_0_listens(local: LocalEnvironment) -> None:
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", local.main_port))  # what the kernel asks of itself for a port it hands out
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", ""])
+def test_rank_0_can_listen_there(local: LocalEnvironment, address: str) -> None:
+    with socket.create_server((address, local.main_port)):
+        socket.create_connection(("127.0.0.1", local.main_port)).close()
+
+
+def test_ranks_that_are_spawned_are_told_its_number(local: LocalEnvironment) -> None:
+    port = local.main_port
+    assert pickle.loads(pickle.dumps(local)).main_port == port != LocalEnvironment().main_port
+
+
+def test_a_port_that_was_given_is_not_another(local: LocalEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29511")
+    assert local.main_port == 29511
+
+
+# Processes that were given different things, and what they are told
+
+USUAL = Evidence(
+    {"python": "3.12.1", "torch": "2.13.0"}, {"train.py": "a", "src/net.py": "b"}, "usual", run_dir="/runs/a"
+)
+FOUR = [replace(USUAL, rank=rank, node=f"node{rank // 2 + 1}") for rank in range(4)]
+READABLE: Mapping[str, Mapping[str, str]] = {
+    "usual": {"seed": "1", "data.token": f"{HIDDEN}a"},
+    "other seed": {"seed": "2", "data.token": f"{HIDDEN}a"},
+    "more": {"seed": "2", "data.token": f"{HIDDEN}a", "lr": "1"},
+    "other token": {"seed": "1", "data.token": f"{HIDDEN}b"},
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (
+            {3: {"versions": {"python": "3.12.1", "torch": "2.12.0"}}},
+            "rank 3 on node2 has torch 2.12.0, the other 3 have torch 2.13.0; install the same version on every node",
+        ),
+        (
+            {2: {"code": {"train.py": "a", "src/net.py": "c", "new.py": "d"}}},
+            "rank 2 on node2 has another src/net.py, another new.py than the other 3; use the same code on every node",
+        ),
+        (
+            {0: {"config": "other seed"}, 1: {"config": "more"}, 3: {"config": "other seed"}},
+            "rank 1 on node1 has lr=1, most have no lr; give every process the same overrides",
+        ),
+        (
+            {3: {"config": "other token"}},
+            "rank 3 on node2 has another data.token than the other 3; "
+            "give every process the same overrides, and the same environment",
+        ),
+        (
+            {3: {"config": "left nowhere"}},
+            "rank 3 on node2 has another config than the other 3; "
+            "give every process the same overrides, and the same environment",
+        ),
+        (
+            {2: {"config": "", "sees_run_directory": False}, 3: {"config": "", "sees_run_directory": False}},
+            "2 ranks on node2 do not see what rank 0 writes to the run directory; put it where all nodes can read it",
+        ),
+        (
+            {1: {"config": "", "sees_run_directory": False, "run_dir": "/runs/b"}},
+            "rank 1 on node1 has run directory /runs/b, rank 0 on node1 has run directory /runs/a; "
+            "start every process in the same folder, with the same run_id",
+        ),
+    ],
+    ids=["versions", "code", "config", "hidden value", "unreadable", "run directory", "other run"],
+)
+def test_the_odd_ones_are_named_with_what_they_have(changed: dict[int, dict[str, object]], told: str) -> None:
+    assert difference([replace(one, **changed.get(one.rank, {})) for one in FOUR], READABLE.get) == told
+
+
+def test_those_that_agree_are_told_nothing() -> None:
+    assert difference(FOUR, READABLE.get) is None
+
+
+def test_a_link_to_nothing_is_no_code(tmp_path: Path) -> None:
+    """Such as an editor's lock beside the file that it edits."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/net.py").write_text("x = 1\n")
+    (tmp_path / "src/.#net.py").symlink_to("me@here.4711")
+    assert list(digests([tmp_path / "src"])) == ["src/net.py"]
+
+
+VALUES = Values({"seed": "1", "data.token": "hunter2"}, frozenset({"data.token"}))
+
+
+def test_a_digest_can_not_be_guessed_without_the_run_directory(tmp_path: Path) -> None:
+    first, second = Sealed.make(tmp_path, VALUES), Sealed.make(tmp_path, VALUES)
+    same = Sealed.find(tmp_path, first.folder.name, VALUES, 0)
+    assert same is not None
+    assert same.digest == first.digest != second.digest
+    assert (first.folder.stat().st_mode & 0o777, (first.folder / "key").stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+def test_what_is_hidden_is_left_as_a_digest(tmp_path: Path) -> None:
+    first = Sealed.make(tmp_path, Values({}))
+    other = Sealed.find(tmp_path, first.folder.name, VALUES, 0)
+    assert other is not None
+    other.leave()
+    assert "hunter2" not in (first.folder / other.digest).read_text()
+    told = first.read(other.digest)
+    assert told is not None
+    assert told["seed"] == "1"
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc", ".meeting_0123456789abcdef/..", ""])
+def test_a_name_from_the_network_leads_nowhere_else(name: str, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "key").write_bytes(bytes(32))
+    (tmp_path / "run").mkdir()
+    assert Sealed.find(tmp_path / "run", name, VALUES, 0) is None

@@ -134,12 +134,19 @@ def test_what_is_raised_on_purpose_before_the_first_step_is_told_once(
 
 
 def test_constructors_that_refuse_are_told_together_and_lightnings_own_without_a_traceback(train: Train) -> None:
-    lost = ("callbacks.lost._target_=tests.engine.runs.refusing.Lost", "run_id=mine")
-    refused = train(*BUG, "model.how=refuses", "model.where=__init__", *lost, check=False)
-    told = "error: callbacks: [Errno 2] No such file or directory: 'lost.txt'"
-    assert refused.err.splitlines() == [f"error: model: {REFUSED}", told]
+    lost = (
+        "callbacks.lost._target_=tests.engine.runs.refusing.Lost",
+        "data._target_=tests.engine.runs.refusing.LostData",
+    )
+    refused = train(FAILING_MODEL, "model.how=refuses", "model.where=__init__", *lost, *SHORT, check=False)
+    assert sorted(refused.err.splitlines()) == [
+        "error: callbacks: [Errno 2] No such file or directory: 'lost.txt'",
+        "error: data: [Errno 2] No such file or directory: 'nowhere.txt'",
+        f"error: model: {REFUSED}",
+    ]
+    assert refused.returncode == 2
     log = (refused.run_dir / "train.log").read_text()
-    assert (log.count("Traceback"), log.count("in fail"), log.count("in __init__")) == (2, 1, 2)
+    assert (log.count("Traceback"), log.count("in fail"), log.count("in __init__")) == (3, 1, 3)
     refused = train(*PLAIN, "trainer.fast_dev_run=-1", "trainer.accelerator=cpu", check=False)
     assert refused.err.startswith("error: trainer: ")
     assert not (refused.folder / "runs").exists()

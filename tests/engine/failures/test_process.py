@@ -73,8 +73,7 @@ def test_a_process_ends_with_its_parent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
-    [(3, "ended with exit code 3"), (-9, "was killed by SIGKILL"), (-40, "was killed by signal 40")],
+    ("code", "told"), [(3, "ended with exit code 3"), (-9, "was killed by SIGKILL"), (-40, "was killed by signal 40")]
 )
 def test_how_a_process_ended_is_told_for_every_signal(code: int, told: str) -> None:
     assert ended_by(code) == told

@@ -1,15 +1,38 @@
-"""The rules by which the hub says what failed first."""
+"""The rules by which the hub says what failed first, and what it hears of ranks for that."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import linecache
+import pickle
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from traceback import walk_stack
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
+import lightswitch
 from lightswitch.errors import Failure
+from lightswitch.failures import stopping
 from lightswitch.failures.classify import Rank, failure_of
-from lightswitch.failures.stacks import ThreadPosition, thread_position
+from lightswitch.failures.stacks import ThreadPosition, collectives_entered, is_waiting, thread_position
+from lightswitch.failures.stopping import Rounds
 from lightswitch.failures.verdict import ANSWER_SECONDS, RankState, Timeouts, standstill, verdict
+from tests.engine.monitoring.conftest import Clock
+from tests.pool import Pool
 
 TIMEOUTS = Timeouts(lost_after_seconds=60, hung_after_seconds=1000)
 WAITS = ThreadPosition("distributed.py:1 in all_reduce: wait()", True, 0)
@@ -45,11 +68,7 @@ def test_an_error_that_follows_from_nothing_is_the_first() -> None:
 @pytest.mark.parametrize(
     ("gone", "oom_kills", "line"),
     [
-        (
-            [1],
-            0,
-            "rank 1 of 4 on node1 failed: process 101 ended without an error message: it was killed, or crashed ",
-        ),
+        ([1], 0, "rank 1 of 4 on node1 failed: process 101 ended without an error message: it was killed, or crashed "),
         ([1], 3, "rank 1 of 4 on node1 failed: process 101 was killed because node1 ran out of memory"),
         ([2, 3], 0, "node2 was lost: all its processes, ranks 2, 3, ended without an error message"),
     ],
@@ -119,10 +138,7 @@ def test_ranks_that_all_wait_at_different_lines_are_told_once_for_a_line() -> No
     assert told is not None
     first, *lines = told.splitlines()
     assert first.startswith("waiting    for 61 s without a batch: the ranks wait for one another")
-    assert lines == [
-        f"ranks 0, 1, 3, 4, 5, 6, 7, 8 and 3 more at {WAITS.location}",
-        f"rank 2 at {elsewhere.location}",
-    ]
+    assert lines == [f"ranks 0, 1, 3, 4, 5, 6, 7, 8 and 3 more at {WAITS.location}", f"rank 2 at {elsewhere.location}"]
 
 
 @pytest.mark.parametrize("other", [WAITS, WORKS, None])
@@ -146,3 +162,192 @@ def test_errors_of_connections_are_taken_for_those_that_follow() -> None:
 def test_a_position_names_the_line_of_the_code_that_called() -> None:
     assert "test_verdict.py" in thread_position().location
     assert not thread_position().waits
+
+
+# Where a rank stands is told by the user's own line, wherever the user's package lies, and whether it waits there
+
+
+def test_a_package_beside_the_engine_is_the_users_own() -> None:
+    beside = str(Path(lightswitch.__file__).parents[1] / "birdsong/net.py")
+    names: dict[str, Any] = {"thread_position": thread_position}
+    exec(compile("def training_step():\n    return thread_position()\n", beside, "exec"), names)
+    assert names["training_step"]().location.startswith(f"{beside}:2 in training_step")
+
+
+class Loss:
+    """A tensor on a device that does not answer: its methods are C's, and return once it is freed."""
+
+    def __init__(self, freed: threading.Lock) -> None:
+        type(self).__bool__ = type(self).__float__ = type(self).item = type(self).tolist = freed.acquire
+
+    def __add__(self, other: object) -> Loss:
+        return self
+
+
+WAITING = (
+    "loss.item()",
+    "total = 1.0 + (loss + [len('ü')]).item()",
+    "rows = sorted(\n        loss\n        .tolist()\n    )",
+    "while loss:\n        break",
+    "if not loss:\n        total = 1",
+    "total = [value.item() for value in [loss]]",
+    "torch.nn.functional.relu(loss.item())",
+)
+WORKING = ("time.sleep(3600)", "jobs.get(timeout=3600)", "freed.acquire()")
+EXACT = (
+    "time.sleep(float(3600))",  # a wait's name in the same line
+    "freed.acquire(True, float(3600))",
+    "for number in range(10**9):\n        number += 1\n        if ended.is_set():\n            break",
+)
+
+
+@contextmanager
+def _standing(body: str) -> Iterator[FrameType]:
+    """The innermost frame of a thread that stands in a step."""
+    freed, ended = threading.Lock(), threading.Event()
+    freed.acquire()
+    names: dict[str, Any] = {"torch": torch, "time": time, "jobs": queue.Queue(), "freed": freed, "ended": ended}
+    source = f"def step(loss, total=0):\n    {body}\n"
+    linecache.cache["step.py"] = (len(source), None, source.splitlines(keepends=True), "step.py")
+    exec(compile(source, "step.py", "exec"), names)
+    thread = threading.Thread(target=_run, args=(names["step"], Loss(freed)), daemon=True)
+    thread.start()
+    try:
+        yield _frame_that_stands(thread)
+    finally:
+        ended.set()
+        freed.release()
+        names["jobs"].put(None)
+        if "sleep" not in body:  # one that sleeps ends with this process
+            thread.join()
+
+
+def _frame_that_stands(thread: threading.Thread) -> FrameType:
+    """Return a thread's innermost frame once the thread is in the step, and has not moved for a while, or is in a
+    loop."""
+    places: list[tuple[str, int]] = []  # in the step
+    while True:
+        frame = sys._current_frames()[thread.ident or 0]
+        if any(above.f_code.co_filename == "step.py" for above, _ in walk_stack(frame)):
+            places.append((frame.f_code.co_name, frame.f_lasti))
+            is_in_loop = len(set(places)) > 1 and len(places) > 50
+            if (len(places) >= 20 and len({*places[-20:]}) == 1) or is_in_loop:
+                return frame
+        time.sleep(0.01)
+
+
+def _run(step: Callable[[Loss], None], loss: Loss) -> None:
+    with contextlib.suppress(TypeError, queue.Empty):  # a lock's True is no loss
+        step(loss)
+
+
+@pytest.mark.parametrize("body", WAITING)
+def test_a_call_that_waits_for_the_device_is_a_wait_for_other_ranks(body: str) -> None:
+    with _standing(body) as frame:
+        assert is_waiting(frame)
+
+
+@pytest.mark.parametrize("body", WORKING)
+def test_any_other_call_is_not(body: str) -> None:
+    with _standing(body) as frame:
+        assert not is_waiting(frame)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python tells which line it is at, and not which part of it")
+@pytest.mark.parametrize("body", EXACT)
+def test_the_call_at_hand_decides_and_not_its_line(body: str) -> None:
+    with _standing(body) as frame:
+        assert not is_waiting(frame)
+
+
+# What a rank has entered is counted as torch's flight recorder does, whether or not that runs
+
+
+@contextmanager
+def _group_of_one(backend: str) -> Iterator[None]:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _recorded(dump: Callable[[], bytes]) -> int:
+    """The number of the last collective that was entered in the newest group."""
+    groups = pickle.loads(dump())["pg_status"]
+    return groups[max(groups, key=int)]["last_enqueued_collective"]
+
+
+def test_collectives_are_counted_in_each_group() -> None:
+    with _group_of_one("gloo"):
+        other = dist.new_group([0])
+        before = collectives_entered()
+        dist.all_reduce(torch.ones(1), async_op=True)
+        dist.all_reduce(torch.ones(1))
+        dist.barrier(group=other)
+        after = collectives_entered()
+    first, second = before
+    assert (after[first] - before[first], after[second] - before[second]) == (2, 1)
+    assert collectives_entered() == {}
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="this torch records NCCL's collectives alone")
+def test_the_count_is_the_flight_recorders() -> None:
+    with _group_of_one("gloo"):
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1))
+        (count,) = collectives_entered().values()
+        assert count == _recorded(c10d._dump_fr_trace) > 2
+
+
+@pytest.mark.gpu
+def test_the_count_is_the_flight_recorders_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # by default, some torch records nothing
+        monkeypatch.setenv(name, "100")
+    torch.cuda.set_device(0)
+    with _group_of_one("nccl"):
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1, device="cuda"), async_op=True)
+        (count,) = collectives_entered().values()
+        assert count == _recorded(c10d._dump_nccl_trace) > 2
+
+
+# Ranks learn of one another in the same steps, at each one where steps are long and at few of many short ones
+
+LONG_STEPS, SHORT_STEPS, ASKS_IN_STEP = 3, 100, 50  # rank 1 gives another number from a certain step on
+
+
+def test_a_process_that_is_alone_answers_itself_in_each_step() -> None:
+    rounds = Rounds(None)
+    assert [(rounds.end_before_step(), rounds.end(number)) for number in (0, 2, 1)] == [(True, 0), (True, 2), (True, 1)]
+
+
+def test_ranks_end_a_round_before_the_same_steps(pool: Pool) -> None:
+    ended, by_rank_1 = pool(2)(_steps)
+    assert ended == by_rank_1
+    steps = [step for step, _ in ended]
+    assert steps[: LONG_STEPS + 1] == list(range(LONG_STEPS + 1))
+    assert max(later - earlier for earlier, later in itertools.pairwise(steps)) <= 16
+    assert len(steps) < SHORT_STEPS / 4
+    heard = [step for step, largest in ended if largest]
+    assert ASKS_IN_STEP < heard[0] <= ASKS_IN_STEP + 16
+
+
+def _steps() -> list[tuple[int, int]]:
+    """The steps before which a round has ended in this rank, with the largest number that was given.
+
+    By a clock of its own, which knows nothing of how busy the machine is.
+    """
+    dist.init_process_group("gloo")
+    rank, ended, clock = dist.get_rank(), [], Clock()
+    rounds = Rounds(dist.group.WORLD)
+    with patch.object(stopping, "perf_counter", clock):
+        _train(rounds, rank, ended, clock)
+    return ended
+
+
+def _train(rounds: Rounds, rank: int, ended: list[tuple[int, int]], clock: Clock) -> None:
+    for step in range(LONG_STEPS + SHORT_STEPS):
+        number = int(rank == 1 and step >= ASKS_IN_STEP)
+        if rounds.end_before_step():
+            ended.append((step, rounds.end(number)))
+        clock.sleep(0.3 if step < LONG_STEPS else 0.001 * (1 + rank))
+        rounds.begin(number)

@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from tests.engine.conftest import CHECKOUT
-from tests.engine.gpu import benchmark, failures, largest, machine, matrix, memory, parity, parts, resume, shared, suite
+from tests.engine.gpu import benchmark, failures, machine, matrix, memory, parts, shared, suite, ways
 from tests.engine.gpu.cells import Cell, Lacking, Piece, Result, Scale
 from tests.engine.gpu.command import end_children
 from tests.engine.gpu.record import OtherMachine, Record
@@ -32,15 +32,15 @@ from tests.engine.tables.gpu import RESULTS
 PIECES: dict[str, Callable[[Scale], Piece]] = {
     "tests": suite.piece,
     "matrix": matrix.piece,
-    "parity": parity.piece,
-    "resume": resume.piece,
+    "parity": ways.parity,
+    "resume": ways.resume,
     "failures": failures.piece,
     "shared": shared.piece,
-    "memory": memory.piece,
+    "memory": memory.planned,
     "benchmark": benchmark.eager,
     "compiled": benchmark.compiled,
     "parts": parts.piece,
-    "largest": largest.piece,
+    "largest": memory.largest,
 }
 PASSED, FAILED, MISTAKEN, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes
 

@@ -22,7 +22,7 @@ from tests.engine.gpu import failures
 from tests.engine.gpu.cells import Cell, Found, Lacking, Piece, Result, Scale
 from tests.engine.gpu.command import run
 from tests.engine.gpu.matrix import TRAINS
-from tests.engine.gpu.parity import LARGEST
+from tests.engine.gpu.ways import LARGEST
 from tests.engine.tables.failures import CASES, local
 from tests.engine.tables.matrix import cell
 from tests.engine.tables.resume import END, RUN, SAVED, difference

@@ -137,9 +137,7 @@ _MODULE = {
     ],
     "has weights elsewhere": [
         Elsewhere("engine/checkpoints/test_portable.py", "test_a_run_can_start_from_the_weights_alone"),
-        Elsewhere(
-            "engine/checkpoints/test_safetensors.py", "test_a_run_starts_from_those_that_fit_and_tells_the_others"
-        ),
+        Elsewhere("engine/checkpoints/test_foreign.py", "test_a_run_starts_from_those_that_fit_and_tells_the_others"),
     ],
     "reads an IterableDataset": [
         Elsewhere(

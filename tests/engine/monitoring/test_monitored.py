@@ -39,13 +39,7 @@ def best(folder: Path, monitor: str | None = None, names: tuple[str, ...] = ("va
 
 def test_the_best_value_of_a_metric_follows_from_its_name() -> None:
     lowest = (
-        "val/loss",
-        "val/mape",
-        "val_top1_error",
-        "val/brier_score",
-        "fid_score",
-        "val/acc_loss",
-        "wer",
+        *("val/loss", "val/mape", "val_top1_error", "val/brier_score", "fid_score", "val/acc_loss", "wer"),
         "val/mae",
     )
     highest = ("val/acc", "val_accuracy_top5", "val/mAP", "map_50", "val/MulticlassF1Score", "valid.auroc", "val/r2")

@@ -1,3 +1,5 @@
+"""What a log and a terminal show of a run, while it goes and at its end."""
+
 import io
 import logging
 import os
@@ -8,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from lightswitch.monitoring.display import clock as clock_text
+from lightswitch.monitoring.display import compact, table
 from lightswitch.monitoring.progress import Progress
-from tests.engine.monitoring.clock import Clock
+from tests.engine.monitoring.conftest import Clock
 from tests.engine.monitoring.test_metrics import SaveAt
 from tests.engine.monitoring.tiny import BATCH, Engine, Regression, loader, trainer
 
@@ -244,3 +249,31 @@ def _read_all(terminal: int) -> str:
     except OSError:  # Linux's way to say that the other end is closed
         pass
     return b"".join(chunks).decode()
+
+
+def test_names_stand_left_and_values_right() -> None:
+    rows = {"train/loss": 2.30258, "steps": 1000, "samples": 64_000, "time": timedelta(seconds=21.4)}
+    assert table(rows).splitlines() == [
+        "train/loss   2.303",
+        "steps        1,000",
+        "samples     64,000",
+        "time          0:21",
+    ]
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert table({"val/loss": None, "device": "cpu"}) == "device  cpu"
+    assert table({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (3.14159, "3.14"), (42.06, "42.1"), (370, "370"), (999.7, "1k"), (45_213, "45.2k"), (1.23e6, "1.23M")],
+)
+def test_numbers_get_three_digits_and_a_magnitude(number: float, text: str) -> None:
+    assert compact(number) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (183_600, "51:00:00")])
+def test_durations_read_as_a_clock(seconds: float, text: str) -> None:
+    assert clock_text(seconds) == text

@@ -1,4 +1,4 @@
-"""What is logged is held as Lightning holds it, in fewer calls."""
+"""What is logged is held as Lightning holds it, in fewer calls, and without a profiler."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torchmetrics import MeanMetric
 
 from lightswitch.monitoring.step_results import Results
+from lightswitch.monitoring.step_timer import NoProfiler
 
 
 def test_a_value_goes_to_the_device_of_the_next_one() -> None:
@@ -64,3 +65,22 @@ def _calls(results: _ResultCollection) -> int:
     finally:
         sys.setprofile(before)
     return counted
+
+
+# What stands in for a profiler
+
+
+def test_its_contexts_nest_and_let_errors_through() -> None:
+    profiler = NoProfiler()
+    raised = None
+
+    try:
+        with profiler.profile("epoch"), profiler.profile("step"):
+            raise KeyError("a user's")
+    except KeyError as error:
+        raised = error
+
+    assert raised is not None
+    with profiler.profile("epoch"):
+        pass
+    assert profiler.summary() == ""

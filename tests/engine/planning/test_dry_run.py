@@ -3,23 +3,64 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint import FileSystemReader
 
+from lightswitch.planning.collectives import Collective, exchanges
+from lightswitch.planning.tracking import Tracking
 from tests.engine.conftest import Finished, Train
-from tests.engine.planning.truth import NumbersOfText
+from tests.engine.planning.test_truth import NumbersOfText
 from tests.engine.tiny import LANGUAGE_MODEL
 from tests.night import at_night
 
-MODEL = (*LANGUAGE_MODEL, "data._target_=tests.engine.planning.truth.NumbersOfText")
+
+class Witness(Tracking):
+    """Writes witness_<rank>.json: the collectives of step 2, by the ledger; all else as the run itself has it.
+
+    Before that step, DistributedDataParallel still sorts its buckets.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+        self.seen: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self.seen.append(batch[0].tolist())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        sent = exchanges((one, 1) for micro in self.steps()[2].collectives for one in micro if one != _of_signals())
+        told = {"groups": _groups(trainer), "seen": self.seen, "collectives": [asdict(one) for one in sent]}
+        (self.folder / f"witness_{trainer.global_rank}.json").write_text(json.dumps(told))
+
+
+def _of_signals() -> Collective:
+    """What ranks tell one another of signals, beside the step: two numbers of 64 bits."""
+    return Collective("all_reduce", 16, tuple(range(dist.get_world_size())))
+
+
+def _groups(trainer: Trainer) -> dict[str, list[int]]:
+    if not isinstance(trainer.strategy, ModelParallelStrategy):
+        return {"replicate": dist.get_process_group_ranks(dist.group.WORLD)}
+    mesh = trainer.strategy.device_mesh
+    return {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in mesh.mesh_dim_names or ()}
+
+
+MODEL = (*LANGUAGE_MODEL, "data._target_=tests.engine.planning.test_truth.NumbersOfText")
 REAL = (
     *("trainer.max_steps=4", "trainer.limit_val_batches=0", "trainer.num_sanity_val_steps=0"),
     *("~callbacks.best_checkpoint", "~logger", "~callbacks.lr_monitor"),
     "trainer.log_every_n_steps=50",
-    "callbacks.witness._target_=tests.engine.planning.witness.Witness",
+    "callbacks.witness._target_=tests.engine.planning.test_dry_run.Witness",
     "callbacks.witness.folder=${hydra:runtime.output_dir}",
 )
 TENSOR_PARALLEL = "trainer.strategy.plans.LanguageModel=tests.engine.models.language.tensor_parallel"
@@ -101,3 +142,18 @@ def test_bad_input_gets_a_line(train: Train, words: tuple[str, ...], told: tuple
     assert len(lines) == len(told)
     assert all(expected in line for expected, line in zip(told, lines, strict=True))
     assert not list(run.folder.glob("runs/*/*"))
+
+
+# mode=dry_run over a sweep of worlds
+
+
+@pytest.mark.nightly
+def test_a_sweep_ends_with_how_the_run_scales(train: Train) -> None:
+    words = ("strategy=fsdp", "plan.device=h100", "global_batch_size=16", "micro_batch_size=2")
+    run = train("-m", "mode=dry_run", *MODEL, *words, "trainer.devices=2,4", "run_id=grid")
+    (folder,) = run.folder.glob("runs/*/grid")
+    (line,) = json.loads((folder / "scaling.json").read_text())
+    found = [(point["ranks"], point["global_batch"], point["accumulation"]) for point in line["points"]]
+    assert found == [(2, 16, 4), (4, 16, 2)]
+    assert {path.name for path in folder.iterdir()} >= {"scaling.svg", "scaling_dark.svg"}
+    assert "efficiency" in run.out

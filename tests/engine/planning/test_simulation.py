@@ -1,11 +1,13 @@
-"""What follows from one simulation is what another one finds."""
+"""What follows from one simulation of a rank is what another one finds."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +15,133 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
+from lightswitch.errors import RefusedRequest
+from lightswitch.planning.dry_run import Rank, rehearse, span
 from lightswitch.planning.estimate import Step
 from lightswitch.planning.fakes import World
 from lightswitch.planning.simulation import Work, simulate
 from lightswitch.planning.tracking import Tracking
+from lightswitch.planning.values import Repeats
+from lightswitch.process import call_each_forked
 from lightswitch.strategies.ddp import DDP, Single
 from lightswitch.strategies.fsdp import FSDP
 from tests.engine.models.language import LanguageModel
-from tests.engine.planning.test_rank import WORK
+
+WORK = Work(
+    lambda: LanguageModel(partial(torch.optim.AdamW, lr=1e-3)),
+    lambda count: 2 * (torch.zeros(count, 32, dtype=torch.long),),
+    is_cut=False,
+    samples=2,
+    accumulation=1,
+    options={"gradient_clip_val": 1.0},
+)
+
+
+def _alone(make: Callable[[], Strategy], world: World) -> tuple[Rank, int]:
+    def rehearsed() -> tuple[Rank, int]:
+        return rehearse(WORK, make(), world)[0], rank_zero_only.rank  # type: ignore[attr-defined]  # a function's
+
+    (found,) = call_each_forked([rehearsed])
+    return found
+
+
+def test_a_rank_of_a_thousand_knows_its_groups() -> None:
+    rank, own = _alone(partial(FSDP, "HYBRID_SHARD"), World(128, 8, rank=517))
+    replicate, shard = rank.axes
+    assert (replicate.size, replicate.position, replicate.ranks[:2]) == (128, 64, (5, 13))  # device 5 of each node
+    assert (shard.size, shard.position, shard.ranks) == (8, 5, tuple(range(512, 520)))  # node 64
+    assert rank.data_rank == 517
+    assert own == 0  # this process is rank 0 of its own, as before
+
+
+def test_a_process_that_ends_is_told() -> None:
+    with pytest.raises(RefusedRequest, match="has ended, with exit code 3"):
+        call_each_forked([lambda: os._exit(3)])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"), [((4,), "4"), ((0, 4), "0, 4"), (range(8), "0 to 7"), (range(5, 1024, 8), "5, 13, 21 … 1021")]
+)
+def test_ranks_are_told_in_few_words(ranks: range, told: str) -> None:
+    assert span(tuple(ranks)) == told
+
+
+# What is looked up is what the fake mode itself returns: shapes, strides, and whose storage it is
+
+aten = torch.ops.aten
+CALLS: dict[str, Callable[[Tensor], tuple[Any, tuple[Any, ...]]]] = {
+    "a new tensor": lambda x: (aten.mm.default, (x, x)),
+    "a view": lambda x: (aten.t.default, (x,)),
+    "a view of a part": lambda x: (aten.slice.Tensor, (x, 0, 1, 3)),
+    "views": lambda x: (aten.split.Tensor, (x, 2)),
+    "a view by strides of its own": lambda x: (aten.as_strided.default, (x, [2, 2], [1, 4], 1)),
+    "what shares a storage and is no view": lambda x: (aten._unsafe_view.default, (x, [16])),
+    "several new ones": lambda x: (aten.var_mean.correction, (x, [0])),
+    "an argument itself": lambda x: (aten.add_.Tensor, (x, 1)),
+    "another dtype": lambda x: (aten._to_copy.default, (x,)),
+    "bytes of it": lambda x: (aten.view.dtype, (x, torch.uint8)),
+    "nothing": lambda x: (aten._foreach_mul_.Scalar, ([x, x], 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_comes_again_is_what_the_mode_returns(name: str) -> None:
+    with FakeTensorMode() as fake:
+        repeats = Repeats(fake)
+        for _ in range(3):
+            x = torch.empty(4, 4)
+            func, args = CALLS[name](x)
+            expected, found = func(*args), repeats.call(func, args, {})
+            assert _told(found, x) == _told(expected, x)
+
+
+def _told(out: Any, x: Tensor) -> list[Any]:
+    """What can be told of tensors without values."""
+    return [
+        (
+            *(type(out), type(one), one.shape, one.stride(), one.storage_offset(), one.dtype, one.device, one is x),
+            *(one.untyped_storage()._cdata == x.untyped_storage()._cdata, one.untyped_storage().nbytes()),
+        )
+        for one in tree_leaves(out)
+        if isinstance(one, Tensor)
+    ]
+
+
+def test_other_arguments_are_another_call() -> None:
+    with FakeTensorMode() as fake:
+        repeats, x = Repeats(fake), torch.empty(4, dtype=torch.int64)
+        dtypes = [repeats.call(aten.mul.Tensor, (x, factor), {}).dtype for factor in (1, 1.0, True, 1)]
+        assert dtypes == [torch.int64, torch.float32, torch.int64, torch.int64]
+
+
+def test_a_new_tensor_has_a_storage_of_its_own_each_time() -> None:
+    with FakeTensorMode() as fake:
+        repeats, x = Repeats(fake), torch.empty(4, 4)
+        made = [repeats.call(aten.mm.default, (x, x), {}) for _ in range(3)]
+        assert len({one.untyped_storage()._cdata for one in made}) == 3
+
+
+def test_what_goes_by_values_is_refused_each_time() -> None:
+    with FakeTensorMode() as fake:
+        repeats, x = Repeats(fake), torch.empty(4)
+        for _ in range(2):
+            with pytest.raises(DynamicOutputShapeException):
+                repeats.call(aten.nonzero.default, (x,), {})
+
+
+def test_a_view_of_a_freed_storage_has_that_storage() -> None:
+    with FakeTensorMode() as fake:
+        repeats, x = Repeats(fake), torch.empty(4, 4)
+        for bytes in (64, 0, 0):
+            x.untyped_storage().resize_(bytes)
+            view = repeats.call(aten.t.default, (x,), {})
+            assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+# What follows from one simulation is what another one finds
 
 
 def _step(strategy: Strategy, world: World, samples: int, accumulation: int = 1) -> Step:

@@ -83,7 +83,8 @@ def test_a_request_that_cannot_be_met_is_refused_in_a_line(request_: str, refusa
     assert refusals(*PLAIN, *on_cpu, *request_.split()) == {REFUSED[request_]}
 
 
-REFUSED_AS_IT_IS_BUILT = {
+REFUSED_AS_IT_STARTS = {
+    "trainer.accelerator=gpu": "trainer.accelerator=gpu: this machine has none; use trainer.accelerator=cpu",
     "cluster=env": "cluster: MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK not exported; "
     "each process needs MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK",
     "trainer.limit_val_batches=2.5": "trainer: You have passed invalid value 2.5 for limit_val_batches, "
@@ -91,15 +92,12 @@ REFUSED_AS_IT_IS_BUILT = {
 }
 
 
-@pytest.mark.parametrize("request_", REFUSED_AS_IT_IS_BUILT)
-def test_a_request_that_code_of_others_refuses_is_a_line_and_leaves_nothing(request_: str, train: Train) -> None:
-    refused = train(*PLAIN, "trainer.accelerator=cpu", request_, check=False)
-    assert refused.err == f"error: {REFUSED_AS_IT_IS_BUILT[request_]}\n"
+@pytest.mark.parametrize("request_", REFUSED_AS_IT_STARTS)
+def test_a_refused_request_is_a_line_and_leaves_nothing(request_: str, train: Train) -> None:
+    on_cpu = () if "accelerator" in request_ else ("trainer.accelerator=cpu",)
+    refused = train(*PLAIN, *on_cpu, request_, check=False)
+    assert refused.err == f"error: {REFUSED_AS_IT_STARTS[request_]}\n"
     assert (refused.returncode, refused.out, list(refused.folder.iterdir())) == (2, "", [])
-
-
-def test_a_request_that_can_be_met_is_taken(refusals: Refusals) -> None:
-    assert refusals(*PLAIN, "trainer.accelerator=cpu") == set()
 
 
 @pytest.mark.parametrize(
@@ -156,33 +154,24 @@ def test_all_problems_are_told_at_once(refusals: Refusals) -> None:
     }
 
 
-def test_a_refused_request_is_a_line_and_leaves_nothing(train: Train) -> None:
-    refused = train(*PLAIN, "trainer.accelerator=gpu", check=False)
-    assert refused.err == "error: trainer.accelerator=gpu: this machine has none; use trainer.accelerator=cpu\n"
-    assert (refused.returncode, refused.out, list(refused.folder.iterdir())) == (2, "", [])
-
-
 @pytest.mark.gpu
 def test_more_gpus_than_there_are_are_refused(train: Train) -> None:
     there, asked = torch.cuda.device_count(), torch.cuda.device_count() + 1
     refused = train(*PLAIN, f"trainer.devices={asked}", f"global_batch_size={asked}", check=False)
-    assert refused.err.startswith(f"error: trainer.devices={asked}: this machine has {there} GPU")
-    assert refused.returncode == 2
+    assert refused.refusal.startswith(f"trainer.devices={asked}: this machine has {there} GPU")
 
 
 def test_a_file_in_the_place_of_the_run_directory_is_told(train: Train, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     refused = train(*PLAIN, folder=tmp_path, check=False)
-    assert refused.err.startswith("error: the run directory can't be made: [Errno ")
-    assert (refused.returncode, len(refused.err.splitlines())) == (2, 1)
+    assert refused.refusal.startswith("the run directory can't be made: [Errno ")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_run_directory_without_permission_is_told(train: Train, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir(mode=0o555)
     refused = train(*PLAIN, folder=tmp_path, check=False)
-    assert refused.err.startswith("error: the run directory can't be made: [Errno 13] Permission denied")
-    assert (refused.returncode, len(refused.err.splitlines())) == (2, 1)
+    assert refused.refusal.startswith("the run directory can't be made: [Errno 13] Permission denied")
 
 
 UNREADABLE = "can't be read as a checkpoint"
@@ -203,28 +192,17 @@ def test_what_is_no_checkpoint_is_told_in_a_line(request_: str, train: Train, tm
     for name in ("README.md", "odd.safetensors"):
         (tmp_path / name).write_text("text")
     refused = train(*PLAIN, "trainer.accelerator=cpu", *request_.split(), folder=tmp_path, check=False)
-    assert refused.err == f"error: {NO_CHECKPOINTS[request_]}\n"
-    assert refused.returncode == 2
+    assert refused.refusal == NO_CHECKPOINTS[request_]
 
 
 def test_a_run_without_data_is_refused(train: Train) -> None:
     refused = train(PLAIN_MODEL, "~data", "trainer.accelerator=cpu", check=False)
-    assert refused.err == "error: there is no data, and PlainModel has no train_dataloader; type data=NAME\n"
-    assert refused.returncode == 2
+    assert refused.refusal == "there is no data, and PlainModel has no train_dataloader; type data=NAME"
 
 
 CONSTRUCTORS = """
 from torch import nn
-
-from tests.engine.plain import PlainData, PlainModel
-
-class BadValue(PlainModel):
-    def __init__(self, width: int) -> None:
-        raise ValueError(f"width is {width}; expected an even number")
-
-class NoFile(PlainData):
-    def __init__(self) -> None:
-        open("nowhere.txt")
+from tests.engine.plain import PlainModel
 
 class Loose(PlainModel):
     def __init__(self, width=64, depth=None) -> None:
@@ -234,34 +212,7 @@ class Loose(PlainModel):
 class Lacking(PlainModel):
     def __init__(self) -> None:
         import torchvison
-
-class Bug(PlainModel):
-    def __init__(self) -> None:
-        {}["missing"]
 """
-
-
-@pytest.fixture
-def constructors(tmp_path: Path) -> Path:
-    (tmp_path / "constructors.py").write_text(CONSTRUCTORS)
-    return tmp_path
-
-
-def test_what_constructors_say_of_their_arguments_is_told_at_once(train: Train, constructors: Path) -> None:
-    refused = train(
-        "model._target_=constructors.BadValue",
-        "model.width=3",
-        "data._target_=constructors.NoFile",
-        folder=constructors,
-        check=False,
-    )
-    assert refused.returncode == 2
-    assert refused.err.splitlines() == [
-        "error: model: width is 3; expected an even number",
-        "error: data: [Errno 2] No such file or directory: 'nowhere.txt'",
-    ]
-    (log,) = constructors.glob("runs/*/*/train.log")
-    assert log.read_text().count("Traceback (most recent call last)") >= 2  # one of each constructor's own
 
 
 IN_A_LINE = {
@@ -274,16 +225,9 @@ IN_A_LINE = {
 
 
 @pytest.mark.parametrize("typed", IN_A_LINE)
-def test_what_a_constructor_lacks_is_a_line_that_ends_with_it(typed: str, train: Train, constructors: Path) -> None:
-    (constructors / "lacking.py").write_text("import torchvison\nclass Model: pass\n")
-    refused = train(*typed.split(), PLAIN_DATA, folder=constructors, check=False)
+def test_what_a_constructor_lacks_is_a_line_that_ends_with_it(typed: str, train: Train, tmp_path: Path) -> None:
+    (tmp_path / "constructors.py").write_text(CONSTRUCTORS)
+    (tmp_path / "lacking.py").write_text("import torchvison\nclass Model: pass\n")
+    refused = train(*typed.split(), PLAIN_DATA, folder=tmp_path, check=False)
     assert refused.err.startswith(f"error: {IN_A_LINE[typed]}")
     assert (refused.returncode, refused.err.count("\n")) == (2, 1)
-
-
-def test_a_bug_in_a_constructor_keeps_its_traceback(train: Train, constructors: Path) -> None:
-    failed = train("model._target_=constructors.Bug", PLAIN_DATA, folder=constructors, check=False)
-    assert failed.returncode == 1
-    assert "Traceback (most recent call last)" in failed.err
-    assert '{}["missing"]' in failed.err
-    assert "KeyError: 'missing'" in failed.err

@@ -134,24 +134,8 @@ def test_what_means_something_is_taken_at_its_word(variables: str) -> None:
 
 CHILD = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
 VALUES = (
-    "",
-    " ",
-    "0",
-    "1",
-    "2",
-    "3",
-    "8",
-    "-1",
-    "abc",
-    "99999",
-    "0.5",
-    "1,2",
-    "½",
-    "³",
-    "node1",
-    "True",
-    "1" * 5000,
-    "a\nb",
+    *("", " ", "0", "1", "2", "3", "8", "-1", "abc", "99999", "0.5", "1,2", "½", "³", "node1", "True"),
+    *("1" * 5000, "a\nb"),
 )
 SPOKEN = sorted(
     {*TORCHRUN, *SRUN, *EXPORTED, *CHILD, "GROUP_WORLD_SIZE", "SLURM_NODELIST", "SLURM_STEP_TASKS_PER_NODE"}

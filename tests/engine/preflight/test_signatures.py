@@ -208,13 +208,10 @@ def test_folders_without_init_are_packages(source: str, tmp_path: Path) -> None:
     assert list(_read(f"{source}.deep.deeper.part.Part").parameters) == ["width", "mode", "rate", "sizes"]
 
 
-def test_a_name_is_found_under_a_condition(source: str) -> None:
-    assert list(_read(f"{source}.parts.Conditional").parameters) == ["x"]
-
-
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
+        ("Conditional", ["x"]),
         ("elsewhere", ["y"]),
         ("slow", ["z"]),
         ("Kinds.Inner", ["depth", "sign"]),

@@ -27,6 +27,11 @@ class Lost(Callback):
         self.text = Path("lost.txt").read_text()
 
 
+class LostData(PlainData):
+    def __init__(self) -> None:
+        self.text = Path("nowhere.txt").read_text()
+
+
 class NoServer(Logger):
     def __init__(self) -> None:
         raise ValueError("no server answers at localhost:1")

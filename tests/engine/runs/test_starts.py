@@ -1,14 +1,18 @@
-"""The list of a run's starts, and what is told of a change between two."""
+"""The starts of a run: what changes between two, and where a command begins that its launcher starts again."""
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from lightswitch.runs import starts
+from lightswitch.runs import claim, starts
 from lightswitch.runs.starts import Start
+from tests.engine.conftest import PLAIN, Finished, Train, once
 
 FOUR = Start(0, ["a", "b", "c", "d"], 2)
 
@@ -51,3 +55,88 @@ def test_changes_and_steps_are_counted_over_all_starts(tmp_path: Path) -> None:
 def test_a_damaged_record_has_no_starts(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
     assert starts.read(tmp_path) == []
+
+
+# A command that says where to begin, started again by its launcher; and a run that goes back to an earlier step
+
+RUN = (*PLAIN, "name=plain", "run_id=mine", "trainer.accelerator=cpu", "trainer.val_check_interval=2")
+RUN += ("callbacks.last_checkpoint.every_n_steps=2", "callbacks.last_checkpoint.keep=9")
+SLURM = {"ENVIRONMENT": "BATCH", "SLURM_JOB_ID": "17"}
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "night"}
+SEVERAL = TORCHRUN | {"LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+SEVERAL |= {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "job"),
+    [
+        (SLURM, "Slurm job 17"),
+        (SLURM | TORCHRUN, "Slurm job 17"),
+        (TORCHRUN, "torchrun night"),
+        (SEVERAL, "torchrun at a:29500"),
+        ({}, None),
+    ],
+)
+def test_what_may_start_a_command_again(environ: dict[str, str], job: str | None) -> None:
+    assert claim.job(environ) == job
+
+
+@pytest.mark.parametrize(
+    ("environ", "restarted"),
+    [
+        (SLURM, "Slurm job 17"),  # on nodes that are left, Slurm doesn't count it
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}, "torchrun night"),
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0"}, None),  # typed again
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_JOB_ID": "17"}, None),  # in an allocation's shell
+        ({}, None),
+    ],
+)
+def test_a_restart_is_told_from_a_command_that_is_typed(environ: dict[str, str], restarted: str | None) -> None:
+    assert claim.restarted_job(environ) == restarted
+
+
+@pytest.mark.parametrize(("begun", "is_restart"), [("Slurm job 17", True), ("Slurm job 16", False), ("", False)])
+def test_what_a_job_has_saved_is_of_its_own_last_start(begun: str, is_restart: bool, tmp_path: Path) -> None:
+    of_run = [asdict(Start(0, ["a"], 1, job="Slurm job 9")), asdict(Start(0, ["a"], 1, job=begun))]
+    (tmp_path / "run.json").write_text(json.dumps({"starts": of_run}))
+    assert not starts.has_saved(tmp_path, "Slurm job 17")
+    (tmp_path / "checkpoints" / "step_2.ckpt").mkdir(parents=True)
+    assert starts.has_saved(tmp_path, "Slurm job 17") == is_restart
+
+
+earlier = once(*RUN, "trainer.max_steps=6")
+
+
+@pytest.fixture
+def copied(earlier: Finished, tmp_path: Path) -> Path:
+    """The folder of a copy of the run."""
+    return Path(shutil.copytree(earlier.folder, tmp_path / "copied", symlinks=True))
+
+
+@pytest.mark.parametrize("how", ["resume=never", "resume=runs/plain/mine/checkpoints/step_2.ckpt"])
+def test_where_a_job_begins_is_for_its_first_start(how: str, copied: Path, train: Train) -> None:
+    first = train(*RUN, how, "trainer.max_steps=4", folder=copied, environment=SLURM)
+    assert "restart " not in first.out
+    again = train(*RUN, how, "trainer.max_steps=5", folder=copied, environment=SLURM)
+    assert f"restart    of Slurm job 17, which has begun with {how}: it resumes what it has saved since" in again.out
+    assert re.search(r"resumes    runs/plain/mine/checkpoints/\S+, at step 4\b", again.out)
+    typed = train(*RUN, "resume=never", "trainer.max_steps=1", folder=copied)
+    assert "resumes " not in typed.out
+
+
+def test_what_a_run_had_trained_after_the_step_that_it_goes_back_to_is_not_resumed(copied: Path, train: Train) -> None:
+    back = "resume=runs/plain/mine/checkpoints/step_2.ckpt"
+    gone_back = train(*RUN, back, "trainer.max_steps=3", folder=copied)
+    run_dir = gone_back.run_dir
+    assert "aside      runs/plain/mine/checkpoints_1: what was saved after step 2" in gone_back.out
+    assert {"step_4.ckpt", "step_6.ckpt"} <= {path.name for path in (run_dir / "checkpoints_1").iterdir()}
+    resumed = train(*RUN, "trainer.max_steps=4", folder=copied)
+    assert "resumes    runs/plain/mine/checkpoints/step_3.ckpt, at step 3" in resumed.out
+
+
+def test_what_a_run_had_saved_is_not_resumed_after_it_has_begun_with_another_ones(copied: Path, train: Train) -> None:
+    other = copied / "other.ckpt"
+    shutil.copytree(copied / "runs/plain/mine/checkpoints/step_2.ckpt", other)
+    begun = train(*RUN, f"resume={other}", "trainer.max_steps=3", folder=copied)
+    assert "aside      runs/plain/mine/checkpoints_1: what was saved before" in begun.out
+    assert sorted(path.name for path in (begun.run_dir / "checkpoints").glob("step_*")) == ["step_3.ckpt"]

@@ -1,0 +1,194 @@
+"""State that is no parameter goes on over a resume and into an export, wherever a module or a callback keeps it."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.tensor import DTensor
+from torchmetrics import SumMetric
+
+import lightswitch
+from lightswitch.checkpoints.portable import TransientBuffers
+from lightswitch.export.__main__ import main
+from tests.engine.conftest import PLAIN_DATA, Finished, Train, once
+from tests.engine.curves import largest_difference
+from tests.engine.plain import PlainModel
+from tests.night import at_night
+
+
+class CountingPart(nn.Module):
+    count = 0
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.count])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.count = int(state)
+
+
+class CountingModel(PlainModel):
+    """Counts in extra state, a metric, a checkpoint's hooks, and buffers that are not persistent, by which it trains.
+
+    ``state_dict`` has copies of the first two; ``queue`` grows, and ``table`` stays what it is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.part, self.samples = torch.zeros(1), CountingPart(), SumMetric()
+        self.last: deque[int] = deque(maxlen=3)
+        self.samples.persistent(True)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long), persistent=False)
+        self.register_buffer("queue", torch.zeros(0, 2), persistent=False)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.steps = torch.cat([self.steps, self.steps[-1:] + 1])
+        self.part.count += 2
+        self.last.append(self.part.count)
+        self.samples.update(float(len(batch[0])))
+        self.seen += 1
+        self.queue = torch.cat([self.queue, self.table[:2, None].expand(2, 2) + len(self.queue)])[-6:]
+        return super().training_step(batch, batch_idx) * (1 + 0.1 * self.seen) + self.queue.mean()
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self.log_dict({**self._counts(), "last": float(sum(self.last))})
+
+    def test_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        self.log_dict(self._counts())
+
+    def _counts(self) -> dict[str, Any]:
+        counts = {"steps": self.steps[-1], "part": float(self.part.count), "samples": self.samples.compute()}
+        return {f"count/{name}": value for name, value in counts.items()} | {"count/seen": self.seen.float()}
+
+    def get_extra_state(self) -> Tensor | None:
+        return self.steps if len(self.steps) > 1 else None
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.steps = state
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["last"] = {"deque": self.last, "frozenset": frozenset(self.last)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert set(checkpoint["last"]["frozenset"]) == set(checkpoint["last"]["deque"])
+        self.last.extend(checkpoint["last"]["deque"])
+
+
+class Averages(pl.Callback):
+    """Averages of the weights as many write them: copies in a dict, and one of them in a list and in a deque."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.kept: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.kept:
+            by_name = {name: weight.detach().clone() for name, weight in pl_module.named_parameters()}
+            first = next(iter(by_name.values()))
+            self.kept = {"by_name": by_name, "list": [first.clone()], "deque": deque([first.clone()], 2)}
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        for name, weight in pl_module.named_parameters():
+            self.kept["by_name"][name].lerp_(weight, 0.3)
+        for one in (*self.kept["list"], *self.kept["deque"]):
+            one.lerp_(next(pl_module.parameters()), 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.kept = state_dict["kept"]
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        every = [*self.kept["by_name"].values(), *self.kept["list"], *self.kept["deque"]]
+        whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in every]
+        if trainer.is_global_zero:
+            torch.save(whole, f"{self.folder}/averages.pt")
+
+
+MODEL = f"model._target_={__name__}.CountingModel"
+RUN = (
+    *(MODEL, PLAIN_DATA, "global_batch_size=8", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu"),
+    *("trainer.max_steps=6", "callbacks.last_checkpoint.every_n_steps=3", "run_id=mine"),
+    *(f"callbacks.mine._target_={__name__}.Averages", "callbacks.mine.folder=${hydra:runtime.output_dir}"),
+)
+COUNTS = {"count/steps": 6, "count/part": 12, "count/samples": 48, "count/seen": 6}
+
+whole = once(*RUN, "strategy=single")
+
+
+@pytest.mark.parametrize(
+    ("begun", "ended"),
+    [
+        *(("single", "fsdp"), ("fsdp", "fsdp"), ("ddp", "single")),
+        *at_night(("fsdp", "single"), ("single", "deepspeed_stage_2"), ("deepspeed_stage_2", "ddp"), ("fsdp", "ddp")),
+    ],
+)
+def test_it_goes_on_under_any_strategy(begun: str, ended: str, whole: Finished, train: Train) -> None:
+    stopped = train(*RUN, f"strategy={begun}", "trainer.max_steps=3", ranks=0 if begun == "single" else 2)
+    resumed = train(*RUN, f"strategy={ended}", ranks=0 if ended == "single" else 2, folder=stopped.folder)
+    for name in (*COUNTS, "last"):
+        assert resumed.column(name) == whole.column(name), name
+    assert largest_difference(resumed, whole) <= 1e-5
+    found, expected = (torch.load(run.run_dir / "averages.pt") for run in (resumed, whole))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_of_buffers_that_are_not_persistent_a_checkpoint_has_those_that_training_changes(whole: Finished) -> None:
+    saved = FileSystemReader(whole.run_dir / "checkpoints/last.ckpt").read_metadata().state_dict_metadata
+    assert {name for name in saved if name.startswith("transient")} == {"transient.seen", "transient.queue"}
+
+
+@pytest.mark.parametrize("view", ["torch.arange(6.0)[::2]", "torch.ones(1).expand(3)", "torch.tensor([1j]).conj()"])
+def test_a_buffer_may_be_a_view(view: str) -> None:
+    module, callback = PlainModel(), TransientBuffers()
+    trainer: Any = None  # which neither hook looks at
+    module.register_buffer("view", eval(view), persistent=False)
+    saved: dict[str, Any] = {}
+    callback.on_fit_start(trainer, module)
+    callback.on_save_checkpoint(trainer, module, saved)
+    assert not saved
+    module.view = module.view + 1
+    callback.on_save_checkpoint(trainer, module, saved)
+    assert saved
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "strategy", "ranks"),
+    [
+        *(("checkpoints/last.ckpt", "ddp", 2), ("model.ckpt", "single", 0)),
+        *at_night(("checkpoints/last.ckpt", "deepspeed_stage_2", 2), ("checkpoints/last.ckpt", "single", 0)),
+    ],
+)
+def test_an_evaluation_has_it(checkpoint: str, strategy: str, ranks: int, whole: Finished, train: Train) -> None:
+    test = ("mode=test", f"ckpt_path={whole.run_dir}/{checkpoint}", f"strategy={strategy}", "run_id=tested")
+    tested = train(*RUN, *test, ranks=ranks)
+    assert {name: set(tested.column(name).values()) for name in COUNTS} == {name: {COUNTS[name]} for name in COUNTS}
+
+
+@pytest.mark.parametrize("name", [".", "checkpoints/last.ckpt", "model.ckpt", "exported.ckpt"])
+def test_a_loaded_model_has_it(name: str, whole: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    if name == "exported.ckpt":
+        main([str(whole.run_dir), "-o", str(whole.run_dir / name), "--dtype", "bfloat16"])
+        assert "left out   queue, seen, which training has changed and the module regist" in capsys.readouterr().out
+    model = lightswitch.load(whole.run_dir / name)
+    assert (int(model.seen), len(model.queue), model.table.tolist()) == (6, 6, [0, 1, 2, 3])
+    assert model.queue.dtype == model.dtype
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
+def test_a_format_without_a_place_for_buffers_is_told(
+    name: str, whole: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(whole.run_dir), "-o", str(tmp_path / name)])
+    assert "left out   queue, seen, which training has changed" in (printed := capsys.readouterr().out)
+    assert "of this format; -o NAME.ckpt keeps them" in printed
+    assert int(lightswitch.load(tmp_path / name).seen) == 0
