@@ -389,6 +389,7 @@ OVERRIDES = {
     f"{_PL}.trainer.connectors.logger_connector.logger_connector._LoggerConnector": (
         "epoch_end_reached",
         "on_batch_end",
+        "on_batch_start",
         "on_epoch_end",
         "update_eval_step_metrics",
         "update_train_step_metrics",
