@@ -116,9 +116,9 @@ def test_a_bug_in_a_callback_keeps_its_traceback(train: Train) -> None:
 @pytest.mark.parametrize(
     ("launcher", "rank", "where"),
     [
-        *(("one process", "null", "sanity_check 0"), ("fork", "null", "setup")),
+        *(("one process", "null", "sanity_check 0"), ("python", "null", "setup")),
         *(("torchrun", "null", "__init__"), ("torchrun", "1", "configure_optimizers")),
-        *at_night(("one process", "null", "__init__"), ("fork", "null", "sanity_check 0")),
+        *at_night(("one process", "null", "__init__"), ("python", "null", "sanity_check 0")),
     ],
 )
 def test_what_is_raised_on_purpose_before_the_first_step_is_told_once(
