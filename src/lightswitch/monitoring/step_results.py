@@ -69,6 +69,7 @@ class Results(_ResultCollection):
         return _METRICS(callback=dict(last["callback"]), log=dict(last["log"]), pbar=dict(last["pbar"]))
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        """Log a value as Lightning does, and keep this rank's own for `of_batch`, which `sync_dist` would average."""
         self._of_step = None
         super().update_metrics(key, value, batch_size)
         item = self[key]

@@ -249,8 +249,7 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
 
     @property
     def _waits_for_all(self) -> bool:
-        """Whether a backward pass averages gradients, and needs that of every trained parameter: only in the last
-        micro-batch of a step."""
+        """True if the next backward pass averages gradients, and so needs those of all trained parameters."""
         assert self.lightning_module is not None
         copes = self._copes_with_unused or not self.lightning_module.automatic_optimization
         return not copes and isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
