@@ -191,7 +191,6 @@ def test_ranks_that_a_run_started_end_when_it_is_killed(train: Train, tmp_path: 
     killed = train(*run, check=False, meanwhile=kill_parent)
     assert killed.returncode == -signal.SIGKILL
     assert _are_gone(group, within_seconds=300)
-    assert len(list((killed.run_dir / "checkpoints").glob("step_*.ckpt"))) == 1
 
 
 def _are_gone(group: int, within_seconds: float) -> bool:
