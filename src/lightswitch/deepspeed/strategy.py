@@ -220,8 +220,9 @@ class DeepSpeed(Regrouping):
                     f"{self.lightning_module.global_step}, but DeepSpeed also updates parameters without a gradient; "
                     "freeze unused ones (requires_grad=False), or use strategy=fsdp"
                 )
-            # Lightning takes None for a step without a loss, but a module may have called its closure before the step
-            return closure if closure is do_nothing_closure else output
+            # Lightning takes None for a step without a loss, but a module's optimizer_step may have called its closure
+            has_closed = closure is do_nothing_closure and not self.looks.is_at_work
+            return closure if has_closed else output
 
         with self.outside_of_hooks():
             if self._writes and self.looks.is_at_work:  # manual optimization

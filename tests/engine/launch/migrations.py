@@ -39,6 +39,7 @@ _COMPILED = Elsewhere(
     "nightly/strategies/test_compilation.py", "test_a_compiled_run_is_the_eager_one_under_every_strategy"
 )
 _REPLICAS = Elsewhere("engine/test_same_run.py", "test_a_switch_keeps_samples_losses_metrics_and_weights")
+_ON_DEVICES = Elsewhere("engine/launch/test_commands.py", "test_what_a_run_says_to_type_next_can_be_pasted")
 
 _MODULE = {
     "logs `val_loss`, or any one metric of validation": [
@@ -151,7 +152,7 @@ _TEMPLATE = {
         Elsewhere("engine/preflight/test_devices.py", "test_devices_are_counted_by_the_accelerator_in_use", "gpu"),
         Elsewhere("engine/test_same_run.py", "test_a_deterministic_run_resumes_to_the_bit_on_a_gpu"),
     ],
-    "`trainer=ddp trainer.devices=4`": [_REPLICAS],
+    "`trainer=ddp trainer.devices=4`": [_REPLICAS, _ON_DEVICES],
     "`trainer=mps`": [
         Elsewhere("engine/preflight/test_devices.py", "test_devices_are_counted_by_the_accelerator_in_use", "mps")
     ],
@@ -361,6 +362,7 @@ _NANOGPT = {
     "`wandb_log=True`": [*_LOGGED],
     "`torchrun --standalone --nproc_per_node=8 train.py`": [
         _REPLICAS,
+        _ON_DEVICES,
         Elsewhere("nightly/launch/test_torchrun.py", "test_standalone_it_starts_one_run"),
     ],
 }

@@ -76,8 +76,10 @@ def test_a_job_whose_notice_comes_before_it_trains_is_not_started_without_end(
     slurm_cluster: Cluster, checkout: Path
 ) -> None:
     with_site(checkout, "max_failures=0\n")
-    notice = {"time": 2, "signal": "SIGUSR1@120"}  # it comes with the start
-    job = submit(slurm_cluster, SLURM / "single.sh", *RUN, cwd=checkout, gpus_per_node=0, **notice)
+    notice = {"time": 2, "signal": "SIGUSR1@120"}  # it comes within a minute
+    hangs = ("model._target_=tests.engine.failures.failing.FailingModel", "model.how=hangs", "model.where=setup")
+    run = (*RUN, *hangs, "model.rank=0")
+    job = submit(slurm_cluster, SLURM / "single.sh", *run, cwd=checkout, gpus_per_node=0, **notice)
     assert (job.wait(), job.details()["Restarts"]) == ("FAILED", "0"), job.output()
     assert "SIGUSR1 came before a step was trained; if its time limit was near, ask for more --time" in job.output()
     assert "failed 1 times: not started again" in job.output()
