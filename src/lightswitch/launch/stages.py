@@ -33,6 +33,9 @@ def fit(
 ) -> Metrics:
     """Train, starting from a checkpoint if one is given.
 
+    Args:
+        run: as in the other stages, for train.py of forks, which pass it.
+
     Raises:
         Refused: the strategy would unpickle the checkpoint.
     """
