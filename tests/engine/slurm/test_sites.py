@@ -172,10 +172,10 @@ def test_a_job_that_is_not_to_be_started_again_says_so(slurm_cluster: Cluster, t
 
 
 def test_a_job_brings_its_tasks_an_environment_where_it_was_given_none(slurm_cluster: Cluster, tmp_path: Path) -> None:
-    with_site(tmp_path, "unset HOME\npython=(printenv)\n")
-    job = submit(slurm_cluster, SLURM / "single.sh", "PYTHONPATH", cwd=tmp_path, gpus_per_node=0, export="NONE")
-    job.wait()  # there is no variable of train.py's name
-    assert job.printed().startswith(f"{tmp_path / 'src'}\n"), job.output()
+    with_site(tmp_path, "unset HOME\npython=(sh -c 'echo \"$PYTHONPATH\"')\n")
+    job = submit(slurm_cluster, SLURM / "single.sh", cwd=tmp_path, gpus_per_node=0, export="NONE")
+    assert job.wait() == "COMPLETED", job.output()
+    assert job.printed() == f"{tmp_path / 'src'}\n"
 
 
 def test_a_copy_of_a_script_is_refused(slurm_cluster: Cluster, tmp_path: Path) -> None:
