@@ -76,18 +76,22 @@ class HookedStrategy(Mixin, Strategy):
         self._begin_data()
 
     def setup(self, trainer: Trainer) -> None:
-        """Set the strategy up, on several devices for a module whose tensors can be sent.
+        """Set the strategy up, for a module whose tensors can be saved and, on several devices, sent.
 
         Raises:
-            Refused: one is sparse.
+            Refused: one is jagged, or sparse.
         """
         module = trainer.lightning_module
         named = chain(module.named_parameters(), module.named_buffers())
-        sparse = [name for name, tensor in named if tensor.layout != torch.strided]
-        if sparse and trainer.world_size > 1:
+        special = {name: tensor.layout for name, tensor in named if tensor.layout != torch.strided}
+        if trainer.world_size == 1:  # torch loads a jagged tensor into none but itself
+            saved = module.state_dict() if special else {}
+            special = {name: kind for name, kind in special.items() if kind == torch.jagged and name in saved}
+        if special:
             raise Refused(
-                f"sparse tensors can't be sent to other devices: {listed(sparse)}; register their indices and values "
-                "as buffers, and make the sparse tensors of them where they are used, or use strategy=single"
+                "sparse tensors can't be sent to other devices, and jagged ones can't be resumed: "
+                f"{listed(sorted(special))}; register their indices and values as buffers, and make the tensors of "
+                "them where they are used; strategy=single takes sparse ones"
             )
         super().setup(trainer)
 

@@ -266,6 +266,11 @@ class _Planner(DefaultSavePlanner):
 def _finish(path: Path, partial: Path, state: dict[str, Any], sums: list[dict[str, str]]) -> None:
     with _true_cause(), (partial / STATE).open("wb") as file:
         torch.save(state, file)
+    try:
+        safe.load(partial / STATE, mapped=True)
+    except safe.UnsafeFile as error:
+        place = safe.first_unreadable(state)
+        raise CollectiveError(f"{place} could not be read again" if place else str(error)) from error
     whole = {name: digest for written in sums for name, digest in written.items()}
     whole |= {name: manifest.of_file(partial / name) for name in (index.INDEX, STATE)}
     manifest.write(partial, whole)

@@ -5,6 +5,7 @@ Only this module of the engine reads files that `torch.save` has written.
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
 import zipfile
@@ -57,7 +58,7 @@ def load(path: Path, mapped: bool = False) -> Any:
         if is_zip := _is_zip(path):
             check_zip(path, path.stat().st_size, path.name)
         found = torch.load(path, map_location="cpu", mmap=mapped and is_zip, weights_only=True)
-        _check_sizes(found, path)
+        _check_sizes(found, path.name, path.stat().st_size)
         return found
     except UnsafeFile:
         raise
@@ -92,26 +93,26 @@ def check_zip(file: Any, most_bytes: int, name: str) -> None:
         raise UnsafeFile(f"{name} claims {bytes_in_all} bytes, but has {most_bytes}")
 
 
-def _check_sizes(found: Any, path: Path) -> None:
+def _check_sizes(found: Any, name: str, file_bytes: int) -> None:
     """Check that no tensor has more bytes than the file, as an expanded view can, and that values are not nested deep.
 
     Raises:
         UnsafeFile: a tensor has more, or values are nested too deep.
     """
-    file_bytes = path.stat().st_size
     level = [found]
     for _ in range(_MOST_LEVELS):
         for value in level:
             if isinstance(value, torch.Tensor) and _stored_numbers(value) * value.element_size() > file_bytes:
-                raise UnsafeFile(f"{path.name} claims a tensor of {tuple(value.shape)}, but has {file_bytes} bytes")
+                raise UnsafeFile(f"{name} claims a tensor of {tuple(value.shape)}, but has {file_bytes} bytes")
         level = [child for value in level for child in _children(value)]
         if not level:
             return
-    raise UnsafeFile(f"{path.name} is nested too deep")
+    raise UnsafeFile(f"{name} is nested too deep")
 
 
 def _stored_numbers(tensor: torch.Tensor) -> int:
-    return tensor.numel() if tensor.layout == torch.strided else tensor._nnz()  # all or, of a sparse one, those it has
+    is_dense = tensor.layout in (torch.strided, torch.jagged)
+    return tensor.numel() if is_dense else tensor._nnz()  # all or, of a sparse one, those it has
 
 
 def _children(value: Any) -> Iterable[Any]:
@@ -286,8 +287,8 @@ def _unmarked(value: Any, path: str, left_out: dict[str, str], levels: int) -> t
     if levels > 0:
         if _is_plain(value, levels):
             return True, pickle.loads(pickle.dumps(value, 5))  # training may change it during the write
-        if isinstance(value, torch.Tensor):
-            return True, _plain_tensor(value)
+        if isinstance(value, torch.Tensor) and (tensor := _plain_tensor(value)) is not None:
+            return True, tensor
         for known, converted in _CONVERTED:
             if isinstance(value, known):
                 return inner(converted(value), path)
@@ -303,11 +304,41 @@ def _unmarked(value: Any, path: str, left_out: dict[str, str], levels: int) -> t
     return False, None
 
 
-def _plain_tensor(value: torch.Tensor) -> torch.Tensor:
+def _plain_tensor(value: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of a tensor; None for one of a kind that torch can't copy, write and read."""
     whole = value.full_tensor() if isinstance(value, DTensor) else value
-    copy: torch.Tensor = whole.detach().cpu().clone()  # training may change it during the write
-    is_kept = type(copy) is torch.Tensor or is_traceable_wrapper_subclass(copy)
-    return copy if is_kept else copy.as_subclass(torch.Tensor)
+    is_special = whole.is_meta or whole.is_quantized or whole.layout != torch.strided
+    is_usual = type(whole) in (torch.Tensor, torch.nn.Parameter) and not is_special
+    try:
+        copy: torch.Tensor = whole.detach().cpu().clone()  # training may change it during the write
+        is_kept = type(copy) is torch.Tensor or is_traceable_wrapper_subclass(copy)
+        plain = copy if is_kept else copy.as_subclass(torch.Tensor)
+        return plain if is_usual or _is_readable(plain) else None
+    except Exception:  # torch raises many kinds of errors: of a meta tensor, a mask, a lazy parameter
+        if is_usual:
+            raise
+        return None
+
+
+def _is_readable(value: Any) -> bool:
+    """Return whether `load` can read a value that `torch.save` writes."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        _check_sizes(torch.load(file, weights_only=True), "it", len(file.getvalue()))
+    except Exception:  # torch raises many kinds of errors for what it can't write or read
+        return False
+    return True
+
+
+def first_unreadable(value: Any) -> str:
+    """Return the path of the first value in a state that `load` can't read; empty if there is none."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in parts:
+        if not _is_readable(item):
+            return f"{key}.{first_unreadable(item)}".rstrip(".")
+    return ""
 
 
 def _plain_array(value: np.ndarray) -> Any:

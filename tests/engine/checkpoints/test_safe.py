@@ -13,7 +13,9 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from lightswitch.checkpoints.directory import write
 from lightswitch.checkpoints.safe import KINDS, UnsafeFile, checked_state, load, safe
+from lightswitch.errors import UnwrittenCheckpoint
 
 
 class Split(Enum):
@@ -157,6 +159,29 @@ def test_what_has_no_plain_type_is_told_and_the_rest_is_read(value: Any, told: d
     torch.save(plain, tmp_path / "state.pt")
     assert load(tmp_path / "state.pt") == {"value": {"width": 8}}
     assert left_out == told
+
+
+UNREADABLE = {
+    "meta": torch.ones(2, device="meta"),
+    "lazy": nn.UninitializedParameter(),
+    "mkldnn": torch.ones(2).to_mkldnn(),
+}
+
+
+def test_tensors_that_torch_can_not_read_are_left_out_and_the_others_read(tmp_path: Path) -> None:
+    rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    plain, left_out = safe({**UNREADABLE, "rows": rows, "sparse": torch.eye(2).to_sparse()})
+    torch.save(plain, tmp_path / "state.pt")
+    read = load(tmp_path / "state.pt")
+    assert left_out.keys() == UNREADABLE.keys()
+    assert torch.equal(read["rows"].values(), rows.values())
+    assert torch.equal(read["sparse"].to_dense(), torch.eye(2))
+
+
+def test_a_state_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(UnwrittenCheckpoint, match=r": callbacks\.own\.seen could not be read again"):
+        write(tmp_path / "a.ckpt", {}, {"epoch": 0, "callbacks": {"own": {"x": [1], "seen": 1 << 2100}}}, None)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("value", [ITSELF, DEEP])
