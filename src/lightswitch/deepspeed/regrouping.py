@@ -94,14 +94,19 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
             self._regroup(self.optimizers[0].optimizer)  # type: ignore[attr-defined]  # DeepSpeed's
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Check that the trained parameters are those that the engine has hooks on.
+        """Check that the trained parameters are those that the engine has hooks on, and the same ones on all ranks.
 
         Raises:
-            Refused: the training step changed `requires_grad` of some.
+            Refused: the training step changed `requires_grad` of some, or not all ranks use the same ones.
         """
         super().pre_backward(closure_loss)
         assert self.lightning_module is not None
         self._trained.refuse_changes(self.lightning_module)
+        engine, unused = self.model, self._unused
+        assert isinstance(engine, deepspeed.DeepSpeedEngine)
+        in_each_pass = engine.zero_optimization_stage() > 1
+        if closure_loss.requires_grad and (in_each_pass or engine.is_gradient_accumulation_boundary()):
+            closure_loss.register_hook(lambda _: unused.refuse_uneven(in_each_pass))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def over_parameters(self) -> Iterator[None]:

@@ -214,7 +214,9 @@ class DeepSpeed(Regrouping):
         def closure_of_all() -> Any:
             output = closure()
             assert self.lightning_module is not None
-            if unused := list(self._unused.of_step()):
+            if not self.lightning_module.automatic_optimization:  # stage 1 reduces in the step
+                self._unused.refuse_uneven(pass_alone=False)
+            if unused := self._unused.of_step():
                 raise Refused(
                     f"{listed(unused, 'parameters')} did not contribute to the loss of step "
                     f"{self.lightning_module.global_step}, but DeepSpeed also updates parameters without a gradient; "

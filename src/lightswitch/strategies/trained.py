@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightswitch.checkpoints import names
@@ -105,7 +107,7 @@ class WatchedForward(_ForwardRedirection):
 
 
 class Unused:
-    """Record of the parameters that took no part in the loss of a step, on any rank.
+    """Record of the parameters that took no part in the loss of a step.
 
     Args:
         parameters: parameters by name; those that are frozen now are ignored, even if they are trained later.
@@ -120,7 +122,10 @@ class Unused:
     def __init__(self, parameters: Mapping[str, nn.Parameter], timeout_seconds: float, key: str) -> None:
         self._parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._used: set[Tensor] = set()
-        self._step = 0
+        self._nodes: dict[str, Node] = {}  # of autograd's graph, by parameter
+        self._keys: list[str] = []  # of this step in the store, and of the step before
+        self._keys_before: list[str] = []
+        self._exchanges = 0
         self._timeout = timedelta(seconds=timeout_seconds)
         self.world_size = dist.get_world_size()
         self._store = PrefixStore(f"unused/{key}", _get_default_store())
@@ -129,22 +134,50 @@ class Unused:
         """Record that a parameter has a gradient, as a hook on its gradient."""
         self._used.add(parameter)
 
-    def of_step(self) -> dict[str, nn.Parameter]:
-        """Return, by name, the parameters that no rank has used since the last call. Every rank must call it.
-
-        Ranks exchange names through the rendezvous store. A rank that has used all its parameters does not wait.
-        """
-        here = {name for name, p in self._parameters.items() if p.requires_grad and p not in self._used}
+    def of_step(self) -> list[str]:
+        """Return the names of the parameters that this rank has not used since the last call."""
+        unused = self._unused()
         self._used.clear()
-        if self.world_size > 1:
-            self._report(here)
-        for rank in range(self.world_size) if here and self.world_size > 1 else ():
-            key = f"{self._step}/{rank}"
-            self._store.wait([key], self._timeout)
-            here &= set(json.loads(self._store.get(key)))
-        return {name: self._parameters[name] for name in sorted(here)}
+        for key in self._keys_before:  # no rank is that far behind
+            self._store.delete_key(key)
+        self._keys_before, self._keys = self._keys, []
+        return unused
 
-    def _report(self, here: set[str]) -> None:
-        self._step += 1
-        self._store.set(f"{self._step}/{dist.get_rank()}", json.dumps(sorted(here)))
-        self._store.delete_key(f"{self._step - 2}/{dist.get_rank()}")  # no rank is that far behind
+    def refuse_uneven(self, pass_alone: bool) -> None:
+        """Check that all ranks use the same parameters, before gradients are reduced. Every rank must call it.
+
+        Ranks exchange names through the rendezvous store. A rank that uses all its parameters does not wait.
+
+        Args:
+            pass_alone: compare what the backward pass that has begun reaches, whatever earlier ones of the step did.
+
+        Raises:
+            Refused: a rank does not use a parameter that another one uses.
+        """
+        if self.world_size == 1:
+            return
+        here, rank = [name for name in self._unused(pass_alone) if not self._is_reached(name)], dist.get_rank()
+        self._exchanges += 1
+        self._keys.append(f"{self._exchanges}/{rank}")
+        self._store.set(self._keys[-1], json.dumps(here))
+        for other in range(self.world_size) if here else ():
+            key = f"{self._exchanges}/{other}"
+            self._store.wait([key], self._timeout)
+            if alone := sorted(set(here).difference(json.loads(self._store.get(key)))):
+                raise Refused(
+                    f"{listed(alone, 'parameters')} took part in the loss of rank {other}, but not in that of rank "
+                    f"{rank}, and DeepSpeed reduces the gradients of all ranks together; use the same parameters on "
+                    "each rank, or strategy=ddp with trainer.strategy.find_unused_parameters=true"
+                )
+
+    def _unused(self, pass_alone: bool = False) -> list[str]:
+        used = set() if pass_alone else self._used
+        return sorted(name for name, one in self._parameters.items() if one.requires_grad and one not in used)
+
+    def _is_reached(self, name: str) -> bool:
+        """Return whether the running backward pass, if there is one, will compute a parameter's gradient."""
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        if name not in self._nodes:  # finding one takes longer than asking for it
+            self._nodes[name] = get_gradient_edge(self._parameters[name]).node
+        return torch._C._will_engine_execute_node(self._nodes[name])

@@ -12,8 +12,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import Tensor
 
 from lightswitch.deepspeed.strategy import DeepSpeed
+from lightswitch.errors import Refused
 from tests.engine import foreign
 from tests.engine.conftest import Finished, Train
 from tests.engine.curves import largest_difference
@@ -23,7 +25,7 @@ from tests.engine.fits import CLASSIFIER, LANGUAGE, PLAIN, Fit, Fits
 from tests.engine.plain import PlainModel
 from tests.engine.tiny import NO_CHECKPOINTS, PICTURES
 from tests.night import at_night
-from tests.pool import Pool
+from tests.pool import Pool, RankFailed
 
 pytest.importorskip("deepspeed")
 
@@ -89,6 +91,24 @@ def test_a_module_may_step_itself_and_hold_what_it_does_not_step(stage: str, fit
     own = replace(PLAIN, module=StepsItself)
     (alone,), run = fits(own), fits(replace(own, strategy=f"deepspeed_stage_{stage}"), 2)[0]
     assert largest_difference(run, alone) <= 1e-5
+
+
+class UsedByRank0(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.global_step == 1 and self.global_rank else loss * self.scale
+
+
+@pytest.mark.parametrize("stage", ["1", "3", *at_night("2")])
+def test_a_parameter_that_one_rank_alone_uses_is_named(stage: str, fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(PLAIN, module=UsedByRank0, strategy=f"deepspeed_stage_{stage}"), 2)
+    assert isinstance(failed.value.error, Refused)
+    assert str(failed.value.error).startswith("scale took part in the loss of rank 0, but not in that of rank 1")
 
 
 class WatchingModel(PlainModel):
