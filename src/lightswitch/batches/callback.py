@@ -270,6 +270,10 @@ class GlobalBatch(Callback):
     # Position
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if (
+            trainer.state.fn != TrainerFn.FITTING
+        ):  # its weights may be those of any step, and its optimizers are of none
+            return
         position = self._counter.position(trainer)
         save_position(checkpoint, replace(position, validation_due=self._counter.is_validation_due(trainer)))
         checkpoint[STREAMS] = self._loaders.states_at(position.step)
