@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightswitch.batches import accumulation
 from lightswitch.batches.accumulation import CountedSamples, Items
 from lightswitch.batches.combined import Fractions
-from lightswitch.batches.generators import generators_of_module, mix, seed_generators, seed_own
+from lightswitch.batches.generators import generators_of_run, mix, seed_generators, seed_own
 from lightswitch.batches.loaders import SharedLoaders, data_rank
 from lightswitch.batches.logs import Connector, LogsOfRanks, RepeatedSamples, StepLogs
 from lightswitch.batches.order import is_repeated
@@ -33,7 +33,7 @@ from lightswitch.batches.plan import (
 )
 from lightswitch.errors import Refused, listed
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.mixins import Mixin, with_mixin
+from lightswitch.mixins import Mixin, callbacks_of, with_mixin
 from lightswitch.monitoring.step_results import is_counted
 
 _TRANSFER = 1  # seed component for the hooks that move a batch to its device, which run before the others
@@ -68,7 +68,7 @@ class GlobalBatch(Callback):
         self._samples = CountedSamples(plan)
         self._step_logs: StepLogs | None = None
         self._repeated: RepeatedSamples | None = None
-        self._kept: list[Any] = []  # random generators of the module
+        self._kept: list[Any] = []  # random generators of module and callbacks
         self._drawn = torch.random.get_rng_state()  # random state after model, data, callbacks and loggers are created
 
     # Changes to strategy and module, in every process, from setup to teardown
@@ -124,7 +124,7 @@ class GlobalBatch(Callback):
             # Lightning counts micro-batches, and steps no schedule within an optimizer step, which may have fewer
             if config.interval == "step" and config.frequency > 1:
                 config.frequency *= trainer.accumulate_grad_batches
-        self._kept = generators_of_module(pl_module)
+        self._kept = generators_of_run(pl_module, callbacks_of(trainer))
         at = self._resumed
         self._counter.start_at(trainer, at)
         if at.step == 0:  # an epoch's start is no restart, although Lightning treats it as one if max_steps is set
@@ -158,7 +158,7 @@ class GlobalBatch(Callback):
         They would draw from the state that the last batch before has left, which a resumed run does not have.
         """
         seed = mix(self.seed, *of)
-        self._kept = generators_of_module(trainer.lightning_module)
+        self._kept = generators_of_run(trainer.lightning_module, callbacks_of(trainer))
         seed_generators(seed, trainer.strategy.root_device)
         seed_own(self._kept, seed)
 
@@ -270,6 +270,10 @@ class GlobalBatch(Callback):
     # Position
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if (
+            trainer.state.fn != TrainerFn.FITTING
+        ):  # its weights may be those of any step, and its optimizers are of none
+            return
         position = self._counter.position(trainer)
         save_position(checkpoint, replace(position, validation_due=self._counter.is_validation_due(trainer)))
         checkpoint[STREAMS] = self._loaders.states_at(position.step)

@@ -171,9 +171,22 @@ class Fractions:
     def round(self, trainer: Trainer, loaders: Combined) -> None:
         """Convert the fractions to micro-batches of whole steps, for a single loader of known length.
 
+        Those of several loaders are left to Lightning, which knows the epoch's length once it has combined them.
+
         Raises:
-            Refused: a fraction of the epoch is less than a step, so that nothing would be trained on.
+            Refused: a fraction of the epoch is less than a step, so that nothing would be trained on, or that of
+                several loaders may end within a step.
         """
+        if not loaders.is_single:
+            for name, value in (("limit_train_batches", self._limit), ("val_check_interval", self._interval)):
+                if not isinstance(value, float) or value >= 1.0:
+                    continue
+                if self._plan.accumulation > 1:
+                    raise Refused(
+                        f"trainer.{name}={value} of several training loaders may end within a step of "
+                        f"{self._plan.accumulation} micro batches; type a number of steps"
+                    )
+                patches.replace(trainer, name, value)  # not that of the first loader alone
         if not (loaders.is_single and loaders.slices and loaders.is_sized):
             return
         steps, accumulation = loaders.slices[0].steps, self._plan.accumulation

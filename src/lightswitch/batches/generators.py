@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 _MASK = (1 << 64) - 1
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _LEAVES: tuple[type, ...] = (type(None), bool, int, float, str, bytes, torch.Tensor, np.ndarray, np.generic)
 _LEAVES = (*_LEAVES, type, ModuleType, FunctionType, BuiltinFunctionType)
+_OF_DATA = (nn.Module, Dataset, DataLoader)
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes of torch's, which hold parameters, hooks and submodules
 _MOST_OBJECTS = 1000  # that are looked at, for a dataset may hold anything
 _MOST_ITEMS = 64  # of a list or dict: a list of transforms is shorter, a list of samples has nothing to seed
@@ -121,11 +123,22 @@ def own_generators(owner: object) -> list[Any]:
     return found
 
 
-def generators_of_module(module: nn.Module) -> list[Any]:
-    """Return the generators that a module and its submodules keep in their attributes, without torch's own."""
-    own = [value for part in module.modules() for name, value in vars(part).items() if name not in _OF_MODULES]
-    found = [one for value in own if not isinstance(value, nn.Module) for one in own_generators(value)]
+def generators_of_run(module: nn.Module, callbacks: Iterable[Any]) -> list[Any]:
+    """Return the generators, each once, that a module, its submodules and the user's callbacks keep in attributes."""
+    found = [*_of_module(module), *_of_callbacks(callbacks)]
     return list({id(one): one for one in found}.values())
+
+
+def _of_module(module: nn.Module) -> list[Any]:
+    own = [value for part in module.modules() for name, value in vars(part).items() if name not in _OF_MODULES]
+    return [one for value in own if not isinstance(value, nn.Module) for one in own_generators(value)]
+
+
+def _of_callbacks(callbacks: Iterable[Any]) -> list[Any]:
+    """Return the generators of callbacks, without those of datasets and loaders, which are seeded where they draw."""
+    own = [one for one in callbacks if not type(one).__module__.startswith(("lightning.", "lightswitch."))]
+    values = [value for one in own for value in vars(one).values() if not isinstance(value, _OF_DATA)]
+    return [generator for value in values for generator in own_generators(value)]
 
 
 def is_generator(value: object) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from lightswitch.batches.combined import Combined
+from lightswitch.batches.generators import KeptGenerators
 from lightswitch.batches.order import TrainingSlices
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.batches.stream import (
@@ -233,13 +234,20 @@ class StreamLoader(RankLoader):
 
 
 class Collate:
-    """Collate function for the samples of a `Cut`, whose other fields stay unchanged."""
+    """Collate function for the samples of a `Cut`, whose other fields stay unchanged.
+
+    The generators that the function keeps get the seed that the cursor has just given the global ones.
+    """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
+        self._kept = KeptGenerators(collate)
 
     def __call__(self, cut: Cut) -> Cut:
-        return cut._replace(batch=self.collate(cut.batch)) if cut.samples else cut
+        if not cut.samples:
+            return cut
+        batch = self._kept.seeded(torch.initial_seed(), cut.place.turn, self.collate, cut.batch)
+        return cut._replace(batch=batch)
 
 
 class Received:

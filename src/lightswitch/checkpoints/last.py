@@ -60,25 +60,29 @@ class LastCheckpoints(Checkpoint):
         self.keep = keep
         self.keep_every_n_steps = keep_every_n_steps
         self._counted_step = 0  # start of the current interval: the step of the last save, or of the start
+        self._batch_start, self._most_steps = 0, 1  # the step at which a batch begins, and the most that one has made
         self._is_saved = True  # whether this folder has the checkpoint of that step
         self._removed: set[Path] = set()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         own, resumed = self._path(trainer), trainer.ckpt_path
         is_own = resumed is not None and Path(resumed).resolve() == own.resolve()
-        self._counted_step = trainer.global_step
+        self._counted_step = self._batch_start = trainer.global_step
         self._is_saved = is_own or resumed is None
         if is_own and trainer.is_global_zero:
             self._point_to(own)  # a run killed between saving and linking left last.ckpt at the previous checkpoint
 
     def may_save_after_step(self, trainer: Trainer) -> bool:
         """Return whether a checkpoint may be due after the current step; the same on every rank."""
-        step = trainer.global_step + max(1, len(trainer.optimizers))  # manual optimization may step each of them
+        # manual optimization may step each optimizer, or one of them several times
+        step = trainer.global_step + max(self._most_steps, len(trainer.optimizers))
         ends = trainer.is_last_batch or 0 < trainer.max_steps <= step
         return ends or step // self.every_n_steps > self._counted_step // self.every_n_steps
 
     def save_after_step(self, trainer: Trainer) -> None:
         """Save a checkpoint if one is due; called after all hooks of a batch."""
+        self._most_steps = max(self._most_steps, trainer.global_step - self._batch_start)
+        self._batch_start = trainer.global_step
         if trainer.global_step // self.every_n_steps > self._counted_step // self.every_n_steps:
             self.save(trainer)
 

@@ -25,7 +25,7 @@ from lightswitch.checkpoints.names import TRANSIENT
 from lightswitch.checkpoints.reader import Reader, is_hub
 from lightswitch.checkpoints.shards import Piece, Stored, laid_out
 from lightswitch.checkpoints.writing import WrittenTogether
-from lightswitch.errors import Refused, listed
+from lightswitch.errors import Refused, UnfitCheckpoint, listed, shown
 from lightswitch.mixins import callbacks_of
 
 log = logging.getLogger(__name__)
@@ -94,6 +94,11 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
             candidates = self.broadcast(checkpoints_up_to(path, Path(trainer.default_root_dir)))
             self._reader = first_whole(candidates, self.checkpoint_group)
             trainer.ckpt_path = self._reader.path
+            if removed := self._reader.state.get(writing.REMOVED):
+                raise UnfitCheckpoint(
+                    f"{shown(self._reader.path)} can't be resumed: on_save_checkpoint has removed {listed(removed)}; "
+                    f"to load only its weights, type init_from={shown(self._reader.path)} and another run_id"
+                )
         else:
             advice = "use the model arguments that it was saved with"
             self._reader = Reader(self.broadcast(path), self.checkpoint_group, advice, names.parameters(module))

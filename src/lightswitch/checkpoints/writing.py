@@ -14,10 +14,11 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed.constants import default_pg_timeout
 
 from lightswitch.batches.metrics import OF_RANKS
-from lightswitch.batches.plan import saved_position
+from lightswitch.batches.plan import KEY, saved_position
 from lightswitch.checkpoints import directory, names, safe
 from lightswitch.checkpoints.names import TRANSIENT
 from lightswitch.checkpoints.ranks import Ranks, Steps
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 # Fractions of the process group's timeout: the wait for a rank in one step of a save, and the wait for all steps of a
 # write. They expire before it does, and before the watchdog ends a run that starts no batch.
 _STEP, _WRITE = 1 / 3, 2 / 3
+REMOVED = "removed"  # key of the names of entries that a hook has removed and a resume needs
 _TRAINED = "current_model_state"  # Lightning's key for the trained weights, if the model holds their averages
 _MODEL = ("model", "trained", TRANSIENT)  # prefixes of the names of the model's tensors in a checkpoint
 _PATHS = ("best_model_path", "last_model_path", "kth_best_model_path")  # in the state of a ModelCheckpoint
@@ -88,6 +90,7 @@ class WrittenTogether(Strategy):
         assert self.lightning_module is not None
         taken = next((f"it has {key}" for key in ("extra_state", "names_of_tied") if key in checkpoint), None)
         checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for exports, which build no model
+        self._note_removed(checkpoint)
         tensors, plain = split(checkpoint)
         state, left_out = safe.safe(plain)
         try:
@@ -100,6 +103,19 @@ class WrittenTogether(Strategy):
                 "another one in on_save_checkpoint of the module, callback or datamodule"
             )
         return tensors, state, left_out
+
+    def _note_removed(self, checkpoint: dict[str, Any]) -> None:
+        """Note what hooks have removed, as people do for small files, so that a resume is refused for its reason."""
+        assert self.lightning_module is not None
+        schedules = self.lightning_module.trainer.lr_scheduler_configs
+        counts = {"optimizer_states": len(self.optimizers), "lr_schedulers": len(schedules), "loops": 1}
+        removed = [name for name, count in counts.items() if name not in checkpoint or len(checkpoint[name]) < count]
+        if KEY not in checkpoint or not removed:  # without a position, it was saved as weights only
+            return
+        checkpoint[REMOVED] = removed
+        if self.is_global_zero and REMOVED not in self._told:
+            log.warning("on_save_checkpoint removes %s: these checkpoints can't be resumed", listed(removed))
+        self._told |= {REMOVED}
 
     def of_rank_0(self, tensors: Iterable[str]) -> set[str]:
         """Return the names of the tensors that are saved from rank 0: all of the model's except parameters, as a batch
@@ -205,8 +221,14 @@ class WrittenTogether(Strategy):
                 if is_within(folder / "_", run_dir):  # other runs may write to any other folder
                     directory.finish_changes(folder)  # for checkpoints that could not be removed earlier
 
+    def teardown(self) -> None:
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.status == TrainerStatus.RUNNING:  # not after an error
+            self.finish_saving()  # what a hook has saved in an evaluation
+        super().teardown()
+
     def finish_saving(self) -> None:
-        """Wait until the run's last checkpoint is written.
+        """Wait until the run's last checkpoint is written; a process that ends before would lose it.
 
         Raises:
             UnwrittenCheckpoint, LostRank: it could not be written.

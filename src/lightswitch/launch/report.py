@@ -104,7 +104,7 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
     for what, text in (next_steps | _profiles(trainer)).items():
         log.info("%-10s %s", what, text)
     if has_ended:
-        finished.keep(cfg, run.run_dir, trainer.global_step, go_on)
+        finished.keep(cfg, run.run_dir, trainer.global_step, go_on, stopped_early=trainer.should_stop)
 
 
 def _told(run: RunContext, go_on: str | None, mode: str | None) -> dict[str, str]:

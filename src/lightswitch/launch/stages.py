@@ -116,6 +116,8 @@ def _refuse_to_unpickle(trainer: Trainer, checkpoint: Path | None) -> None:
 
 
 def _metrics(trainer: Trainer) -> Metrics:
+    if isinstance(trainer.strategy, PortableCheckpoints):
+        trainer.strategy.finish_saving()  # what `on_fit_end` or `teardown` has saved
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 

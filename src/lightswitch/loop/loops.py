@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
@@ -130,7 +130,8 @@ class RunLoop(_FitLoop):
         super().on_load_checkpoint(state_dict)
         trainer, ending = self.trainer, state_dict.get(_ENDING, {})
         self._epoch_end_begun = ending.get("epoch_end_begun", False)
-        if ending.get("stopped_at") == _limits(trainer):
+        stopped_at = ending.get("stopped_at")
+        if stopped_at and stopped_at == _limits(trainer)[: len(stopped_at)]:
             trainer.should_stop = True
 
 
@@ -163,8 +164,10 @@ def _lenient_end(trainer: Trainer, owner: LightningModule | Callback) -> Iterato
 
 
 def _limits(trainer: Trainer) -> list[float | None]:
-    timers = (callback for callback in callbacks_of(trainer) if isinstance(callback, Timer))
-    return [trainer.max_steps, trainer.max_epochs, *(timer._duration for timer in timers)]
+    callbacks = callbacks_of(trainer)
+    timers = [callback._duration for callback in callbacks if isinstance(callback, Timer)]
+    patience = [callback.patience for callback in callbacks if isinstance(callback, EarlyStopping)]
+    return [trainer.max_steps, trainer.max_epochs, *timers, *patience]
 
 
 def _last_checkpoints(trainer: Trainer) -> list[LastCheckpoints]:

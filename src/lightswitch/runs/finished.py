@@ -29,7 +29,7 @@ class Mark:
 
     Args:
         step: number of optimizer steps that were trained.
-        limits: the Trainer's `max_steps`, `max_epochs` and `max_time` when the run ended.
+        limits: the Trainer's `max_steps`, `max_epochs` and `max_time` when the run ended; `patience` if that ended it.
         go_on: command that continues the run under higher limits; null if there is no checkpoint.
     """
 
@@ -46,7 +46,7 @@ def before(cfg: DictConfig, run: RunContext) -> bool:
     if cfg.mode != "fit" or cfg.resume != "auto":
         return False
     ended = _read(run)
-    if ended is None or _exceed(_limits(cfg), ended.limits):
+    if ended is None or _exceed(_limits(cfg) | {"patience": _patience(cfg)}, ended.limits):
         return False
     if run.is_first:
         changed = saved.changes_since(run.run_dir, cfg)
@@ -57,13 +57,15 @@ def before(cfg: DictConfig, run: RunContext) -> bool:
     return True
 
 
-def keep(cfg: DictConfig, run_dir: Path, step: int, go_on: str | None) -> None:
+def keep(cfg: DictConfig, run_dir: Path, step: int, go_on: str | None, stopped_early: bool = False) -> None:
     """Write the mark of a finished run, with its limits.
 
     Args:
         go_on: command that continues the run under higher limits.
+        stopped_early: whether a callback has ended it, so that more patience is a higher limit, too.
     """
-    regular_files.write_text(run_dir / _FILE, json.dumps(asdict(Mark(step, _limits(cfg), go_on)), indent=2) + "\n")
+    limits = _limits(cfg) | ({"patience": _patience(cfg)} if stopped_early else {})
+    regular_files.write_text(run_dir / _FILE, json.dumps(asdict(Mark(step, limits, go_on)), indent=2) + "\n")
 
 
 def last_step(run_dir: Path) -> int:
@@ -106,7 +108,8 @@ def _read(run: RunContext) -> Mark | None:
 def _is_whole(ended: Any) -> bool:
     match ended:
         case {"step": int(), "limits": {"max_time": _, **counts}, "go_on": str() | None}:
-            return all(isinstance(counts.get(name, ""), int | None) for name in ("max_steps", "max_epochs"))
+            of_trainer = [counts.get(name, "") for name in ("max_steps", "max_epochs")]
+            return all(isinstance(count, int | None) for count in (*of_trainer, counts.get("patience")))
     return False
 
 
@@ -118,7 +121,14 @@ def _limits(cfg: DictConfig) -> dict[str, Any]:
 def _exceed(limits: dict[str, Any], others: dict[str, Any]) -> bool:
     if limits["max_time"] != others["max_time"]:
         return True
-    return any(_count(limits[name]) > _count(others[name]) for name in ("max_steps", "max_epochs"))
+    counts = ("max_steps", "max_epochs", "patience")
+    return any(_count(limits[name]) > _count(others[name]) for name in counts if name in others)
+
+
+def _patience(cfg: DictConfig) -> int | None:
+    """Return the least patience of the callbacks that stop a run early; None if there is none."""
+    nodes = [node for node in (cfg.get("callbacks") or {}).values() if isinstance(node, DictConfig)]
+    return min((node.patience for node in nodes if isinstance(node.get("patience"), int)), default=None)
 
 
 def _count(limit: int | None) -> float:

@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -145,8 +146,20 @@ class NoisyModel(PlainModel):
         return super().training_step((batch[0] + noise, *batch[1:]), batch_idx)
 
 
+class Jitter(pl.Callback):
+    """Moves the weights by a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(1)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        with torch.no_grad():
+            module.net[0].bias.add_(0.1 * self.rng.random())
+
+
 def test_generators_that_a_module_keeps_go_on_over_a_resume(train: Train) -> None:
     run = (f"model._target_={__name__}.NoisyModel", PLAIN_DATA, "trainer.accelerator=cpu", "run_id=mine")
+    run += (f"callbacks.jitter._target_={__name__}.Jitter",)
     run += ("trainer.log_every_n_steps=1", "callbacks.last_checkpoint.every_n_steps=2", "trainer.max_steps=4")
     whole = train(*run)
     resumed = train(*run, f"resume={whole.run_dir}/checkpoints/step_2.ckpt")

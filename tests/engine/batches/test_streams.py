@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightswitch.batches.callback import GlobalBatch
@@ -26,6 +27,7 @@ from lightswitch.planning.samples import first_samples
 from tests.engine.batches.streams import SizedStream, StatefulStream, Stream, StreamData, WorkerSplit
 from tests.engine.fits import local_trainer
 from tests.engine.plain import PlainModel
+from tests.night import at_night
 
 ALONE = Position()
 
@@ -49,6 +51,27 @@ def _training(stream: Any, plan: BatchPlan, rank: int = 0, at: Position = ALONE,
 
 def _ids(loader: Any, count: int | None = None) -> list[list[int]]:
     return [batch.tolist() for batch in islice(loader, count)]
+
+
+class Masking:
+    """A collate function that keeps a generator."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng()
+
+    def __call__(self, samples: list[Any]) -> Tensor:
+        return torch.tensor([len(samples), self.rng.random()])
+
+
+@pytest.mark.parametrize("workers", [0, *at_night(2)])
+def test_a_generator_of_a_collate_function_follows_the_position(workers: int) -> None:
+    plan, stream = BatchPlan(8, 8, 1, 1), Stream(range(61))
+    whole, rest = (
+        _ids(_training(stream, plan, at=Position(step=step), collate_fn=Masking(), num_workers=workers))
+        for step in (0, 3)
+    )
+    assert rest == whole[3:]
+    assert len({draw for _, draw in whole}) == 8
 
 
 @settings(max_examples=60, deadline=None)

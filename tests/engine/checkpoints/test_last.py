@@ -12,11 +12,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from torch import Tensor
 
 from lightswitch.checkpoints.directory import read_state
 from lightswitch.checkpoints.last import LastCheckpoints, newest
 from lightswitch.regular_files import MARK
 from tests.engine.conftest import PLAIN, Train
+from tests.engine.plain import PlainModel
 from tests.night import at_night
 
 Disk = Callable[[str], Path]
@@ -41,6 +43,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         subprocess.run(("umount", "--lazy", folder), check=True)
 
 
+HERE = "tests.engine.checkpoints.test_last"
 RUN = (
     *PLAIN,
     "trainer.accelerator=cpu",
@@ -91,6 +94,32 @@ def test_last_points_to_the_newest_and_older_ones_go(train: Train, tmp_path: Pat
     assert sorted(path.name for path in checkpoints.iterdir()) == ["last.ckpt", "step_6.ckpt", "step_8.ckpt"]
     assert os.readlink(checkpoints / "last.ckpt") == "step_8.ckpt"
     assert read_state(checkpoints / "last.ckpt")["global_step"] == 8
+
+
+class ThreeSteps(PlainModel):
+    """Steps its optimizer three times a batch, and writes before which steps a checkpoint is said to be possible."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        (saves,) = (one for one in self.trainer.checkpoint_callbacks if isinstance(one, LastCheckpoints))
+        with open("possible.txt", "a") as file:
+            print(self.global_step * saves.may_save_after_step(self.trainer), file=file)
+        for _ in range(3):
+            self.optimizers().zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+
+
+def test_a_batch_of_several_steps_is_known_to_be_saved_before_it_begins(train: Train) -> None:
+    long = ("trainer.max_steps=30", "callbacks.last_checkpoint.every_n_steps=5", "callbacks.last_checkpoint.keep=9")
+    run = train(*RUN, f"model._target_={HERE}.ThreeSteps", *long, "data.samples=3000")
+    saved = {int(path.stem.removeprefix("step_")) for path in (run.run_dir / "checkpoints").glob("step_*")}
+    assert saved == {6, 12, 15, 21, 27, 30}
+    possible = {int(line) for line in (run.folder / "possible.txt").read_text().split()}
+    assert possible - {0} == {step - 3 for step in saved}
 
 
 def test_those_to_keep_stay_for_ever(train: Train) -> None:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 import lightswitch
 from lightswitch.checkpoints import optimizers
+from lightswitch.checkpoints.last import position_of
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.errors import Refused, UnfitCheckpoint
 from tests.engine.checkpoints.damages import flip
@@ -243,6 +244,45 @@ def test_a_hook_that_takes_a_name_of_the_engine_is_refused_before_it_costs_the_r
     assert refused.returncode == 2
     (line,) = (line for line in refused.err.splitlines() if line.startswith("error: this checkpoint could not be read"))
     assert name in line
+
+
+WHEN = ("tested", "after")  # names of checkpoints that are saved where no training goes on
+
+
+class Small(PlainModel):
+    """Removes an entry of checkpoints, for small files, and saves some where no training goes on."""
+
+    def __init__(self, entry: str = "") -> None:
+        super().__init__()
+        self.entry = entry
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint.pop(self.entry, None)
+
+    def on_test_end(self) -> None:
+        self.trainer.save_checkpoint("tested.ckpt")
+
+    def teardown(self, stage: str) -> None:
+        self.trainer.save_checkpoint("after.ckpt")
+
+
+@pytest.mark.parametrize("entry", ["optimizer_states", *at_night("lr_schedulers", "loops")])
+def test_a_checkpoint_without_what_a_resume_needs_says_so_and_gives_its_weights(entry: str, train: Train) -> None:
+    run = (*TWO, f"{HERE}.Small", f"model.entry={entry}", "run_id=mine")
+    first = train(*run, "trainer.max_steps=2")
+    assert f"on_save_checkpoint removes {entry}: these checkpoints can't be resumed" in first.out
+    resumed = train(*run, "trainer.max_steps=4", folder=first.folder, check=False)
+    assert f"step_2.ckpt can't be resumed: on_save_checkpoint has removed {entry}; to load" in resumed.refusal
+    train(*TWO, f"{HERE}.Small", f"init_from={first.run_dir}/checkpoints/last.ckpt", "trainer.max_steps=2")
+
+
+def test_what_is_saved_outside_of_training_is_written_whole_and_gives_its_weights(train: Train) -> None:
+    first = train(*TWO, f"{HERE}.Small", "trainer.max_steps=2")
+    tested = first.run_dir / "checkpoints" / "last.ckpt"
+    evaluated = train(*TWO, f"{HERE}.Small", "mode=test", f"ckpt_path={tested}")
+    for path in (folder / f"{name}.ckpt" for folder in (first.folder, evaluated.folder) for name in WHEN):
+        assert torch.equal(Reader(path, None).read("model.net.0.bias"), Reader(tested, None).read("model.net.0.bias"))
+        assert position_of(path) is None
 
 
 def test_an_optimizer_whose_state_no_checkpoint_would_have_whole_is_refused() -> None:
