@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
 
 from lightswitch.deepspeed.strategy import DeepSpeed
 from lightswitch.errors import Refused
@@ -22,7 +21,7 @@ from tests.engine.curves import largest_difference
 from tests.engine.data.pictures import Pictures
 from tests.engine.deepspeed.zero import Native, TakenOut
 from tests.engine.fits import CLASSIFIER, LANGUAGE, PLAIN, Fit, Fits
-from tests.engine.plain import PlainModel
+from tests.engine.plain import PlainModel, UsedByRank0
 from tests.engine.tiny import NO_CHECKPOINTS, PICTURES
 from tests.night import at_night
 from tests.pool import Pool, RankFailed
@@ -91,16 +90,6 @@ def test_a_module_may_step_itself_and_hold_what_it_does_not_step(stage: str, fit
     own = replace(PLAIN, module=StepsItself)
     (alone,), run = fits(own), fits(replace(own, strategy=f"deepspeed_stage_{stage}"), 2)[0]
     assert largest_difference(run, alone) <= 1e-5
-
-
-class UsedByRank0(PlainModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(()))
-
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss if self.global_step == 1 and self.global_rank else loss * self.scale
 
 
 @pytest.mark.parametrize("stage", ["1", "3", *at_night("2")])
