@@ -153,6 +153,38 @@ def test_a_state_taken_out_and_put_back_changes_nothing(stage: str, ranks: int, 
         assert_holds_its_part(rank.held, ranks if stage.startswith("3") else 1, ranks)
 
 
+class Counting(torch.optim.NAdam):
+    """Counts the updates of each element, and masks some, beside a number of the whole group (`mu_product`)."""
+
+    def step(self, closure: Any = None) -> Any:
+        output = super().step(closure)
+        for parameter, state in self.state.items():
+            state["count"] = state.get("count", torch.zeros_like(parameter, dtype=torch.long)) + 1
+            state["mask"] = parameter > 0
+        return output
+
+
+class Unfreezing(PlainModel):
+    """Trains its last layer from the third step on, for which the engine is built anew."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[3].requires_grad_(self.global_step > 1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        layers = (self.net[0], self.net[3])
+        return Counting([{"params": layer.parameters()} for layer in layers], lr=0.05)
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_states_keep_their_dtypes_in_an_engine_that_is_built_anew(stage: str, fits: Fits, tmp_path: Path) -> None:
+    own, taken = replace(PLAIN, module=Unfreezing, micro_batch=None), partial(TakenOut, str(tmp_path), before_step=3)
+    (alone,), run = fits(own), fits(replace(own, strategy=f"deepspeed_stage_{stage}", callbacks=(taken,)), 2)[0]
+    assert largest_difference(run, alone, "train/loss") <= 1e-5
+    _, state = torch.load(tmp_path / "taken_0.pt")["net.0.weight"]
+    assert (state["count"].dtype, state["mask"].dtype) == (torch.long, torch.bool)
+    assert len(state["count"].unique()) == 1
+
+
 def assert_holds_its_part(elements: dict[str, int], parts: int, ranks: int) -> None:
     padding = 32  # an element a parameter, and a few a group
     assert elements["parameters"] == pytest.approx(elements["whole"] / parts, abs=padding)
