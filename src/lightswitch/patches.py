@@ -120,7 +120,7 @@ PATCHES = (
         "torch.autograd",
         "_engine_run_backward",
         "(t_outputs, *args, **kwargs)",
-        "refuses second derivatives in a step under FSDP; restored after the step",
+        "averages replicated gradients and refuses second derivatives under FSDP; restored after the pass or step",
         for_process=True,
     ),
     Patch(

@@ -257,6 +257,18 @@ class OwnBatchesData(PlainData):
         return DataLoader(points, batch_sampler=OwnBatches(SequentialSampler(points), 10, drop_last=False))
 
 
+class UsedByRank0(PlainModel):
+    """Whose scale one rank alone uses in the second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.global_step == 1 and self.global_rank else loss * self.scale
+
+
 class ManualModel(PlainModel):
     """Two optimizers by hand, as a GAN has them."""
 

@@ -264,5 +264,5 @@ def _whole(kept: Stored, device: torch.device) -> Tensor:
         return kept
     whole = torch.zeros(kept.shape, dtype=kept.values.dtype, device=device)
     kept.of(whole).copy_(kept.values)
-    dist.all_reduce(whole)
+    dist.all_reduce(whole.view(torch.uint8) if whole.dtype == torch.bool else whole)
     return whole

@@ -101,10 +101,7 @@ def rooms_for_states(engine: Any, module: nn.Module, saved: Mapping[str, Mapping
         for key, like in saved.get(name, {}).items() if part is not None and parameter.requires_grad else ():
             if part is None or like.dim() == 0:
                 continue
-            values = states.setdefault(part.flat, {})
-            if not _is_spread(values.get(key), part):
-                values[key] = torch.zeros_like(part.flat, requires_grad=False)
-            rooms[f"{name}.{key}"] = part.piece(values[key], parameter)
+            rooms[f"{name}.{key}"] = part.piece(_spread(states, key, like, part), parameter)
     return rooms
 
 
@@ -146,13 +143,11 @@ def scatter_states(engine: Any, module: nn.Module, read: Callable[[str], Mapping
         other, step = first.setdefault(part.flat, (name, int(saved.get("step", 0))))
         _refuse_other_step(name, int(saved.get("step", 0)), other, step)
         for key, value in saved.items():
-            values = states.setdefault(part.flat, {})
-            if value.dim() == 0 and key == "step":  # one step count for a whole group
-                values[key] = value.float().to(_device_of_step(engine, part.flat))
+            if value.dim() == 0:  # one for a whole group
+                value = value.float() if key == "step" else value.clone()
+                states.setdefault(part.flat, {})[key] = value.to(_device_of_step(engine, part.flat))
                 continue
-            if not _is_spread(values.get(key), part):
-                values[key] = torch.zeros_like(part.flat, requires_grad=False)
-            part.of(values[key]).copy_(part.of_whole(value))
+            part.of(_spread(states, key, value, part)).copy_(part.of_whole(value))
     patches.replace(engine, "global_steps", max((step for _, step in first.values()), default=0))
     if engine.zero_optimization_stage() < 3:  # parameters are still linked to the previous state tensors
         patches.replace(engine.optimizer, "_hp_optimizer_states_linked", False)
@@ -208,6 +203,16 @@ def _states(engine: Any) -> dict[Tensor, dict[str, Any]]:
     """Return the optimizer's state by flat group, because DeepSpeed makes it step flat groups instead of parameters."""
     states: dict[Tensor, dict[str, Any]] = getattr(getattr(engine.optimizer, "optimizer", None), "state", {})
     return states
+
+
+def _spread(states: dict[Tensor, dict[str, Any]], key: str, like: Tensor, part: Part) -> Tensor:
+    """Return a state of the whole flat group, made if there is none; counts and masks have their own dtype."""
+    values = states.setdefault(part.flat, {})
+    if not _is_spread(values.get(key), part):
+        dtype = part.flat.dtype if like.is_floating_point() else like.dtype
+        values[key] = torch.zeros_like(part.flat, dtype=dtype, requires_grad=False)
+    found: Tensor = values[key]
+    return found
 
 
 def _is_spread(value: object, part: Part) -> bool:

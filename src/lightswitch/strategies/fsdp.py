@@ -52,7 +52,6 @@ from lightswitch.strategies.sharded import (
     Originals,
     Sharded,
     UnscalesOverMeshes,
-    average_replicated,
     checkpoint_activations,
     gathered_parts,
     is_mostly_rounded,
@@ -211,7 +210,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         if self.prefetch is not None:
             _gather_ahead([*roots, *units.values()], self.prefetch)
         broadcast_metric_states(model, self.root_device)
-        average_replicated(self._replicated)
+        self.replicated = [one for one in model.parameters() if one in self._replicated]
         own_names = {parameter: name for name, parameter in names.parameters(model).items()}
         self._in_shards = [(name, one) for one, name in own_names.items() if isinstance(one, DTensor)]
         if not self._in_shards:
@@ -351,7 +350,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         self._writes.follow()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context(), self.looks.step(), self.refusing_second_derivatives():
+        with self.precision_plugin.train_step_context(), self.looks.step(), self.in_passes():
             return self._redirected("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -6,8 +6,8 @@ import gc
 import weakref
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from types import CellType, FrameType, SimpleNamespace
@@ -49,7 +49,13 @@ _LEAST_ROUNDED_SHARE = 0.9  # of a unit's parameters: the root gathers the other
 
 
 class Sharded(CarriesWrites, ParallelStrategy):
-    """Base of sharded strategies; among the bases of a class, list it before Lightning's strategy."""
+    """Base of sharded strategies; among the bases of a class, list it before Lightning's strategy.
+
+    Attributes:
+        replicated: parameters that each device holds whole, in the same order on all ranks.
+    """
+
+    replicated: Sequence[nn.Parameter] = ()
 
     @abstractmethod
     def free_gathered(self) -> None:
@@ -86,12 +92,19 @@ class Sharded(CarriesWrites, ParallelStrategy):
         return self._layer_sync.apply(model) if self._layer_sync else model
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.refusing_second_derivatives():
+        with self.in_passes():
             return super().training_step(*args, **kwargs)
 
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        is_within_step = not self.lightning_module.automatic_optimization
+        with nullcontext() if is_within_step else self.in_passes():
+            return super().backward(*args, **kwargs)
+
     @contextmanager
-    def refusing_second_derivatives(self) -> Iterator[None]:
-        """Context of a step that refuses second derivatives (`create_graph=True`).
+    def in_passes(self) -> Iterator[None]:
+        """Context whose backward passes average the gradients of replicated parameters, and may not differentiate twice
+        (`create_graph=True`).
 
         Hooks gather a unit's parameters once for its forward and once for its backward pass: a third pass finds shards,
         or loses part of a gradient.
@@ -108,7 +121,10 @@ class Sharded(CarriesWrites, ParallelStrategy):
                     f"{first_name(self.lightning_module)} differentiates a gradient (create_graph=True), which needs "
                     "each parameter a third time, when it is no longer gathered; use strategy=ddp"
                 )
-            return run(outputs, gradients, keep, create_graph, *args, **kwargs)
+            found = run(outputs, gradients, keep, create_graph, *args, **kwargs)
+            if kwargs.get("accumulate_grad"):
+                average_gradients(self.replicated)
+            return found
 
         patches.replace(torch.autograd, "_engine_run_backward", run_once)
         try:
@@ -284,16 +300,6 @@ def gathered_parts(
     return found
 
 
-def average_replicated(parameters: Iterable[nn.Parameter]) -> None:
-    """Register hooks that average the gradients of replicated parameters after each backward pass."""
-    for parameter in parameters:
-        if parameter.numel() and (parameter.is_floating_point() or parameter.is_complex()):
-            is_trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # torch needs it to register a hook; a callback may unfreeze it later
-            parameter.register_post_accumulate_grad_hook(average_gradient)  # type: ignore[no-untyped-call]  # untyped in torch
-            parameter.requires_grad_(is_trained)
-
-
 def replicated_parameters(unit: nn.Module, others: Container[nn.Parameter]) -> set[nn.Parameter]:
     """Return the parameters of a unit that must be replicated on every device.
 
@@ -314,14 +320,22 @@ def replicated_parameters(unit: nn.Module, others: Container[nn.Parameter]) -> s
     return whole.union(*(metric.parameters() for metric in metrics))
 
 
-def average_gradient(parameter: Tensor) -> None:
-    """Average a parameter's gradient over all ranks, as a hook after a backward pass. Collective.
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Average the gradients of replicated parameters over all ranks, after a backward pass. Collective.
 
-    Gradients that earlier passes of the step have averaged are equal on all ranks, so another average leaves them
-    unchanged.
+    A parameter that some ranks do not use counts as zero there; one that none uses has no gradient. Gradients that
+    earlier passes of the step have averaged are equal on all ranks, so another average leaves them unchanged.
     """
-    assert parameter.grad is not None
-    dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
+    trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.numel()]
+    if not trained:
+        return
+    here = [int(parameter.grad is not None) for parameter in trained]
+    dist.all_reduce(anywhere := torch.tensor(here, device=trained[0].device), dist.ReduceOp.MAX)
+    for parameter, is_used in zip(trained, here if all(here) else anywhere.tolist(), strict=True):
+        if is_used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
 
 
 class ClipsOverMeshes(Mixin, Precision):

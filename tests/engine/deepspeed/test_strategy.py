@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
 
 from lightswitch.deepspeed.strategy import DeepSpeed
 from lightswitch.errors import Refused
@@ -22,7 +21,7 @@ from tests.engine.curves import largest_difference
 from tests.engine.data.pictures import Pictures
 from tests.engine.deepspeed.zero import Native, TakenOut
 from tests.engine.fits import CLASSIFIER, LANGUAGE, PLAIN, Fit, Fits
-from tests.engine.plain import PlainModel
+from tests.engine.plain import PlainModel, UsedByRank0
 from tests.engine.tiny import NO_CHECKPOINTS, PICTURES
 from tests.night import at_night
 from tests.pool import Pool, RankFailed
@@ -93,16 +92,6 @@ def test_a_module_may_step_itself_and_hold_what_it_does_not_step(stage: str, fit
     assert largest_difference(run, alone) <= 1e-5
 
 
-class UsedByRank0(PlainModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(()))
-
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss if self.global_step == 1 and self.global_rank else loss * self.scale
-
-
 @pytest.mark.parametrize("stage", ["1", "3", *at_night("2")])
 def test_a_parameter_that_one_rank_alone_uses_is_named(stage: str, fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
@@ -162,6 +151,38 @@ def test_a_state_taken_out_and_put_back_changes_nothing(stage: str, ranks: int, 
     assert largest_difference(sharded[0], alone, "train/loss") <= 1e-5
     for rank in sharded:
         assert_holds_its_part(rank.held, ranks if stage.startswith("3") else 1, ranks)
+
+
+class Counting(torch.optim.NAdam):
+    """Counts the updates of each element, and masks some, beside a number of the whole group (`mu_product`)."""
+
+    def step(self, closure: Any = None) -> Any:
+        output = super().step(closure)
+        for parameter, state in self.state.items():
+            state["count"] = state.get("count", torch.zeros_like(parameter, dtype=torch.long)) + 1
+            state["mask"] = parameter > 0
+        return output
+
+
+class Unfreezing(PlainModel):
+    """Trains its last layer from the third step on, for which the engine is built anew."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[3].requires_grad_(self.global_step > 1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        layers = (self.net[0], self.net[3])
+        return Counting([{"params": layer.parameters()} for layer in layers], lr=0.05)
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_states_keep_their_dtypes_in_an_engine_that_is_built_anew(stage: str, fits: Fits, tmp_path: Path) -> None:
+    own, taken = replace(PLAIN, module=Unfreezing, micro_batch=None), partial(TakenOut, str(tmp_path), before_step=3)
+    (alone,), run = fits(own), fits(replace(own, strategy=f"deepspeed_stage_{stage}", callbacks=(taken,)), 2)[0]
+    assert largest_difference(run, alone, "train/loss") <= 1e-5
+    _, state = torch.load(tmp_path / "taken_0.pt")["net.0.weight"]
+    assert (state["count"].dtype, state["mask"].dtype) == (torch.long, torch.bool)
+    assert len(state["count"].unique()) == 1
 
 
 def assert_holds_its_part(elements: dict[str, int], parts: int, ranks: int) -> None:

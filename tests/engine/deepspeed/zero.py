@@ -25,7 +25,10 @@ class TakenOut(pl.Callback):
             return
         self.done, engine = True, trainer.strategy.model
         taken = taken_out(engine, module)
-        other = {name: (weight + 1, {k: v + 1 for k, v in state.items()}) for name, (weight, state) in taken.items()}
+        other = {
+            name: (weight + 1, {k: (v + 1).to(v.dtype) for k, v in state.items()})
+            for name, (weight, state) in taken.items()
+        }
         put_back(engine, module, other)
         assert_equal(taken_out(engine, module), other)
         for name, parameter in module.named_parameters():
@@ -50,7 +53,7 @@ def _put_together(kept: Tensor | Piece) -> Tensor:
         return kept.clone()
     whole = torch.zeros(kept.shape, dtype=kept.values.dtype)
     kept.of(whole).copy_(kept.values)
-    dist.all_reduce(whole)
+    dist.all_reduce(whole.view(torch.uint8) if whole.dtype == torch.bool else whole)
     return whole
 
 

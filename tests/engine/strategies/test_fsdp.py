@@ -18,7 +18,7 @@ from tests.engine.data.pictures import Pictures
 from tests.engine.fits import ADAMW, CLASSIFIER, LANGUAGE, PLAIN, TENSOR_PARALLEL, Fit, Fits
 from tests.engine.foreign import Classifier, Encoder
 from tests.engine.models.language import LanguageModel
-from tests.engine.plain import AveragedModel, PlainModel
+from tests.engine.plain import AveragedModel, PlainModel, UsedByRank0
 from tests.engine.strategies.witness import to_the_bit
 from tests.night import at_night
 from tests.pool import Pool, RankFailed
@@ -380,3 +380,9 @@ def test_weights_that_a_constructor_holds_are_those_that_train(fits: Fits) -> No
     (alone,), sharded = fits(held), fits(replace(held, strategy="fsdp"), 2)[0]
     assert largest_difference(sharded, alone) <= 1e-5
     assert max(float((sharded.end[name] - value).abs().max()) for name, value in alone.end.items()) <= 1e-5
+
+
+def test_a_replicated_parameter_that_one_rank_alone_uses_is_averaged(fits: Fits) -> None:
+    used = replace(PLAIN, module=UsedByRank0)
+    alike = fits(replace(used, strategy="ddp find_unused_parameters=true"), 2)[0]
+    assert largest_difference(fits(replace(used, strategy="fsdp"), 2)[0], alike) <= 1e-5
