@@ -138,6 +138,7 @@ class GlobalBatch(Callback):
         self._seed_alike(trainer, trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._loaders.compare_ranks(trainer)
         if self._loaders.training.others and not self._loaders.training.slices:
             self._samples.count(trainer, batch)
         if self._repeated is not None and self._share_of_samples == 0:

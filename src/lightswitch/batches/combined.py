@@ -9,6 +9,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 
 from lightswitch import patches
+from lightswitch.batches.generators import mix
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
 
@@ -37,6 +38,9 @@ class Slices(Protocol):
 
     @property
     def is_even(self) -> bool: ...
+
+    @property
+    def digest(self) -> int: ...
 
     def start_at(self, epoch: int, step: int, state: Mapping[str, Any] | None = None) -> None: ...
 
@@ -105,6 +109,11 @@ class Combined:
         decides = (min if shortest else max)(self.slices, key=lambda slices: slices.own_steps)
         is_repeated = decides.steps > decides.own_steps
         return decides.steps * decides.plan.global_batch if is_repeated else decides.epoch_samples
+
+    @property
+    def digest(self) -> int:
+        """Digest of the samples that the loaders now begin with, below 2^63: equal on ranks that draw the same."""
+        return mix(*(slices.digest for slices in self.slices)) >> 1
 
     @property
     def samples(self) -> int:

@@ -46,6 +46,7 @@ class SharedLoaders:
         self._start = Position()
         self._states: Sequence[Any] = ()  # of the training streams in the checkpoint
         self._is_complete = True  # the set of training loaders; the next one starts a new set
+        self._is_compared = False  # the samples that the ranks draw in this epoch
         self._earlier: Any = None  # Lightning's combined loader before this set; it may re-create loaders at any time
         self.training = Combined()
 
@@ -56,16 +57,30 @@ class SharedLoaders:
             states: results of `states_at` at that position, in the order of loaders.
         """
         self._start, self._states = position, states
-        self._start_streams()
+        self._start_slices()
 
     def start_epoch(self, epoch: int) -> None:
         """Mark the set of training loaders as complete, and pass the epoch to the datasets of unchanged loaders."""
-        self._is_complete = True
+        self._is_complete, self._is_compared = True, False
         for loader in self.training.others:
             _set_epoch(loader, epoch)
 
+    def compare_ranks(self, trainer: Trainer) -> None:
+        """Check, once an epoch, that all ranks draw the same samples. Collective, after an epoch's first batch is read.
+
+        Raises:
+            Refused: they draw others.
+        """
+        if not self._is_compared and len(set(_gather(trainer, self.training.digest))) > 1:
+            raise Refused(
+                "the ranks draw different samples of a training set that they should share: let what splits, weights "
+                "or shuffles it draw from the global generators of torch, NumPy and Python, or from one with a seed, "
+                "and follow nothing that one rank alone has seen"
+            )
+        self._is_compared = True
+
     def states_at(self, step: int) -> list[Any]:
-        """Return the states of training streams for a resume at a step of this epoch; None for other loaders."""
+        """Return the states of training loaders for a resume at a step of this epoch."""
         return [slices.state_at(step) for slices in self.training.slices]
 
     def share(self, trainer: Trainer, loader: Any) -> object:
@@ -109,9 +124,11 @@ class SharedLoaders:
                 own, plan.global_batch, own,
             )  # fmt: skip
         if not is_stream(loader):
-            return training_loader(loader, plan, rank, self._seed, self._start, self.training, pins)
+            shared: RankLoader = training_loader(loader, plan, rank, self._seed, self._start, self.training, pins)
+            self._start_slices()
+            return shared
         shared = training_stream(loader, plan, rank, self._seed, self._start, gather, self.training, pins)
-        self._start_streams()
+        self._start_slices()
         self._check_length(trainer)
         if trainer.global_rank == 0 and (readers := plan.replicas * max(1, loader.num_workers)) > 1:
             log.info(
@@ -127,7 +144,7 @@ class SharedLoaders:
                 "trainer.max_epochs does not limit the steps; type trainer.max_steps=N, or give the dataset a __len__"
             )
 
-    def _start_streams(self) -> None:
+    def _start_slices(self) -> None:
         states = [*self._states, *(None for _ in self.training.slices)]
         for slices, state in zip(self.training.slices, states, strict=False):
             slices.start_at(self._start.epoch, self._start.step, state)

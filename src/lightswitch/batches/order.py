@@ -7,7 +7,10 @@ in any loader worker.
 from __future__ import annotations
 
 import copy
+import logging
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -17,6 +20,10 @@ from lightswitch.batches.combined import Combined
 from lightswitch.batches.draws import Draws
 from lightswitch.batches.generators import KeptGenerators, mix
 from lightswitch.batches.plan import BatchPlan
+
+log = logging.getLogger(__name__)
+_COMPARED_SAMPLES = 1000  # of a pass, from its start
+_COMPARED_KEYS = (Integral, torch.Tensor, str, tuple)  # which print the same in every process
 
 
 class TrainingSlices(Sampler[Any]):
@@ -53,6 +60,8 @@ class TrainingSlices(Sampler[Any]):
         dataset: Any = None,
     ) -> None:
         self._draws = Draws(sampler, samples, dataset, tells=rank == 0)
+        self._dataset = dataset
+        self._begins: dict[str, int] = {}  # digests of the first samples of passes that were read from their start
         self.samples = samples  # of an epoch, over all ranks
         self.plan = plan
         self.rank = rank
@@ -101,10 +110,19 @@ class TrainingSlices(Sampler[Any]):
             state: result of `state_at` at that position.
         """
         self.epoch, self._resumed = epoch, (epoch, step)
+        self._begins |= (state or {}).get("begins", {})
 
     def state_at(self, step: int) -> dict[str, Any] | None:
-        """Return the additional state that a resume at a step of the epoch needs: None, except for a stream."""
-        return None
+        """Return the state that a resume at a step of the epoch needs besides the position; None at the epoch's start.
+
+        It holds digests of the samples that passes began with.
+        """
+        return {"begins": self._begins} if step else None
+
+    @property
+    def digest(self) -> int:
+        """Digest of the samples that the current pass begins with, the same on every rank that draws the same."""
+        return mix(*self._begins.values())
 
     def __iter__(self) -> Iterator[tuple[int, int, list[Any]]]:
         # A generator, so that epoch and step are read when the first batch is requested: with workers,
@@ -117,8 +135,19 @@ class TrainingSlices(Sampler[Any]):
                 cycle = step // self.own_steps
                 key = self._pass_key(epoch, cycle)
                 order = self._order(epoch, cycle)
+                self._compare(str(key), _digest(order, self._dataset))
             for micro in range(self.plan.accumulation):
                 yield key, self._bounds(step, micro)[0], self._chosen(order, step, micro)
+
+    def _compare(self, of_pass: str, digest: int) -> None:
+        """Warn if a pass begins with other samples than in the run that is resumed."""
+        if self._begins.get(of_pass, digest) != digest and self.rank == 0:
+            log.warning(
+                "training starts with different samples than before, so the run can't resume at the same sample: its "
+                "data have changed, or each process splits or shuffles them in another way; let them draw from the "
+                "global generators of torch, NumPy and Python, or from one with a seed, which set_epoch changes"
+            )
+        self._begins = {of_pass: digest}
 
     def _first_step(self) -> int:
         return self._resumed[1] if self.epoch == self._resumed[0] else 0
@@ -267,6 +296,14 @@ def _order_of_torch(sampler: Any, samples: int, seed: int) -> Sequence[Any] | No
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler.data_source) == samples:
         return _permutation(samples, generator)
     return None
+
+
+def _digest(order: Sequence[Any], dataset: Any) -> int:
+    """Return a digest of the samples that an order begins with: their places in what a Subset was taken from."""
+    keys = list(order[:_COMPARED_SAMPLES])
+    while isinstance(dataset, Subset) and all(isinstance(key, Integral | torch.Tensor) for key in keys):
+        keys, dataset = [dataset.indices[int(key)] for key in keys], dataset.dataset
+    return zlib.crc32(" ".join(str(key) for key in keys if isinstance(key, _COMPARED_KEYS)).encode())
 
 
 def _undivided(sampler: Any, dataset: Any) -> Any:

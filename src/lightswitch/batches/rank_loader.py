@@ -353,7 +353,6 @@ class StreamSlices(TrainingSlices):
         self._turn = 0
         self._short: tuple[Place, int] | None = None  # last step of the pass, if smaller, and its number of samples
         self._states: dict[int, Any] = {}  # of the dataset, by the number of the next step
-        self._begins: dict[str, int] = {}  # digests of the first samples of passes that were read from their start
         self._continued: str | None = None  # pass that was resumed from a dataset state
         total = _ENDLESS if samples is None else samples
         super().__init__(None, total, drop_last, plan, rank, seed, at.epoch, at.step, combined)
@@ -376,18 +375,17 @@ class StreamSlices(TrainingSlices):
         return (place.step - place.begin) * self.plan.global_batch + samples
 
     def start_at(self, epoch: int, step: int, state: Mapping[str, Any] | None = None) -> None:
-        super().start_at(epoch, step)
+        super().start_at(epoch, step, state)
         self._kept = state
-        self._begins |= (state or {}).get("begins", {})
 
     def state_at(self, step: int) -> dict[str, Any] | None:
         """Return the state that a run needs to resume at a step of the epoch; None at the epoch's start.
 
-        It holds the dataset's state at the nearest known step up to this one, or step 0 and None if there is none. It
-        also holds digests of the samples that passes began with.
+        It also holds the dataset's state at the nearest known step up to this one, or step 0 and None if there is none.
         """
         nearest = max((one for one in self._states if one <= step), default=0)
-        return {"step": nearest, "state": self._states.get(nearest), "begins": self._begins} if step else None
+        begins = super().state_at(step)
+        return begins and {**begins, "step": nearest, "state": self._states.get(nearest)}
 
     def __iter__(self) -> Iterator[Any]:
         epoch, first = self.epoch, self._first_step()
@@ -404,7 +402,7 @@ class StreamSlices(TrainingSlices):
         if step == 0:
             return None
         begin = step // self.own_steps * self.own_steps  # first step of the pass
-        if self._kept is None or not begin < self._kept["step"] <= step:
+        if self._kept is None or not begin < self._kept.get("step", 0) <= step:  # a map-style loader's has none
             return Resume(step - begin)
         self._states[self._kept["step"]] = self._kept["state"]
         self._continued = str(self._pass_key(self.epoch, step // self.own_steps))
@@ -415,25 +413,13 @@ class StreamSlices(TrainingSlices):
         step = cut.place.step
         if cut.samples < self.plan.global_batch:
             self._short = cut.place, cut.samples
-        if cut.digest is not None:
+        if cut.digest is not None and str(cut.place.key) != self._continued:
             self._compare(str(cut.place.key), cut.digest)
         if cut.state is None:
             return
         self._states[step + 1] = cut.state
         latest = max((one for one in self._states if one <= step + 1 - _UNFINISHED_STEPS), default=0)
         self._states = {one: state for one, state in self._states.items() if one >= latest}
-
-    def _compare(self, of_pass: str, digest: int) -> None:
-        """Warn if a pass begins with other samples than in the run that is resumed."""
-        if of_pass == self._continued:
-            return
-        if self._begins.get(of_pass, digest) != digest and self.rank == 0:
-            log.warning(
-                "the stream starts with different samples than before, so the run can't resume at the same sample: its "
-                "data have changed, or each process shuffles it in another order; let it draw from the global "
-                "generators of torch, NumPy and Python, or from one that set_epoch seeds"
-            )
-        self._begins = {of_pass: digest}
 
     def end(self, cut: Cut) -> None:
         """Handle the end of the stream before a step; warn if the stream's ``len()`` is wrong.

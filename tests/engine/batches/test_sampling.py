@@ -28,6 +28,8 @@ from torch.utils.data import (
 from lightswitch.batches.loaders import evaluation_loader, training_loader
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.errors import Refused
+from tests.engine.conftest import PLAIN_MODEL, Train
+from tests.engine.plain import PlainData, Points
 
 DATA = TensorDataset(torch.arange(50))
 PLAN = BatchPlan(global_batch=12, micro_batch=6, replicas=2, accumulation=1)
@@ -230,6 +232,33 @@ def test_drawing_changes_nothing_of_a_sampler_that_others_read_as_well() -> None
     assert loader.sampler.ids == list(range(50))
     assert evaluated(loader) == evaluated(loader)
     assert trained(loader) == first
+
+
+class SplitByEntropy(PlainData):
+    """Each process draws another split, and a resumed one, too."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Subset(Points(300), np.random.default_rng().permutation(300)[: self.samples]), shuffle=True)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_resumed_run_that_splits_its_data_in_another_way_is_told(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    def split(seed: int) -> DataLoader:
+        return DataLoader(Subset(DATA, torch.randperm(50, generator=torch.Generator().manual_seed(seed))), shuffle=True)
+
+    begun = training_loader(split(1), PLAN, 0, seed=1, at=Position())
+    next(iter(begun))
+    resumed = training_loader(split(seed), PLAN, 0, seed=1, at=Position(step=2))
+    resumed.batch_sampler.start_at(0, 2, begun.batch_sampler.state_at(2))
+    next(iter(resumed))
+    assert ("starts with different samples than before" in caplog.text) == (seed == 2)
+
+
+def test_ranks_that_draw_other_samples_are_refused(train: Train) -> None:
+    split = f"data._target_={__name__}.SplitByEntropy"
+    refused = train(PLAIN_MODEL, split, "trainer.accelerator=cpu", "strategy=ddp", ranks=2, check=False)
+    assert refused.returncode == 2
+    assert "the ranks draw different samples of a training set" in refused.err
 
 
 def test_what_a_hook_sets_on_a_sampler_counts_from_the_next_epoch() -> None:
