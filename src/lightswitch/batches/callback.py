@@ -271,9 +271,7 @@ class GlobalBatch(Callback):
     # Position
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if (
-            trainer.state.fn != TrainerFn.FITTING
-        ):  # its weights may be those of any step, and its optimizers are of none
+        if trainer.state.fn != TrainerFn.FITTING:  # weights of any step, without optimizers
             return
         position = self._counter.position(trainer)
         save_position(checkpoint, replace(position, validation_due=self._counter.is_validation_due(trainer)))

@@ -330,7 +330,12 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     if not trained:
         return
     here = [int(parameter.grad is not None) for parameter in trained]
-    dist.all_reduce(anywhere := torch.tensor(here, device=trained[0].device), dist.ReduceOp.MAX)
+    device = trained[0].device
+    # a copy from the host would wait for the device
+    anywhere = (
+        torch.ones(len(here), dtype=torch.int64, device=device) if all(here) else torch.tensor(here, device=device)
+    )
+    dist.all_reduce(anywhere, dist.ReduceOp.MAX)
     for parameter, is_used in zip(trained, here if all(here) else anywhere.tolist(), strict=True):
         if is_used:
             if parameter.grad is None:
