@@ -75,9 +75,9 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps since the start of the run; None if no training metric was logged."""
+        """Optimizer steps since the start of the run; None if no training metric was logged and it has not ended."""
         logged = [step for name, curve in self.curves.items() if name.startswith("train/") for step in curve]
-        return max(logged) + 1 if logged else None
+        return max(logged) + 1 if logged else finished.last_step(self.path) or None
 
 
 def find(paths: Sequence[Path]) -> list[Path]:

@@ -15,7 +15,7 @@ import pytest
 
 from lightswitch.compare import page
 from lightswitch.compare.__main__ import main
-from lightswitch.compare.run import find, read
+from lightswitch.compare.run import Run, find, read
 from tests.engine.conftest import CHECKOUT, PLAIN, runs_in
 from tests.engine.tiny import LANGUAGE
 
@@ -293,3 +293,9 @@ def test_a_switch_that_is_none_is_refused(flags: list[str], tmp_path: Path) -> N
     )
     assert (done.returncode, done.stderr) == (2, "error: compare=both: found str, expected true or false\n")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_logs_nothing_of_its_training_has_the_steps_of_its_end(tmp_path: Path) -> None:
+    limits = {"max_steps": 7, "max_epochs": None, "max_time": None}
+    (tmp_path / "ended.json").write_text(json.dumps({"step": 7, "limits": limits, "go_on": None}))
+    assert [Run(path, "mine", "finished").steps for path in (tmp_path, tmp_path / "other")] == [7, None]
