@@ -37,7 +37,7 @@ def problems(cfg: dict[str, Any], place: Placement, precisions: Mapping[str, obj
     yield from missing
     if missing:
         return
-    for key in ("memory_gib", "disk_gb_per_second"):
+    for key in ("memory_gib", "disk_gb_per_second", "tokens_per_sample"):
         value = cfg["plan"][key]
         if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
             yield f"plan.{key}={value}: use a number greater than 0"
@@ -84,7 +84,8 @@ def _of_dry_run(cfg: dict[str, Any]) -> Iterator[str]:
 
 def ranks(asked: Any) -> list[Any]:
     """Return rank 0 and the configured ranks, without duplicates; `asked` is a number, a list or None."""
-    return list(dict.fromkeys([0, *(asked if isinstance(asked, list) else [] if asked is None else [asked])]))
+    found = [0, *(asked if isinstance(asked, list) else [] if asked is None else [asked])]
+    return [one for index, one in enumerate(found) if one not in found[:index]]  # a list in a list has no hash
 
 
 def on_its_device(cfg: dict[str, Any]) -> dict[str, Any]:

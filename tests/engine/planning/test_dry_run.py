@@ -125,10 +125,11 @@ def test_what_a_start_refuses_of_callbacks_is_refused(train: Train) -> None:
     ("words", "told"),
     [
         (
-            ("dry_run.rank=[4,last]", "dry_run.steps=0"),
+            ("dry_run.rank=[4,last,[1]]", "dry_run.steps=0"),
             (
                 "dry_run.rank=4: the world has 4 ranks; use one from 0 to 3",
                 "dry_run.rank=last: found str, expected a number, or a list of numbers",
+                "dry_run.rank=[1]: found list, expected a number, or a list of numbers",
                 "dry_run.steps=0: use a number from 1",
             ),
         ),

@@ -116,6 +116,7 @@ REFUSED = {
     "plan.precisions=fp16": "plan.precisions: there is no precision fp16. Did you mean 16-mixed?",
     "precision=16-true plan.device=h100": "AdamW divides by its eps",
     "plan.memory_gib=-1": "plan.memory_gib=-1: use a number greater than 0",
+    "plan.tokens_per_sample=0": "plan.tokens_per_sample=0: use a number greater than 0",
 }
 
 
