@@ -11,6 +11,7 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -60,26 +61,26 @@ class Draws:
 
     def _drawn(self, number: int, place: Place) -> list[Any]:
         if type(self._sampler).__module__.startswith("torch.utils.data"):  # keeps nothing but a generator
-            return _draw(self._sampler, *place(number))
+            return self._draw(self._sampler, *place(number))
         snapshot = self._snapshot()
         if snapshot is None:
-            return _draw(self._sampler, *place(number))
+            return self._draw(self._sampler, *place(number))
         if callable(getattr(self._sampler, "set_epoch", None)):
-            return _draw(snapshot.copy(), *place(number))
+            return self._draw(snapshot.copy(), *place(number))
         if snapshot != self._begun or number < self._next:
             self._begun, self._copy, self._next = snapshot, snapshot.copy(), 0
         self._catch_up(number, place)
         self._next = number + 1
-        return _draw(self._copy, *place(number))
+        return self._draw(self._copy, *place(number))
 
     def _catch_up(self, number: int, place: Place) -> None:
         """Draw the passes before a pass, unless the first one leaves the sampler as it was."""
         if self._next == 0 < number:
             before = _Snapshot.of(self._copy, self._dataset)
-            _draw(self._copy, *place(0))
+            self._draw(self._copy, *place(0))
             self._next = number if _Snapshot.of(self._copy, self._dataset) == before else 1
         for earlier in range(self._next, number):
-            _draw(self._copy, *place(earlier))
+            self._draw(self._copy, *place(earlier))
 
     def _snapshot(self) -> _Snapshot | None:
         try:
@@ -100,22 +101,22 @@ class Draws:
                 type(self._sampler).__name__, what,
             )  # fmt: skip
 
+    def _draw(self, sampler: Any, seed: int, epoch: int) -> list[Any]:
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(epoch)
+        seed_own(own_generators(sampler), seed)
+        with torch.random.fork_rng(devices=[]):
+            seed_generators(seed)
+            return list(islice(sampler, self._samples + 1))  # one too many is enough: a sampler may never end
+
     def _checked(self, order: list[Any]) -> list[Any]:
         if len(order) != self._samples:
+            drawn = "more" if len(order) > self._samples else len(order)
             raise Refused(
-                f"the sampler {type(self._sampler).__name__} draws {len(order)} samples, but its len() was "
-                f"{self._samples} when training began; correct its __len__, and keep it the same in all epochs"
+                f"the sampler {type(self._sampler).__name__} draws {drawn} samples, but its len() was {self._samples} "
+                "when training began; correct its __len__, and keep it the same in all epochs"
             )
         return order
-
-
-def _draw(sampler: Any, seed: int, epoch: int) -> list[Any]:
-    if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-        set_epoch(epoch)
-    seed_own(own_generators(sampler), seed)
-    with torch.random.fork_rng(devices=[]):
-        seed_generators(seed)
-        return list(sampler)
 
 
 @dataclass(frozen=True, eq=False)

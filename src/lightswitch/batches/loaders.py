@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -18,6 +19,7 @@ from lightswitch.batches.order import (
     EvaluationSlices,
     SeededSamples,
     TrainingSlices,
+    reads_batches,
     sampler_of,
     samples_of,
     unwrapped,
@@ -78,6 +80,7 @@ class SharedLoaders:
                 "and follow nothing that one rank alone has seen"
             )
         self._is_compared = True
+        self._states = ()  # of this epoch's loaders, not of those that are created anew in a later one
 
     def states_at(self, step: int) -> list[Any]:
         """Return the states of training loaders for a resume at a step of this epoch."""
@@ -111,6 +114,11 @@ class SharedLoaders:
 
     def _made_anew(self, trainer: Trainer, loader: DataLoader[Any], is_training: bool) -> DataLoader[Any]:
         plan, rank, gather = self._plan, data_rank(trainer), functools.partial(_gather, trainer)
+        if plan.micro_batch > 1 and is_training and takes_one(loader):
+            raise Refused(
+                "the collate_fn of a training loader returns the first of a batch's samples and drops the others, as "
+                "if each were a batch; type micro_batch_size=1, and global_batch_size=N for N of them in a step"
+            )
         pins = trainer.strategy.root_device.type == "cuda"
         if not is_training:
             if is_stream(loader):
@@ -209,7 +217,18 @@ def obstacle(loader: object) -> str | None:
         return None
     if not _is_plain(kind := type(unwrapped(loader.batch_sampler))):
         return f"it has a custom batch sampler, {kind.__name__}"
+    if sized_len(sampler := unwrapped(loader.batch_sampler).sampler) is None:
+        return f"its sampler, {type(sampler).__name__}, has no len()"
     return None
+
+
+def takes_one(loader: DataLoader[Any]) -> bool:
+    """Return whether a collate function returns the first of several samples, as for a dataset that makes batches."""
+    samples = [object(), object()]
+    try:
+        return bool(loader.collate_fn(samples) is samples[0]) and not reads_batches(loader.dataset)
+    except Exception:  # whatever it raises for objects that are no samples
+        return False
 
 
 def is_stream(loader: DataLoader[Any]) -> bool:

@@ -360,7 +360,7 @@ class SeededSamples(Dataset[Any]):
 
     def _read(self, epoch: int, places: Sequence[int], indices: list[Any]) -> Any:
         seeds = [mix(self.seed, epoch, place) for place in places]
-        if _reads_batches(self.dataset):
+        if reads_batches(self.dataset):
             return self._kept.seeded(seeds[0], epoch, self.dataset.__getitems__, indices)
         read = self.dataset.__getitem__
         return [self._kept.seeded(seed, epoch, read, index) for seed, index in zip(seeds, indices, strict=True)]
@@ -382,7 +382,7 @@ class EvaluatedSamples(SeededSamples):
         return self._read(0, [_number(index) for index in indices], indices)
 
 
-def _reads_batches(dataset: Any) -> bool:
+def reads_batches(dataset: Any) -> bool:
     """Return whether a dataset reads several samples at once; torch's Subset only forwards `__getitems__`."""
     while type(dataset) is Subset:
         dataset = dataset.dataset

@@ -87,7 +87,6 @@ class RankLoader(DataLoader[Any]):
             pin_memory_device=given.pin_memory_device,
             worker_init_fn=given.worker_init_fn,
             generator=given.generator,
-            in_order=given.in_order,
             timeout=given.timeout,
             **_of_workers(given),
             **order,

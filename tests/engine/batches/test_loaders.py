@@ -1,12 +1,22 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 
-from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
+from lightswitch.batches.loaders import evaluation_loader, obstacle, takes_one, training_loader
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.batches.rank_loader import training_stream
 from lightswitch.errors import Refused
@@ -25,6 +35,11 @@ class Positional(DataLoader):
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(5))
+
+
+class Endless(Sampler):
+    def __iter__(self):
+        return itertools.count()
 
 
 class Buckets(BatchSampler):
@@ -70,6 +85,7 @@ def test_the_users_loader_is_left_as_it_was() -> None:
             "it has a custom batch sampler, Buckets",
         ),
         (DataLoader(DATA, batch_size=3), None),
+        (DataLoader(DATA, 3, sampler=Endless()), "its sampler, Endless, has no len()"),
     ],
 )
 def test_what_cannot_be_remade_is_told_apart(loader: object, reason: str | None) -> None:
@@ -169,11 +185,24 @@ def _nothing(worker: int) -> None:
 
 def test_all_arguments_of_a_loader_are_those_of_the_remade_one() -> None:
     given = {
-        **dict(num_workers=2, prefetch_factor=3, persistent_workers=True, timeout=7, in_order=False),
+        **dict(num_workers=2, prefetch_factor=3, persistent_workers=True, timeout=7),
         **dict(worker_init_fn=_nothing, generator=torch.Generator(), collate_fn=torch.stack, pin_memory=True),
         **dict(multiprocessing_context=torch.multiprocessing.get_context("spawn"), drop_last=True),
     }
     remade = evaluation_loader(DataLoader(DATA, 5, **given), PLAN, 0, 1)
     assert {name: getattr(remade, name) for name in given} == given
     missing = inspect.signature(DataLoader).parameters.keys() - given.keys()
-    assert missing == {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "pin_memory_device"}
+    assert missing == {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "pin_memory_device", "in_order"}
+
+
+def test_batches_come_in_order_although_a_loader_takes_them_as_they_are_ready() -> None:
+    loader = DataLoader(DATA, 4, num_workers=2, in_order=False)
+    assert training_loader(loader, PLAN, 0, 1, Position()).in_order
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "takes"),
+    [(lambda samples: samples[0], True), (list, False), (torch.utils.data.default_collate, False), (min, False)],
+)
+def test_a_collate_function_that_drops_all_but_the_first_sample_is_found(collate_fn: Callable, takes: bool) -> None:
+    assert takes_one(DataLoader(DATA, collate_fn=collate_fn)) == takes

@@ -254,6 +254,19 @@ def test_a_resumed_run_that_splits_its_data_in_another_way_is_told(seed: int, ca
     assert ("starts with different samples than before" in caplog.text) == (seed == 2)
 
 
+class WholeBatches(PlainData):
+    """Each sample is a batch, as people write it where a dataset makes them: with a batch size of 1."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader([next(iter(super().train_dataloader()))] * 4, collate_fn=lambda one: one[0])
+
+
+def test_samples_that_are_batches_are_not_dropped(train: Train) -> None:
+    run = (PLAIN_MODEL, f"data._target_={__name__}.WholeBatches", "trainer.accelerator=cpu", "trainer.max_steps=2")
+    assert "type micro_batch_size=1" in train(*run, check=False).refusal
+    train(*run, "micro_batch_size=1", "global_batch_size=2")
+
+
 def test_ranks_that_draw_other_samples_are_refused(train: Train) -> None:
     split = f"data._target_={__name__}.SplitByEntropy"
     refused = train(PLAIN_MODEL, split, "trainer.accelerator=cpu", "strategy=ddp", ranks=2, check=False)
@@ -298,6 +311,15 @@ def test_a_sampler_that_deals_out_shares_gives_all_of_them(replicas: int) -> Non
     dealing = DataLoader(DATA, 4, sampler=Dealing())
     assert sorted(trained(dealing)) == sorted(evaluated(dealing)) == list(range(50))
     assert dealing.sampler.num_replicas == 2  # the user's own is left alone
+
+
+def test_a_sampler_that_never_ends_is_refused() -> None:
+    class Endless(EpochSampler):
+        def __iter__(self) -> Iterator[int]:
+            return itertools.cycle(range(50))
+
+    with pytest.raises(Refused, match=r"Endless draws more samples, but its len\(\) was 50"):
+        trained(DataLoader(DATA, 4, sampler=Endless()))
 
 
 def test_a_sampler_that_draws_another_number_than_it_tells_is_refused() -> None:
