@@ -92,6 +92,8 @@ class SharedLoaders:
         Raises:
             Refused: there are too few samples, or a scheduler needs the length of a stream that has none.
         """
+        if isinstance(loader, list) and not loader:  # no loader at all: Lightning hands over the list itself
+            return loader
         is_training = trainer.state.stage == RunningStage.TRAINING
         if is_training and (self._is_complete or trainer.fit_loop._combined_loader is not self._earlier):
             self.training, self._is_complete = Combined(lambda: _mode(trainer)), False

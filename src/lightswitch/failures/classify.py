@@ -56,6 +56,8 @@ _OF_DISKS = {  # errors of reading and writing files that the user can fix
 _SAMPLER = "torch.utils.data.sampler"  # raises for an empty dataset when a shuffling DataLoader is created
 _LOADERS = (_SAMPLER, "torch.utils.data.dataloader")
 _SEVERAL_OPTIMIZERS = "_validate_multiple_optimizers_support"  # Lightning's: it steps only one by itself
+_CHECKS_LOADER = "_check_dataloader_iterable"  # Lightning's, of what the dataloader hooks return
+_OF_LIGHTNING = "MisconfigurationException"  # by its name, because this is imported before torch
 _INTERVAL = "val_check_interval"  # checked by Lightning's fit loop once it knows the number of batches
 _SCHEDULES = "torch.optim.lr_scheduler"  # some schedulers have a fixed number of steps
 _RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
@@ -114,6 +116,12 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
             f"model: {type(frame.f_locals['model']).__name__} has several optimizers, but Lightning steps only one "
             "automatically; set self.automatic_optimization = False in its constructor, and step them in training_step"
         ]
+    if frame is not None and frame.f_code.co_name == _CHECKS_LOADER:
+        source, found = frame.f_locals["source"], type(frame.f_locals["dataloader"]).__name__
+        hook = f"{type(source.instance).__name__}.{source.name}()"
+        return [f"data: {hook} returned a {found}, expected data loaders; return [] if there are none"]
+    if type(error).__name__ == _OF_LIGHTNING and not steps_have_begun:
+        return [" ".join(str(error).split())]
     if frame is not None and frame.f_code.co_name == "setup_data" and _INTERVAL in str(error):
         interval = OmegaConf.select(cfg, f"trainer.{_INTERVAL}")
         return [

@@ -137,6 +137,9 @@ class FailingData(PlainData):
         points = FailingPoints(self.samples, self.how if self.where == "sample" else "nothing")
         return DataLoader(points, self.batch_size, num_workers=self.workers)
 
+    def test_dataloader(self) -> Any:
+        return None if self.how == "has no test" else super().test_dataloader()
+
     def _perhaps_fail(self, place: str) -> None:
         if place == self.where:
             fail(self.how)

@@ -174,6 +174,19 @@ def test_data_without_batches_are_told_in_a_line(data: tuple[str, ...], line: st
     _is_a_line(refused, f"data: {line}")
 
 
+NO_TEST = "data: FailingData.test_dataloader() returned a NoneType, expected data loaders; return [] if there are none"
+LIMIT = "You requested to check 0.01 of the `val_dataloader` but 0.01 * 1 < 1."
+
+
+@pytest.mark.parametrize(
+    ("run", "line"), [((FAILING_DATA, "data.how=has no test"), NO_TEST), (("trainer.limit_val_batches=0.01",), LIMIT)]
+)
+def test_what_lightning_refuses_is_told_in_a_line(run: tuple[str, ...], line: str, train: Train) -> None:
+    data = () if FAILING_DATA in run else (PLAIN_DATA,)
+    refused = train(PLAIN_MODEL, *data, *run, *SHORT, "strategy=single", check=False)
+    assert line in refused.refusal
+
+
 def test_of_model_and_data_in_one_module_the_one_that_raises_is_named(train: Train) -> None:
     both = ("model._target_=tests.engine.plain.PlainModel", "data._target_=tests.engine.plain.AbsentData")
     _is_a_line(train(*both, *SHORT, "strategy=single", check=False), "data: /data/train.bin is not there")
