@@ -143,7 +143,7 @@ def scatter_states(engine: Any, module: nn.Module, read: Callable[[str], Mapping
         other, step = first.setdefault(part.flat, (name, int(saved.get("step", 0))))
         _refuse_other_step(name, int(saved.get("step", 0)), other, step)
         for key, value in saved.items():
-            if value.dim() == 0:  # one for a whole group
+            if value.dim() == 0 and (key == "step" or _in_full_shape(parameter).dim()):  # one for a whole group
                 value = value.float() if key == "step" else value.clone()
                 states.setdefault(part.flat, {})[key] = value.to(_device_of_step(engine, part.flat))
                 continue
