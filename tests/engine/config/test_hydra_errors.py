@@ -125,7 +125,6 @@ MISTAKES = {
     "trainer.max_steps=0": "trainer.max_steps=0: use a number from 1, or -1 with trainer.max_epochs=N",
     "trainer.max_steps=-5": "trainer.max_steps=-5: use a number from 1, or -1 with trainer.max_epochs=N",
     "trainer.max_steps=many": "trainer.max_steps=many: found str, expected int\n"
-    "error: model.scheduler.total_steps=many: found str, expected int\n"
     "error: scheduler.total_steps=many: found str, expected int",
     "global_batch_size=ten": "global_batch_size=ten: found str, expected int\n"
     "error: callbacks.progress.samples_per_step=ten: found str, expected int\n"
