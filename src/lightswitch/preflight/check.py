@@ -67,8 +67,8 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
 def config_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
     """Return the problems of keys, values and arguments, which do not depend on the machine.
 
-    The checks run in three groups: integers beyond 64 bits; names, keys and values; device counts and Trainer
-    arguments. A group runs only if those before it find nothing.
+    The checks run in groups: integers beyond 64 bits; names, keys and values; nodes that nobody typed, whose values may
+    follow typed ones; device counts and Trainer arguments. A group runs only if those before it find nothing.
 
     Args:
         cfg: resolved config.
@@ -77,14 +77,16 @@ def config_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
     typed, choices = typed_overrides(hydra), {group: files_of_group(hydra, group) for group in ("callbacks", "logger")}
     given = {key: cfg.get(key) for key in ("name", "run_id")}
     typed_keys = {key_and_value(override)[0] for override in typed}
+    typed_nodes = {key.lstrip("~").partition(".")[0] for key in typed_keys}
     return (
         [*root_keys.beyond_integers(cfg)]
         or [
             *name_problems(given),
             *root_keys.misspelt(cfg, typed),
             *root_keys.wrong(cfg),
-            *targets.problems(cfg, cfg.keys(), choices),
+            *targets.problems(cfg, typed_nodes, choices),
         ]
+        or [*targets.problems(cfg, cfg.keys() - typed_nodes, choices)]
         or [*devices.wrong_counts(cfg["trainer"]), *trainer.problems(cfg["trainer"], typed_keys)]
     )
 
