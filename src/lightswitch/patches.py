@@ -120,7 +120,7 @@ PATCHES = (
         "torch.autograd",
         "_engine_run_backward",
         "(t_outputs, *args, **kwargs)",
-        "averages replicated gradients and refuses second derivatives under FSDP; restored after the pass or step",
+        "lets ranks use different parameters, and refuses second derivatives, under FSDP; restored after the pass",
         for_process=True,
     ),
     Patch(

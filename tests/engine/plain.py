@@ -269,6 +269,22 @@ class UsedByRank0(PlainModel):
         return loss if self.global_step == 1 and self.global_rank else loss * self.scale
 
 
+class UsedUnevenly(PlainModel):
+    """Whose branch one rank alone uses in the second step, in one of its micro-batches, and one that none uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch, self.never = torch.nn.Linear(2, 4), torch.nn.Linear(3, 5)
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        logits = self.net(batch[0])
+        is_left_out = self.global_step == 1 and (self.global_rank or batch_idx % 2)
+        return nn.functional.cross_entropy(logits if is_left_out else logits + self.branch(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.5)
+
+
 class ManualModel(PlainModel):
     """Two optimizers by hand, as a GAN has them."""
 

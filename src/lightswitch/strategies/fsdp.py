@@ -60,6 +60,7 @@ from lightswitch.strategies.sharded import (
     set_timeouts,
 )
 from lightswitch.strategies.trained import Trained, WatchedForward
+from lightswitch.strategies.uneven import UnevenUse
 from lightswitch.strategies.units import called_parts, find_units
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             rounding is taken for the parameters.
         accumulate_gradients: how gradients accumulate until the last micro-batch of a step: sharded, reduced in each
             micro-batch, takes the least memory; within_replica, all-reduced over the replicas of HYBRID_SHARD once a
-            step, requires that each parameter takes part in every micro-batch; unsharded, reduced once a step, takes
+            step, requires that each unit takes part in every micro-batch; unsharded, reduced once a step, takes
             memory for the whole model's gradients on each device.
         prefetch: number of units gathered ahead of the current one; None for one, in torch's order.
         process_group_backend: backend of torch.distributed; None for the device's default.
@@ -210,7 +211,10 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         if self.prefetch is not None:
             _gather_ahead([*roots, *units.values()], self.prefetch)
         broadcast_metric_states(model, self.root_device)
-        self.replicated = [one for one in model.parameters() if one in self._replicated]
+        replicated = [one for one in model.parameters() if one in self._replicated]
+        self.uses = UnevenUse(
+            model, [one for one in sharded if isinstance(one, FSDPModule)], replicated, self.root_device
+        )
         own_names = {parameter: name for name, parameter in names.parameters(model).items()}
         self._in_shards = [(name, one) for one, name in own_names.items() if isinstance(one, DTensor)]
         if not self._in_shards:

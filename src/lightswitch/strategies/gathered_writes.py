@@ -419,7 +419,7 @@ def reduce_as_if_trained(module: FSDPModule) -> None:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # in torch
     def read_dtypes(*_: object) -> None:
         hook.remove()
-        for group in _groups(module):
+        for group in groups(module):
             shards = [param.sharded_param for param in group.fsdp_params]
             dtypes = {shard.dtype for shard in shards}
             if len(dtypes) != 1 or not dtypes.pop().is_floating_point or any(shard.requires_grad for shard in shards):
@@ -433,7 +433,7 @@ def reduce_as_if_trained(module: FSDPModule) -> None:
     hook = module.register_forward_pre_hook(read_dtypes)  # type: ignore[attr-defined]  # a module's class
 
 
-def _groups(module: FSDPModule) -> Iterator[Any]:
+def groups(module: FSDPModule) -> Iterator[Any]:
     """Yield torch's groups of parameters that a module gathers at once."""
     state = module._get_fsdp_state()
     yield from filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])  # before 2.13: one
@@ -441,7 +441,7 @@ def _groups(module: FSDPModule) -> Iterator[Any]:
 
 def _params(module: FSDPModule) -> Iterator[Any]:
     """Yield torch's records of the parameters that a module gathers."""
-    for group in _groups(module):
+    for group in groups(module):
         yield from group.fsdp_params
 
 

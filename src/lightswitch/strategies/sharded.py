@@ -6,7 +6,7 @@ import gc
 import weakref
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -33,6 +33,7 @@ from lightswitch.errors import Refused, listed
 from lightswitch.mixins import Mixin
 from lightswitch.monitoring.grad_norm import by_mesh, gradient_norm
 from lightswitch.strategies.replicas import broadcast_in_place, left_on_meta
+from lightswitch.strategies.uneven import UnevenUse
 from lightswitch.strategies.writes import CarriesWrites
 
 # Forward methods whose weights autocast rounds to 16 bits at each use: linear and convolution (torch, automatic mixed
@@ -49,13 +50,9 @@ _LEAST_ROUNDED_SHARE = 0.9  # of a unit's parameters: the root gathers the other
 
 
 class Sharded(CarriesWrites, ParallelStrategy):
-    """Base of sharded strategies; among the bases of a class, list it before Lightning's strategy.
+    """Base of sharded strategies; among the bases of a class, list it before Lightning's strategy."""
 
-    Attributes:
-        replicated: parameters that each device holds whole, in the same order on all ranks.
-    """
-
-    replicated: Sequence[nn.Parameter] = ()
+    uses: UnevenUse  # of a strategy whose model is sharded
 
     @abstractmethod
     def free_gathered(self) -> None:
@@ -103,7 +100,7 @@ class Sharded(CarriesWrites, ParallelStrategy):
 
     @contextmanager
     def in_passes(self) -> Iterator[None]:
-        """Context whose backward passes average the gradients of replicated parameters, and may not differentiate twice
+        """Context whose backward passes may use other parameters on other ranks, and may not differentiate twice
         (`create_graph=True`).
 
         Hooks gather a unit's parameters once for its forward and once for its backward pass: a third pass finds shards,
@@ -121,10 +118,10 @@ class Sharded(CarriesWrites, ParallelStrategy):
                     f"{first_name(self.lightning_module)} differentiates a gradient (create_graph=True), which needs "
                     "each parameter a third time, when it is no longer gathered; use strategy=ddp"
                 )
-            found = run(outputs, gradients, keep, create_graph, *args, **kwargs)
-            if kwargs.get("accumulate_grad"):
-                average_gradients(self.replicated)
-            return found
+            is_inner = torch._C._current_graph_task_id() != -1  # of a checkpoint that runs a pass of its own
+            accumulates = kwargs.get("accumulate_grad") and not is_inner
+            with self.uses.in_pass(outputs) if accumulates else nullcontext():
+                return run(outputs, gradients, keep, create_graph, *args, **kwargs)
 
         patches.replace(torch.autograd, "_engine_run_backward", run_once)
         try:
@@ -318,29 +315,6 @@ def replicated_parameters(unit: nn.Module, others: Container[nn.Parameter]) -> s
     whole |= {parameter for parameter in own if parameter.ndim == 0 or parameter.numel() == 0}
     metrics = (part for part in unit.modules() if isinstance(part, Metric))
     return whole.union(*(metric.parameters() for metric in metrics))
-
-
-def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Average the gradients of replicated parameters over all ranks, after a backward pass. Collective.
-
-    A parameter that some ranks do not use counts as zero there; one that none uses has no gradient. Gradients that
-    earlier passes of the step have averaged are equal on all ranks, so another average leaves them unchanged.
-    """
-    trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.numel()]
-    if not trained:
-        return
-    here = [int(parameter.grad is not None) for parameter in trained]
-    device = trained[0].device
-    # a copy from the host would wait for the device
-    anywhere = (
-        torch.ones(len(here), dtype=torch.int64, device=device) if all(here) else torch.tensor(here, device=device)
-    )
-    dist.all_reduce(anywhere, dist.ReduceOp.MAX)
-    for parameter, is_used in zip(trained, here if all(here) else anywhere.tolist(), strict=True):
-        if is_used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
 
 
 class ClipsOverMeshes(Mixin, Precision):

@@ -52,6 +52,7 @@ COUNTED = replace(LONGER, callbacks=(Collectives,))
 UNITS = 3  # two blocks, and the root with all else
 LOOKED_AT = 4  # micro batches: ranks compare what the first three write to weights
 LOSS = 1  # whose mean over the ranks is logged
+USE = 1  # of parameters, which ranks compare after a backward pass that reduces
 REDUCE, SUM, GATHER = "_reduce_scatter_base_", "allreduce_", "_allgather_base_"
 HYBRID = "fsdp_hybrid shard_size=2 accumulate_gradients="
 
@@ -61,8 +62,8 @@ HYBRID = "fsdp_hybrid shard_size=2 accumulate_gradients="
     [
         ("fsdp", 2, REDUCE, UNITS, UNITS),
         ("fsdp accumulate_gradients=unsharded", 2, REDUCE, 0, UNITS),
-        ("fsdp_hybrid shard_size=2", 4, SUM, UNITS, UNITS + LOSS),
-        (f"{HYBRID}within_replica", 4, SUM, 0, UNITS + LOSS),
+        ("fsdp_hybrid shard_size=2", 4, SUM, UNITS + USE, UNITS + USE + LOSS),
+        (f"{HYBRID}within_replica", 4, SUM, 0, UNITS + USE + LOSS),
         (f"{HYBRID}unsharded", 4, REDUCE, 0, UNITS),
     ],
 )

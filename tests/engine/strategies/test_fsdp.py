@@ -18,7 +18,7 @@ from tests.engine.data.pictures import Pictures
 from tests.engine.fits import ADAMW, CLASSIFIER, LANGUAGE, PLAIN, TENSOR_PARALLEL, Fit, Fits
 from tests.engine.foreign import Classifier, Encoder
 from tests.engine.models.language import LanguageModel
-from tests.engine.plain import AveragedModel, PlainModel, UsedByRank0
+from tests.engine.plain import AveragedModel, PlainModel, UsedByRank0, UsedUnevenly
 from tests.engine.strategies.witness import to_the_bit
 from tests.night import at_night
 from tests.pool import Pool, RankFailed
@@ -386,3 +386,22 @@ def test_a_replicated_parameter_that_one_rank_alone_uses_is_averaged(fits: Fits)
     used = replace(PLAIN, module=UsedByRank0)
     alike = fits(replace(used, strategy="ddp find_unused_parameters=true"), 2)[0]
     assert largest_difference(fits(replace(used, strategy="fsdp"), 2)[0], alike) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("fsdp", 2),
+        ("fsdp accumulate_gradients=unsharded", 2),
+        ("fsdp_hybrid shard_size=2 accumulate_gradients=within_replica", 4),
+    ],
+)
+def test_sharded_parameters_that_one_rank_alone_uses_have_zero_gradients_on_others(
+    strategy: str, ranks: int, fits: Fits
+) -> None:
+    used = replace(PLAIN, module=UsedUnevenly, micro_batch=24 // ranks // 2)
+    alike = fits(replace(used, strategy="ddp find_unused_parameters=true"), ranks)[0]
+    uneven = fits(replace(used, strategy=strategy), ranks)[0]
+    assert largest_difference(uneven, alike) <= 1e-5
+    assert max(float((uneven.end[name] - value).abs().max()) for name, value in alike.end.items()) <= 1e-5
+    assert torch.equal(uneven.end["never.weight"], uneven.start["never.weight"])  # no weight decay either
