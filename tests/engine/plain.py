@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -247,14 +247,36 @@ class PartialModel(PlainModel):
         return self.hparams.optimizer(self.parameters())
 
 
-class OwnBatches(BatchSampler):
-    """Stands for the samplers that sort samples into batches of like length."""
+class Buckets(Sampler[list[int]]):
+    """Forms batches of similar samples, of at most so much in total, as those of texts and speech do."""
+
+    def __init__(self, lengths: Sequence[float], most: float) -> None:
+        self.batches: list[list[int]] = [[]]
+        for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+            if sum(lengths[one] for one in self.batches[-1]) + lengths[index] > most:
+                self.batches.append([])
+            self.batches[-1].append(index)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([self.batches[at] for at in torch.randperm(len(self.batches)).tolist()])
 
 
-class OwnBatchesData(PlainData):
+class BucketsData(PlainData):
     def train_dataloader(self) -> DataLoader:
-        points = Points(self.samples)
-        return DataLoader(points, batch_sampler=OwnBatches(SequentialSampler(points), 10, drop_last=False))
+        return self._formed(Points(self.samples))
+
+    def val_dataloader(self) -> DataLoader:
+        return self._formed(Points(37, 1))
+
+    def test_dataloader(self) -> DataLoader:
+        return self._formed(Points(41, 2))
+
+    def _formed(self, points: Points) -> DataLoader:
+        buckets = Buckets((points.x[:, 0].abs() + 1).tolist(), 24.0)
+        return DataLoader(points, batch_sampler=buckets, num_workers=self.workers)
 
 
 class UsedByRank0(PlainModel):

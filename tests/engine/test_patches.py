@@ -69,6 +69,7 @@ ALLOWED = {
     "undivided.rank": "of a copy of the user's sampler",
     "undivided.num_samples": "of a copy of the user's sampler",
     "undivided.total_size": "of a copy of the user's sampler",
+    "whole.sampler": "of a copy of the user's batch sampler",
     "rank.position": "of RankState, the engine's",
     "rank.ended": "of RankState, the engine's",
 }

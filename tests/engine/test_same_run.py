@@ -66,13 +66,30 @@ def test_epochs_are_shuffled_differently(alone: Finished) -> None:
     assert steps[0, 0] != tuple(range(24))
 
 
-def test_a_loader_that_cannot_be_remade_runs_as_it_is_and_the_run_says_so(train: Train) -> None:
-    run = train(*RUN, "data._target_=tests.engine.plain.OwnBatchesData", "strategy=ddp", ranks=2)
+def test_the_batches_of_a_batch_sampler_are_cut_and_the_run_is_the_same_after_a_resume(train: Train) -> None:
+    run = (*RUN, "data._target_=tests.engine.plain.BucketsData", "callbacks.last_checkpoint.every_n_steps=7")
+    whole = train(*run, "strategy=single", "run_id=whole")
+    train(*run, "strategy=ddp", "micro_batch_size=6", "run_id=begun", "trainer.max_steps=35", ranks=2)
+    resumed = train(*run, "strategy=single", "run_id=begun", "data.workers=2")
+    assert [*resumed.column("train/loss")] == [*range(50)]
+    for metric in ("train/loss", "val/loss", "val/accuracy", "samples"):
+        assert largest_difference(resumed, whole, metric) <= 1e-5, metric
+    assert _samples_of_steps(resumed.run_dir) == {
+        place: samples
+        for place, samples in _samples_of_steps(whole.run_dir).items()
+        if place in _samples_of_steps(resumed.run_dir)
+    }
+
+
+def test_a_loader_that_splits_itself_runs_as_it_is_and_the_run_says_so(train: Train) -> None:
+    words = ("data._target_=tests.engine.plain.BucketsData", "+data.sharded_by=dataset", "strategy=ddp")
+    run = train(*RUN, *words, "trainer.max_steps=20", ranks=2)
     assert (
-        "this data loader is left unchanged because it has a custom batch sampler, OwnBatches: it sets its own batch "
-        "size and order, and a resumed run restarts its epoch; every rank reads the same samples"
+        "this data loader is left unchanged because its batch sampler splits the samples by rank "
+        "(data.sharded_by=dataset): the samples of a step depend on the dataset and the number of devices"
     ) in run.out
-    assert _samples_of_steps(run.run_dir)[0, 0] == tuple(sorted([*range(10), *range(10)]))
+    first = _samples_of_steps(run.run_dir)[0, 0]
+    assert first[::2] == first[1::2]
 
 
 @pytest.mark.gpu

@@ -89,16 +89,23 @@ class CountedSamples:
         self._plan = plan
         self._is_counted = False
 
-    def count(self, trainer: Trainer, batch: Any) -> None:
-        """Count the samples of the first micro-batch, and pass those of a step to throughput and progress."""
+    def count(self, trainer: Trainer, batch: Any, loaders: Combined) -> None:
+        """Count the samples of the first micro-batch, and pass those of a step to throughput and progress.
+
+        Of steps whose samples are known, such as those of a batch sampler, the mean over an epoch counts.
+        """
         if self._is_counted:
             return
         self._is_counted = True
-        try:
-            micro = extract_batch_size(batch)
-        except MisconfigurationException:  # a batch without tensors
-            return
-        samples = micro * self._plan.slices
+        if loaders.slices:
+            samples = loaders.mean_samples
+            micro = -(-samples // self._plan.slices)
+        else:
+            try:
+                micro = extract_batch_size(batch)
+            except MisconfigurationException:  # a batch without tensors
+                return
+            samples = micro * self._plan.slices
         if not micro or samples == self._plan.global_batch:
             return
         for callback in callbacks_of(trainer):
@@ -106,7 +113,8 @@ class CountedSamples:
                 callback.count(samples)
         if trainer.global_rank == 0:
             cut = replace(self._plan, global_batch=samples, micro_batch=micro)
-            log.info("batch      %s, as the data loader forms them", cut)
+            mean = " on average" if loaders.slices else ""
+            log.info("batch      %s%s, as the data loader forms them", cut, mean)
 
 
 KEY = "items"

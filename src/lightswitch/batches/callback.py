@@ -21,7 +21,7 @@ from lightswitch.batches.combined import Fractions
 from lightswitch.batches.generators import generators_of_run, mix, seed_generators, seed_own
 from lightswitch.batches.loaders import SharedLoaders, data_rank
 from lightswitch.batches.logs import Connector, LogsOfRanks, RepeatedSamples, StepLogs
-from lightswitch.batches.order import is_repeated
+from lightswitch.batches.order import repeats
 from lightswitch.batches.plan import (
     STREAMS,
     BatchPlan,
@@ -139,8 +139,8 @@ class GlobalBatch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._loaders.compare_ranks(trainer)
-        if self._loaders.training.others and not self._loaders.training.slices:
-            self._samples.count(trainer, batch)
+        if self._loaders.training.is_formed:
+            self._samples.count(trainer, batch, self._loaders.training)
         if self._repeated is not None and self._share_of_samples == 0:
             self._repeated.begin()
         self._seed(trainer)
@@ -253,7 +253,7 @@ class GlobalBatch(Callback):
         if (
             self._repeated is not None
             and not trainer.predicting
-            and is_repeated(trainer._evaluation_loop._combined_loader, dataloader_idx)
+            and repeats(trainer._evaluation_loop._combined_loader, dataloader_idx, batch_idx)
         ):
             self._repeated.begin()
         seed_generators(mix(self.seed, dataloader_idx, batch_idx, data_rank(trainer)), trainer.strategy.root_device)
@@ -264,9 +264,9 @@ class GlobalBatch(Callback):
         """Remove this rank's predictions for samples of other ranks, before any callback writes them."""
         loop = trainer.predict_loop
         for index, of_loader in enumerate(zip(loop._predictions, loop.epoch_batch_indices, strict=True)):
-            if is_repeated(loop._combined_loader, index):
-                for of_batches in of_loader:
-                    of_batches.clear()
+            for of_batches in of_loader:
+                own = [one for at, one in enumerate(of_batches) if not repeats(loop._combined_loader, index, at)]
+                of_batches[:] = own
 
     # Position
 
@@ -398,9 +398,9 @@ class PositionCounter:
         )
 
     def _samples(self, steps: int) -> int:
-        """Return the number of samples in some steps of the epoch; the last step may have fewer than the others."""
-        samples = steps * self._plan.global_batch
-        return min(samples, self._loaders.training.epoch_samples) if self._loaders.training.slices else samples
+        """Return the number of samples in the epoch's first steps."""
+        training = self._loaders.training
+        return training.samples_before(steps) if training.slices else steps * self._plan.global_batch
 
     def _steps(self, trainer: Trainer) -> int:
         """Return the number of global batches of this epoch that have updated the weights."""

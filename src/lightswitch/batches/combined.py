@@ -26,6 +26,7 @@ class Slices(Protocol):
     samples: int
     plan: BatchPlan
     own_steps: int
+    is_formed: bool
 
     @property
     def is_sized(self) -> bool: ...
@@ -45,6 +46,8 @@ class Slices(Protocol):
     def start_at(self, epoch: int, step: int, state: Mapping[str, Any] | None = None) -> None: ...
 
     def state_at(self, step: int) -> dict[str, Any] | None: ...
+
+    def samples_before(self, steps: int) -> int: ...
 
     def weight(self, step: int, micro: int) -> float: ...
 
@@ -100,15 +103,23 @@ class Combined:
         return max(*(slices.own_steps for slices in self.slices), *others, own_steps)
 
     @property
-    def epoch_samples(self) -> int:
-        """Samples of an epoch, over all ranks, of the loader that determines the epoch's length.
+    def is_formed(self) -> bool:
+        """Whether the loaders make the sizes of batches, in place of the plan."""
+        return all(slices.is_formed for slices in self.slices)
 
-        Next to a longer loader that runs unchanged, they are those of all passes, which consist of whole steps.
-        """
+    def samples_before(self, steps: int) -> int:
+        """Return the samples of an epoch's first steps, over all ranks, of the loader that determines its length."""
+        return self._decides.samples_before(steps)
+
+    @property
+    def mean_samples(self) -> int:
+        """Samples of a step of this epoch on average, over all ranks, of the loader that determines its length."""
+        return round(self._decides.epoch_samples / self._decides.own_steps)
+
+    @property
+    def _decides(self) -> Slices:
         shortest = self.mode() == "min_size" and not self.is_single
-        decides = (min if shortest else max)(self.slices, key=lambda slices: slices.own_steps)
-        is_repeated = decides.steps > decides.own_steps
-        return decides.steps * decides.plan.global_batch if is_repeated else decides.epoch_samples
+        return (min if shortest else max)(self.slices, key=lambda slices: slices.own_steps)
 
     @property
     def digest(self) -> int:
@@ -146,6 +157,11 @@ class Combined:
 
 def _uneven(slices: Slices) -> str:
     plan = slices.plan
+    if slices.is_formed:
+        return (
+            "a batch sampler, of one of several training loaders, forms batches that do not divide over "
+            f"{plan.replicas} devices × accumulation {plan.accumulation}; let it form others, or use fewer devices"
+        )
     if not plan.is_even:
         return (
             f"global_batch_size {plan.global_batch} does not divide over {plan.replicas} devices × accumulation "

@@ -37,13 +37,17 @@ class Draws:
         samples: number of samples of a pass, over all ranks.
         dataset: the loader's dataset, which is never copied.
         tells: log what can't be copied; one rank does.
+        of_batches: whether it is a batch sampler, of which at most `samples` batches are drawn.
 
     Raises:
         Refused: by `order`: the sampler draws another number of samples than its `len()`.
     """
 
-    def __init__(self, sampler: Any, samples: int, dataset: Any = None, tells: bool = False) -> None:
+    def __init__(
+        self, sampler: Any, samples: int, dataset: Any = None, tells: bool = False, of_batches: bool = False
+    ) -> None:
         self._sampler, self._samples, self._dataset, self._tells = sampler, samples, dataset, tells
+        self._of_batches = of_batches
         self._last: tuple[int, Sequence[Any]] | None = None  # number and order
         self._begun: _Snapshot | None = None  # of the sampler, when `_copy` was made
         self._copy: Any = None
@@ -65,7 +69,7 @@ class Draws:
         snapshot = self._snapshot()
         if snapshot is None:
             return self._draw(self._sampler, *place(number))
-        if callable(getattr(self._sampler, "set_epoch", None)):
+        if self._by_epoch(self._sampler):
             return self._draw(snapshot.copy(), *place(number))
         if snapshot != self._begun or number < self._next:
             self._begun, self._copy, self._next = snapshot, snapshot.copy(), 0
@@ -102,15 +106,21 @@ class Draws:
             )  # fmt: skip
 
     def _draw(self, sampler: Any, seed: int, epoch: int) -> list[Any]:
-        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-            set_epoch(epoch)
+        for one in self._by_epoch(sampler):
+            one.set_epoch(epoch)
         seed_own(own_generators(sampler), seed)
         with torch.random.fork_rng(devices=[]):
             seed_generators(seed)
-            return list(islice(sampler, self._samples + 1))  # one too many is enough: a sampler may never end
+            # one too many is enough: a sampler may never end
+            return list(islice(sampler, self._samples + (not self._of_batches)))
+
+    def _by_epoch(self, sampler: Any) -> list[Any]:
+        """Return those that take the epoch among a sampler and, as Lightning does, a batch sampler's own sampler."""
+        both = [sampler, getattr(sampler, "sampler", None)] if self._of_batches else [sampler]
+        return [one for one in both if callable(getattr(one, "set_epoch", None))]
 
     def _checked(self, order: list[Any]) -> list[Any]:
-        if len(order) != self._samples:
+        if len(order) != self._samples and not self._of_batches:
             drawn = "more" if len(order) > self._samples else len(order)
             raise Refused(
                 f"the sampler {type(self._sampler).__name__} draws {drawn} samples, but its len() was {self._samples} "

@@ -14,11 +14,14 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightswitch.batches.combined import Combined
+from lightswitch.batches.formed import FormedRounds, FormedSlices
 from lightswitch.batches.order import (
+    Evaluated,
     EvaluatedSamples,
     EvaluationSlices,
     SeededSamples,
     TrainingSlices,
+    digest,
     reads_batches,
     sampler_of,
     samples_of,
@@ -73,12 +76,8 @@ class SharedLoaders:
         Raises:
             Refused: they draw others.
         """
-        if not self._is_compared and len(set(_gather(trainer, self.training.digest))) > 1:
-            raise Refused(
-                "the ranks draw different samples of a training set that they should share: let what splits, weights "
-                "or shuffles it draw from the global generators of torch, NumPy and Python, or from one with a seed, "
-                "and follow nothing that one rank alone has seen"
-            )
+        if not self._is_compared:
+            _compare(trainer, self.training.digest, "a training set", self.training.is_formed)
         self._is_compared = True
         self._states = ()  # of this epoch's loaders, not of those that are created anew in a later one
 
@@ -98,18 +97,20 @@ class SharedLoaders:
         if is_training and (self._is_complete or trainer.fit_loop._combined_loader is not self._earlier):
             self.training, self._is_complete = Combined(lambda: _mode(trainer)), False
             self._earlier = trainer.fit_loop._combined_loader
-        if (reason := obstacle(loader) or self._split(loader)) is not None:
+        cannot = obstacle(loader)
+        if (reason := cannot or self._split(loader)) is not None:
             if is_training:
                 self.training.add_other(loader)
                 _set_epoch(loader, self._start.epoch)
-            _say_what_does_not_hold(trainer, reason, is_training, splits=obstacle(loader) is None)
+            _say_what_does_not_hold(trainer, reason, is_training, splits=cannot is None)
             return loader
         return self._made_anew(trainer, loader, is_training)
 
     def _split(self, loader: Any) -> str | None:
-        """Return why a stream is expected to split itself by rank; None if it isn't."""
+        """Return why a stream, or a batch sampler, is expected to split itself by rank; None if it isn't."""
         if not is_stream(loader):
-            return None
+            splits = _forms_batches(loader) and not self._shares_streams
+            return "its batch sampler splits the samples by rank (data.sharded_by=dataset)" if splits else None
         if getattr(loader.dataset, "_distributed", None) is not None:  # Hugging Face's split_dataset_by_node
             return "its dataset splits itself by rank"
         return None if self._shares_streams else "its dataset splits itself by rank (data.sharded_by=dataset)"
@@ -125,14 +126,12 @@ class SharedLoaders:
         if not is_training:
             if is_stream(loader):
                 return evaluation_stream(loader, plan, rank, self._seed, gather, pins)
-            return evaluation_loader(loader, plan, rank, self._seed, pins)
-        own = unwrapped(loader.batch_sampler).batch_size
-        if own not in (1, plan.micro_batch, plan.global_batch) and trainer.global_rank == 0:  # 1 is torch's default
-            log.info(
-                "batch      %d, of which a loader makes its batches, is replaced by the global batch of %d; to use it, "
-                "type global_batch_size=%d",
-                own, plan.global_batch, own,
-            )  # fmt: skip
+            evaluated = evaluation_loader(loader, plan, rank, self._seed, pins)
+            order: Any = unwrapped(evaluated.batch_sampler)
+            _compare(trainer, digest(order.order, loader.dataset), "an evaluation set", _forms_batches(loader))
+            return evaluated
+        if trainer.global_rank == 0 and not _forms_batches(loader):
+            _tell_replaced(unwrapped(loader.batch_sampler).batch_size, plan)
         if not is_stream(loader):
             shared: RankLoader = training_loader(loader, plan, rank, self._seed, self._start, self.training, pins)
             self._start_slices()
@@ -179,6 +178,30 @@ def _gather(trainer: Trainer, number: int) -> list[int]:
     return [int(one) for one in gathered]
 
 
+def _compare(trainer: Trainer, digest: int, of: str, is_formed: bool) -> None:
+    """Check that all ranks draw the same samples of a set, given a digest of them. Collective.
+
+    Raises:
+        Refused: they draw others.
+    """
+    if len(set(_gather(trainer, digest))) > 1:
+        split = "; if its batch sampler splits them by rank, type data.sharded_by=dataset" if is_formed else ""
+        raise Refused(
+            f"the ranks draw different samples of {of} that they should share: let what splits, weights or shuffles it "
+            "draw from the global generators of torch, NumPy and Python, or from one with a seed, and follow nothing "
+            f"that one rank alone has seen{split}"
+        )
+
+
+def _tell_replaced(own: int, plan: BatchPlan) -> None:
+    if own not in (1, plan.micro_batch, plan.global_batch):  # 1 is torch's default
+        log.info(
+            "batch      %d, of which a loader makes its batches, is replaced by the global batch of %d; to use it, "
+            "type global_batch_size=%d",
+            own, plan.global_batch, own,
+        )  # fmt: skip
+
+
 def _set_epoch(loader: object, epoch: int) -> None:
     """Pass the epoch to a loader's dataset if it has `set_epoch`, for example to shuffle by it."""
     set_epoch = getattr(getattr(loader, "dataset", None), "set_epoch", None)
@@ -217,8 +240,9 @@ def obstacle(loader: object) -> str | None:
         return "it has batch_size=None, so its dataset makes the batches"
     if is_stream(loader):
         return None
-    if not _is_plain(kind := type(unwrapped(loader.batch_sampler))):
-        return f"it has a custom batch sampler, {kind.__name__}"
+    if _forms_batches(loader):
+        forms = unwrapped(loader.batch_sampler)
+        return None if sized_len(forms) is not None else f"its batch sampler, {type(forms).__name__}, has no len()"
     if sized_len(sampler := unwrapped(loader.batch_sampler).sampler) is None:
         return f"its sampler, {type(sampler).__name__}, has no len()"
     return None
@@ -250,7 +274,7 @@ def training_loader(
     """Return a copy of a DataLoader that reads this rank's slices of each global batch.
 
     Args:
-        loader: a map-style loader with a plain batch sampler (see `obstacle`).
+        loader: a map-style loader (see `obstacle`).
         rank: this process's data-parallel rank.
         seed: seed of the sample order and of augmentation.
         at: the position to start from.
@@ -260,6 +284,11 @@ def training_loader(
     Raises:
         Refused: `drop_last` drops all samples, or there are none.
     """
+    samples_of_epoch = SeededSamples(loader.dataset, seed, loader.collate_fn)
+    copied = functools.partial(copy_of_loader, RankLoader, loader, samples_of_epoch, pins_for_gpu=pins_for_gpu)
+    if _forms_batches(loader):
+        forms = unwrapped(loader.batch_sampler)
+        return copied(batch_sampler=FormedSlices(forms, plan, rank, seed, at, combined, loader.dataset))
     base = sampler_of(loader)
     samples = samples_of(base, loader.dataset)
     drop_last = bool(unwrapped(loader.batch_sampler).drop_last)
@@ -271,8 +300,7 @@ def training_loader(
             f"global_batch_size={plan.global_batch} remains; use global_batch_size={samples} or fewer"
         )
     slices = TrainingSlices(base, samples, drop_last, plan, rank, seed, at.epoch, at.step, combined, loader.dataset)
-    samples_of_epoch = SeededSamples(loader.dataset, seed, loader.collate_fn)
-    return copy_of_loader(RankLoader, loader, samples_of_epoch, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
+    return copied(batch_sampler=slices)
 
 
 def evaluation_loader(
@@ -280,26 +308,31 @@ def evaluation_loader(
 ) -> RankLoader:
     """Return a copy of a DataLoader that reads this rank's share of the samples, each once over all ranks.
 
-    A batch is at most as large as the loader's batch size and a micro-batch. The arguments are those of
-    `training_loader`.
+    A batch is at most as large as the loader's batch size and a micro-batch, or as a batch sampler forms it. The
+    arguments are those of `training_loader`.
 
     Raises:
         Refused: there are no samples.
     """
+    slices, wrapper = _evaluated(loader, plan, rank, seed), loader.batch_sampler
+    if wrapper is not unwrapped(wrapper):  # Lightning's, which records the predicted indices
+        slices = type(wrapper)(slices)  # type: ignore[call-arg, misc, assignment]  # mypy takes it for an Iterable
+    evaluated = EvaluatedSamples(loader.dataset, seed, loader.collate_fn)
+    return copy_of_loader(RankLoader, loader, evaluated, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
+
+
+def _evaluated(loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int) -> Evaluated:
+    if _forms_batches(loader):
+        return FormedRounds(unwrapped(loader.batch_sampler), plan.replicas, rank, seed, loader.dataset)
     sampler = sampler_of(loader)
     samples = samples_of(sampler, loader.dataset)
     if not samples:
         raise Refused("an evaluation set has no samples; leave its loader out")
     batch = min(unwrapped(loader.batch_sampler).batch_size, plan.micro_batch)
-    slices: Any = EvaluationSlices(sampler, samples, batch, plan.replicas, rank, seed)
-    assert loader.batch_sampler is not None
-    if type(loader.batch_sampler) is not BatchSampler:  # Lightning's wrapper records the predicted indices
-        wrapper: Any = type(loader.batch_sampler)
-        slices = wrapper(slices)
-    evaluated = EvaluatedSamples(loader.dataset, seed, loader.collate_fn)
-    return copy_of_loader(RankLoader, loader, evaluated, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
+    return EvaluationSlices(sampler, samples, batch, plan.replicas, rank, seed)
 
 
-def _is_plain(kind: type) -> bool:
-    """Return whether a batch sampler only groups its sampler's indices, in order, as torch's and torchdata's do."""
-    return kind is BatchSampler or (kind.__module__, kind.__name__) == _OF_TORCHDATA
+def _forms_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether a batch sampler chooses what a batch consists of; torch's and torchdata's only group samples."""
+    kind = type(unwrapped(loader.batch_sampler))
+    return kind is not BatchSampler and (kind.__module__, kind.__name__) != _OF_TORCHDATA

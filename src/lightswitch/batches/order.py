@@ -44,7 +44,12 @@ class TrainingSlices(Sampler[Any]):
         step: optimizer steps of that epoch that have been taken already.
         combined: the other training loaders of the run; None if there are none.
         dataset: the loader's dataset, if the sampler draws from one.
+
+    Attributes:
+        is_formed: the sampler makes the sizes of steps, in place of the plan.
     """
+
+    is_formed = False
 
     def __init__(
         self,
@@ -135,7 +140,7 @@ class TrainingSlices(Sampler[Any]):
                 cycle = step // self.own_steps
                 key = self._pass_key(epoch, cycle)
                 order = self._order(epoch, cycle)
-                self._compare(str(key), _digest(order, self._dataset))
+                self._compare(str(key), digest(order, self._dataset))
             for micro in range(self.plan.accumulation):
                 yield key, self._bounds(step, micro)[0], self._chosen(order, step, micro)
 
@@ -194,24 +199,49 @@ class TrainingSlices(Sampler[Any]):
         """Return the number of samples of a step, over all ranks; the last one may be less than a global batch."""
         return min(self.plan.global_batch, self.samples - step % self.own_steps * self.plan.global_batch)
 
+    def samples_before(self, steps: int) -> int:
+        """Return the number of samples of an epoch's first steps, over all ranks.
+
+        Next to a longer loader that runs unchanged, they are those of several passes, which consist of whole steps.
+        """
+        samples = steps * self.plan.global_batch
+        return samples if self.steps > self.own_steps else min(samples, self.epoch_samples)
+
     def _pass_key(self, epoch: int, cycle: int) -> int:
         """Return the number that seeds a pass's order and randomness; the epoch for the first loader's first pass."""
         return epoch if self.index == cycle == 0 else mix(epoch, cycle, self.index)
 
     def _chosen(self, order: Any, step: int, micro: int) -> list[Any]:
         begin, end = self._bounds(step, micro)
-        chosen = order[begin:end] if end > begin else order[begin : begin + 1]
+        chosen = order[begin : max(end, begin + 1)]  # an empty slice still reads one sample, at weight 0
         return chosen.tolist() if hasattr(chosen, "tolist") else list(chosen)
 
     def _bounds(self, step: int, micro: int) -> tuple[int, int]:
         slices = self.plan.slices
         index = micro * self.plan.replicas + self.rank
-        samples, offset = self.step_samples(step), step % self.own_steps * self.plan.global_batch
-        begin, end = offset + samples * index // slices, offset + samples * (index + 1) // slices
-        return min(begin, self.samples - 1), end  # an empty slice still reads one sample, at weight 0
+        samples, begin = self.step_samples(step), self._begin(step)
+        return begin + samples * index // slices, begin + samples * (index + 1) // slices
+
+    def _begin(self, step: int) -> int:
+        """Return the place of a step's first sample in the order of its pass."""
+        return step % self.own_steps * self.plan.global_batch
 
 
-class EvaluationSlices(Sampler[Any]):
+class Evaluated(Sampler[Any]):
+    """Batch sampler of one rank in an evaluation. All ranks make the same number of batches.
+
+    Attributes:
+        order: the samples of all ranks.
+    """
+
+    order: Sequence[Any]
+
+    def repeats(self, batch_idx: int) -> bool:
+        """Return whether a batch is another rank's, because there is none left for this one; see `RepeatedSamples`."""
+        raise NotImplementedError
+
+
+class EvaluationSlices(Evaluated):
     """Batch sampler of one rank: yields a contiguous share of the samples, each exactly once over all ranks.
 
     All ranks make the same number of batches, because forward passes of sharded strategies are collective. Therefore
@@ -223,26 +253,26 @@ class EvaluationSlices(Sampler[Any]):
         batch: maximum number of samples in a batch.
         replicas: number of data-parallel ranks.
         seed: seed of the order, if the sampler draws one.
-
-    Attributes:
-        is_repeated: this rank has no sample of its own, and repeats one; see `RepeatedSamples`.
     """
 
     def __init__(self, sampler: Any, samples: int, batch: int, replicas: int, rank: int, seed: int) -> None:
         self.base = sampler
         is_in_order = type(sampler) in (SequentialSampler, DistributedSampler)
-        self.order: Sequence[Any] = range(samples) if is_in_order else epoch_order(sampler, samples, seed, 0)
+        self.order = range(samples) if is_in_order else epoch_order(sampler, samples, seed, 0)
         self.begin, self.end = samples * rank // replicas, samples * (rank + 1) // replicas
         if samples < replicas:
             self.begin, self.end = -(-samples * rank // replicas), -(-samples * (rank + 1) // replicas)
-        self.is_repeated = self.begin == self.end
-        self.end += self.is_repeated
+        self._repeats = self.begin == self.end
+        self.end += self._repeats
         self.begin, self.end = min(self.begin, samples - 1), min(self.end, samples)
         self.batches = max(1, min(-(-samples // (replicas * batch)), samples // replicas))
         self.batch_size = batch
 
     def __len__(self) -> int:
         return self.batches
+
+    def repeats(self, batch_idx: int) -> bool:
+        return self._repeats
 
     def __iter__(self) -> Iterator[list[Any]]:
         share = self.order[self.begin : self.end]
@@ -258,7 +288,7 @@ def sampler_of(loader: DataLoader[Any]) -> Any:
     DistributedSampler.
     """
     sampler = unwrapped(loader.batch_sampler).sampler
-    return sampler if type(sampler) is DistributedSampler else _undivided(sampler, loader.dataset)
+    return sampler if type(sampler) is DistributedSampler else undivided(sampler, loader.dataset)
 
 
 def unwrapped(batch_sampler: Any) -> Any:
@@ -298,7 +328,7 @@ def _order_of_torch(sampler: Any, samples: int, seed: int) -> Sequence[Any] | No
     return None
 
 
-def _digest(order: Sequence[Any], dataset: Any) -> int:
+def digest(order: Sequence[Any], dataset: Any) -> int:
     """Return a digest of the samples that an order begins with: their places in what a Subset was taken from."""
     keys = list(order[:_COMPARED_SAMPLES])
     while isinstance(dataset, Subset) and all(isinstance(key, Integral | torch.Tensor) for key in keys):
@@ -306,7 +336,7 @@ def _digest(order: Sequence[Any], dataset: Any) -> int:
     return zlib.crc32(" ".join(str(key) for key in keys if isinstance(key, _COMPARED_KEYS)).encode())
 
 
-def _undivided(sampler: Any, dataset: Any) -> Any:
+def undivided(sampler: Any, dataset: Any) -> Any:
     """Return a sampler that yields the samples of all ranks: a copy, if the given one splits them by rank."""
     replicas = getattr(sampler, "num_replicas", None)
     if replicas is None or not hasattr(sampler, "rank"):
@@ -324,10 +354,10 @@ def _permutation(samples: int, generator: torch.Generator) -> Sequence[int]:
     return torch.randperm(samples, generator=generator).numpy()  # type: ignore[return-value]  # acts as a Sequence
 
 
-def is_repeated(loaders: Any, dataloader_idx: int) -> bool:
-    """Return whether this rank has no sample of its own in one of an evaluation's loaders."""
+def repeats(loaders: Any, dataloader_idx: int, batch_idx: int) -> bool:
+    """Return whether a batch of one of an evaluation's loaders consists of samples that another rank reads, too."""
     slices = unwrapped(getattr(loaders.flattened[dataloader_idx], "batch_sampler", None))
-    return isinstance(slices, EvaluationSlices) and slices.is_repeated
+    return isinstance(slices, Evaluated) and slices.repeats(batch_idx)
 
 
 class SeededSamples(Dataset[Any]):

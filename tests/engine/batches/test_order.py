@@ -107,7 +107,7 @@ def test_the_samples_of_passes_beside_a_longer_loader_are_counted() -> None:
     combined, plan = Combined(), BatchPlan(12, 12, 1, 1)
     TrainingSlices(RandomSampler(range(24)), 24, False, plan, 0, 1, 0, 0, combined)
     combined.add_other(range(20))  # a loader of 20 batches that runs unchanged
-    assert combined.epoch_samples == 240
+    assert combined.samples_before(20) == 240
 
 
 def test_drawing_an_order_leaves_the_generator_of_torch_alone() -> None:
@@ -130,10 +130,10 @@ def test_evaluation_reads_each_sample_once_in_equally_many_batches_a_rank(
 ) -> None:
     order = SequentialSampler(range(samples))
     slices = [EvaluationSlices(order, samples, batch, replicas, rank, seed=1) for rank in range(replicas)]
-    assert not slices[0].is_repeated
-    assert sum(not one.is_repeated for one in slices) == min(samples, replicas)
-    assert {(len(one), len(next(iter(one)))) for one in slices if one.is_repeated} <= {(1, 1)}
-    ranks = [list(one) for one in slices if not one.is_repeated]
+    assert not slices[0].repeats(0)
+    assert sum(not one.repeats(0) for one in slices) == min(samples, replicas)
+    assert {(len(one), len(next(iter(one)))) for one in slices if one.repeats(0)} <= {(1, 1)}
+    ranks = [list(one) for one in slices if not one.repeats(0)]
     assert len({len(batches) for batches in ranks}) == 1
     assert [index for rank in ranks for part in rank for index in part] == list(range(samples))
     assert all(part for rank in ranks for part in rank)

@@ -21,6 +21,20 @@ threading.Thread(target=Process().leave_now, args=(7,)).start()
 time.sleep(60)
 """
 
+ENDS_SLOWLY = """
+import os, signal, sys, time
+from lightswitch import process
+process._PATIENCE_SECONDS = 0.2
+signals = process.Signals(process.Process())
+signals.catch(is_first=True)
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+except process.Stopped:
+    signals.is_told = sys.argv[1] == "told"
+    time.sleep(60)
+"""
+
 PARENT = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
@@ -61,6 +75,12 @@ def test_a_process_leaves_at_once_though_the_reader_of_its_output_has_stopped() 
     os.close(read)
     os.close(write)
     assert left.returncode == 7
+
+
+@pytest.mark.parametrize(("said", "line"), [("told", ""), ("", "stopped    by SIGTERM, at once\n")])
+def test_what_ends_a_process_that_ends_slowly_is_told_once(said: str, line: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDS_SLOWLY, said], capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stderr) == (143, line)
 
 
 def test_a_process_ends_with_its_parent() -> None:

@@ -57,6 +57,13 @@ _MODULE = {
         Elsewhere("engine/batches/test_sampling.py", "test_a_generator_of_a_samplers_own_follows_seed_and_epoch"),
         Elsewhere("engine/batches/test_sampling.py", "test_a_sampler_that_deals_out_shares_gives_all_of_them"),
     ],
+    "has a batch sampler of its own": [
+        Elsewhere(
+            "engine/test_same_run.py",
+            "test_the_batches_of_a_batch_sampler_are_cut_and_the_run_is_the_same_after_a_resume",
+        ),
+        Elsewhere("engine/test_same_run.py", "test_a_loader_that_splits_itself_runs_as_it_is_and_the_run_says_so"),
+    ],
     "draws random numbers in its hooks": [
         Elsewhere("engine/batches/test_drawn.py", "test_what_hooks_draw_follows_the_position"),
     ],

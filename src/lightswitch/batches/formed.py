@@ -1,0 +1,153 @@
+"""Batches that a batch sampler forms, as of texts of similar lengths: each is a step's; evaluations cut none."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, cycle, islice
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
+
+from lightswitch.batches.combined import Combined
+from lightswitch.batches.draws import Draws
+from lightswitch.batches.generators import mix
+from lightswitch.batches.order import Evaluated, TrainingSlices, undivided
+from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.errors import Refused
+
+log = logging.getLogger(__name__)
+
+
+class FormedSlices(TrainingSlices):
+    """Batch sampler of one rank: yields its slices of the batches that a batch sampler forms.
+
+    Step k takes the k-th batch, of any size, in as many slices as the plan has. An epoch has as many steps as the batch
+    sampler's `len()` says when training begins, as under Lightning; where it forms fewer, the first ones come again.
+
+    Args:
+        sampler: the loader's batch sampler.
+        combined: the other training loaders of the run; None if there are none.
+        dataset: the loader's dataset.
+
+    Raises:
+        Refused: there are no batches, or, while batches are read, one without samples.
+    """
+
+    is_formed = True
+
+    def __init__(
+        self, sampler: Any, plan: BatchPlan, rank: int, seed: int, at: Position, combined: Combined | None, dataset: Any
+    ) -> None:
+        self._name = type(sampler).__name__
+        sampler = _of_all_ranks(sampler, dataset)
+        steps = len(sampler)
+        if not steps:
+            raise Refused(f"the batch sampler {self._name} forms no batches")
+        super().__init__(sampler, steps, False, plan, rank, seed, at.epoch, at.step, combined, dataset)
+        self._draws = Draws(sampler, steps, dataset, tells=rank == 0, of_batches=True)
+        self.own_steps, self.samples = steps, sized_len(dataset) or steps
+        self._drawn: Sequence[Any] = ()  # batches of the pass that the next two are of
+        self._flat: list[Any] = []
+        self._ends: list[int] = []  # of steps in `_flat`
+        self._sizes: dict[int, int] = {}  # samples of passes, by their numbers in the run
+
+    def step_samples(self, step: int) -> int:
+        self._order(self.epoch, step // self.own_steps)
+        at = step % self.own_steps
+        return self._ends[at] - (self._ends[at - 1] if at else 0)
+
+    def samples_before(self, steps: int) -> int:
+        passes, rest = divmod(steps, self.own_steps)
+        whole = sum(self._size(self.epoch, number) for number in range(passes))
+        return whole + (self._begin(steps) if rest else 0)
+
+    def _size(self, epoch: int, cycle: int) -> int:
+        number = epoch * self._passes + cycle
+        if number not in self._sizes:
+            self._sizes[number] = len(self._order(epoch, cycle))
+        return self._sizes[number]
+
+    @property
+    def epoch_samples(self) -> int:
+        return self._size(self.epoch, 0)
+
+    @property
+    def is_even(self) -> bool:
+        return all(self.step_samples(step) % self.plan.slices == 0 for step in range(self.own_steps))
+
+    def _begin(self, step: int) -> int:
+        self._order(self.epoch, step // self.own_steps)
+        return self._ends[step % self.own_steps - 1] if step % self.own_steps else 0
+
+    def _order(self, epoch: int, cycle: int) -> Sequence[Any]:
+        """Return the samples of a pass, batch by batch."""
+        drawn = self._draws.order(epoch * self._passes + cycle, self._place)
+        if drawn is not self._drawn:
+            batches = self._whole_pass(_checked([*map(_listed, drawn)], self._name))
+            self._drawn, self._flat = drawn, [*chain.from_iterable(batches)]
+            self._ends = [*accumulate(map(len, batches))]
+        return self._flat
+
+    def _whole_pass(self, batches: list[list[Any]]) -> list[list[Any]]:
+        if len(batches) < self.own_steps and self.rank == 0:
+            log.warning(
+                "the batch sampler %s forms %d batches, but its len() was %d when training began: the first ones are "
+                "taken again, so that all epochs have as many steps; keep its len() true, and the same",
+                self._name, len(batches), self.own_steps,
+            )  # fmt: skip
+        return [*islice(cycle(batches), self.own_steps)]
+
+
+class FormedRounds(Evaluated):
+    """Batch sampler of one rank in an evaluation: yields each n-th batch that a batch sampler forms, for n ranks.
+
+    Args:
+        sampler: the loader's batch sampler.
+        replicas: number of data-parallel ranks.
+        seed: seed of the order, if the batch sampler draws one.
+
+    Raises:
+        Refused: there are no batches, or one without samples.
+    """
+
+    def __init__(self, sampler: Any, replicas: int, rank: int, seed: int, dataset: Any) -> None:
+        self.base = sampler
+        whole = _of_all_ranks(sampler, dataset)
+        drawn = Draws(whole, len(whole), dataset, of_batches=True).order(0, lambda number: (mix(seed, 0), 0))
+        batches = _checked([*map(_listed, drawn)], type(sampler).__name__)
+        self.order = [*chain.from_iterable(batches)]
+        self._own = batches[rank::replicas]
+        self._length = -(-len(batches) // replicas)
+        self._batches = [*self._own, batches[0]][: self._length]
+        self.batch_size = max(map(len, batches))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def repeats(self, batch_idx: int) -> bool:
+        return batch_idx >= len(self._own)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self._batches)
+
+
+def _checked(batches: list[list[Any]], name: str) -> list[list[Any]]:
+    if not all(batches) or not batches:
+        raise Refused(f"the batch sampler {name} forms {'a batch without samples' if batches else 'no batches'}")
+    return batches
+
+
+def _of_all_ranks(sampler: Any, dataset: Any) -> Any:
+    """Return a batch sampler that forms batches of all samples: a copy, if it or its sampler splits them by rank."""
+    whole = undivided(sampler, dataset)
+    inner = getattr(whole, "sampler", None)
+    if (all_samples := undivided(inner, dataset)) is not inner:
+        whole = copy.copy(whole)
+        whole.sampler = all_samples
+    return whole
+
+
+def _listed(batch: Any) -> list[Any]:
+    return batch.tolist() if hasattr(batch, "tolist") else list(batch)

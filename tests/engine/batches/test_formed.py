@@ -1,0 +1,178 @@
+"""Batch samplers: each batch that they form is the global batch of a step, of which each device reads a slice."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler, TensorDataset
+
+from lightswitch.batches.combined import Combined
+from lightswitch.batches.loaders import evaluation_loader, training_loader
+from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.errors import Refused
+from tests.engine.fits import PLAIN, Fits
+from tests.engine.plain import Buckets, PlainData, Points
+from tests.pool import RankFailed
+
+SIZES = [3, 7, 1, 12, 5, 2, 8, 12]  # of batches
+DATA = TensorDataset(torch.arange(sum(SIZES)))
+PLANS = [
+    BatchPlan(12, 12 // slices, replicas, slices // replicas) for replicas, slices in ((1, 1), (2, 2), (2, 4), (4, 4))
+]
+
+
+class Formed(Sampler):
+    """Shuffles a list of batches in place, by Python's generator."""
+
+    def __init__(self) -> None:
+        ends = [sum(SIZES[: at + 1]) for at in range(len(SIZES))]
+        self.batches = [list(range(end - size, end)) for end, size in zip(ends, SIZES, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        random.shuffle(self.batches)
+        return iter(self.batches)
+
+
+class Groups(BatchSampler):
+    """Batches of as many samples, in the order of another sampler."""
+
+
+def read(sampler: Any, plan: BatchPlan, epoch: int = 0, first: int = 0, dataset: Dataset = DATA) -> list[list[int]]:
+    """Return the samples of each step, over all ranks, in the order in which one process reads them."""
+    at = Position(epoch=epoch, step=first)
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    ranks = [training_loader(loader, plan, rank, seed=5, at=at) for rank in range(plan.replicas)]
+    for rank in ranks:
+        rank.batch_sampler.set_epoch(epoch)
+    of_ranks = [iter(rank) for rank in ranks]
+    assert len({len(rank) for rank in ranks}) == 1
+    steps = []
+    for step in range(first, len(ranks[0]) // plan.accumulation):
+        slices = [
+            next(loader)[0][: None if rank.batch_sampler.weight(step, micro) else 0]
+            for micro in range(plan.accumulation)
+            for rank, loader in zip(ranks, of_ranks, strict=True)
+        ]
+        steps.append(torch.cat(slices).tolist())
+        weights = [rank.batch_sampler.weight(step, micro) for rank in ranks for micro in range(plan.accumulation)]
+        assert sum(weights) == pytest.approx(plan.slices)
+    assert all(next(one, None) is None for one in of_ranks)
+    return steps
+
+
+def test_each_device_reads_its_slice_of_each_batch() -> None:
+    alone, *others = [read(Formed(), plan) for plan in PLANS]
+    assert sorted(map(len, alone)) == sorted(SIZES)
+    assert [other for other in others if other != alone] == []
+    assert read(Formed(), PLANS[0], epoch=1) != alone
+
+
+OF_RANK_1 = partial(DistributedSampler, DATA, num_replicas=2, rank=1)
+
+
+@pytest.mark.parametrize("sampler", [Formed, lambda: Groups(OF_RANK_1(), 4, drop_last=False)], ids=["alone", "within"])
+def test_a_resume_reads_the_batches_that_are_left(sampler: Any) -> None:
+    whole = [read(sampler(), PLANS[0], epoch) for epoch in range(3)]
+    assert read(sampler(), PLANS[2], 2, first=3) == whole[2][3:]
+    assert whole[0] != whole[1] != whole[2]
+    assert [sorted(chain(*epoch)) for epoch in whole] == [[*range(50)]] * 3
+
+
+def test_the_samples_of_steps_are_counted_as_they_are() -> None:
+    slices = training_loader(DataLoader(DATA, batch_sampler=Formed()), PLANS[1], 0, 5, Position()).batch_sampler
+    sizes = [len(step) for step in read(Formed(), PLANS[0])]
+    assert [slices.samples_before(step) for step in range(9)] == [sum(sizes[:step]) for step in range(9)]
+    assert [slices.step_samples(step) for step in range(8)] == sizes
+    assert (slices.epoch_samples, slices.samples, slices.combined.samples) == (50, 50, 50)
+
+
+class Changing(Formed):
+    """Tells another length than it has."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+
+def test_an_epoch_has_as_many_steps_as_it_has_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert len(read(Changing(5), PLANS[1])) == 5
+    assert not caplog.messages
+    with caplog.at_level(logging.WARNING):
+        longer = read(Changing(10), PLANS[1])
+    assert longer[8:] == longer[:2]
+    assert caplog.messages[0].startswith("the batch sampler Changing forms 8 batches, but its len() was 10 when ")
+
+
+@pytest.mark.parametrize(
+    ("batches", "line"), [([], "Formed forms no batches"), ([[1], []], "Formed forms a batch without samples")]
+)
+def test_a_batch_sampler_without_samples_is_refused(batches: list[list[int]], line: str) -> None:
+    sampler = Formed()
+    sampler.batches = batches
+    with pytest.raises(Refused, match=f"the batch sampler {line}"):
+        read(sampler, PLANS[0])
+
+
+def test_batches_of_several_loaders_have_to_be_even() -> None:
+    combined = Combined()
+    for loader in (DataLoader(DATA, batch_sampler=Buckets([1.0] * 48, 3.0)), DataLoader(DATA, 4, drop_last=True)):
+        training_loader(loader, PLANS[1], 0, 5, Position(), combined)
+    with pytest.raises(Refused, match="forms batches that do not divide over 2 devices × accumulation 1; let it form"):
+        combined.check()
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8, 11])
+def test_an_evaluation_reads_each_batch_once_and_whole(replicas: int) -> None:
+    loader = DataLoader(DATA, batch_sampler=Formed())
+    ranks = [evaluation_loader(loader, BatchPlan(24, 2, replicas, 1), rank, seed=5) for rank in range(replicas)]
+    assert {len(rank) for rank in ranks} == {-(-8 // replicas)} == {len([*rank]) for rank in ranks}
+    own = [batch.tolist() for rank in ranks for at, (batch,) in enumerate(rank) if not rank.batch_sampler.repeats(at)]
+    assert sorted(own) == sorted(Formed().batches)
+
+
+class OfRank(Formed):
+    """Splits the batches itself, by what no one else can see."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.batches = self.batches[rank::2]
+
+
+class OfRankData(PlainData):
+    def __init__(self, stage: str) -> None:
+        super().__init__(samples=50)
+        self.stage = stage
+
+    def train_dataloader(self) -> DataLoader:
+        return self._split(Points(50)) if self.stage == "training" else super().train_dataloader()
+
+    def val_dataloader(self) -> DataLoader:
+        return self._split(Points(50)) if self.stage == "evaluation" else super().val_dataloader()
+
+    def _split(self, points: Points) -> DataLoader:
+        return DataLoader(points, batch_sampler=OfRank(torch.distributed.get_rank()))
+
+
+@pytest.mark.parametrize("stage", ["training", "evaluation"])
+def test_a_batch_sampler_that_splits_by_rank_is_refused(stage: str, fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(PLAIN, data=partial(OfRankData, stage), strategy="ddp"), 2)
+    line = str(failed.value.error)
+    assert line.startswith(
+        f"the ranks draw different samples of {'a training' if stage == 'training' else 'an evaluation'} set "
+    )
+    assert line.endswith("; if its batch sampler splits them by rank, type data.sharded_by=dataset")
