@@ -361,7 +361,7 @@ class PositionCounter:
             at,
             step=0,
             global_step=at.global_step - at.step,
-            samples=at.samples - self._samples(at.step),
+            samples=at.samples - self._samples(at.step, at.epoch),
         )
         self._optimizer_steps = trainer.global_step - at.step
         self.micro_batches = at.step * self._plan.accumulation
@@ -390,17 +390,17 @@ class PositionCounter:
             epoch=start.epoch + has_ended,
             step=0 if has_ended else step,
             global_step=start.global_step + step,
-            samples=start.samples + self._samples(step),
+            samples=start.samples + self._samples(step, start.epoch),
             dataset=self._loaders.training.samples or None,
             validation_due=False,
             epoch_end_due=is_last and not has_ended,
             optimizer_steps=trainer.global_step,
         )
 
-    def _samples(self, steps: int) -> int:
-        """Return the number of samples in the epoch's first steps."""
+    def _samples(self, steps: int, epoch: int) -> int:
+        """Return the number of samples in an epoch's first steps."""
         training = self._loaders.training
-        return training.samples_before(steps) if training.slices else steps * self._plan.global_batch
+        return training.samples_before(steps, epoch) if training.slices else steps * self._plan.global_batch
 
     def _steps(self, trainer: Trainer) -> int:
         """Return the number of global batches of this epoch that have updated the weights."""

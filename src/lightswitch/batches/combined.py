@@ -47,7 +47,7 @@ class Slices(Protocol):
 
     def state_at(self, step: int) -> dict[str, Any] | None: ...
 
-    def samples_before(self, steps: int) -> int: ...
+    def samples_before(self, steps: int, epoch: int) -> int: ...
 
     def weight(self, step: int, micro: int) -> float: ...
 
@@ -107,9 +107,9 @@ class Combined:
         """Whether the loaders make the sizes of batches, in place of the plan."""
         return all(slices.is_formed for slices in self.slices)
 
-    def samples_before(self, steps: int) -> int:
+    def samples_before(self, steps: int, epoch: int) -> int:
         """Return the samples of an epoch's first steps, over all ranks, of the loader that determines its length."""
-        return self._decides.samples_before(steps)
+        return self._decides.samples_before(steps, epoch)
 
     @property
     def mean_samples(self) -> int:

@@ -49,25 +49,18 @@ class FormedSlices(TrainingSlices):
         self._draws = Draws(sampler, steps, dataset, tells=rank == 0, of_batches=True)
         self.own_steps, self.samples = steps, sized_len(dataset) or steps
         self._drawn: Sequence[Any] = ()  # batches of the pass that the next two are of
-        self._flat: list[Any] = []
-        self._ends: list[int] = []  # of steps in `_flat`
+        self._order_drawn: list[Any] = []
+        self._begins_of_drawn: list[int] = []
         self._sizes: dict[int, int] = {}  # samples of passes, by their numbers in the run
 
     def step_samples(self, step: int) -> int:
-        self._order(self.epoch, step // self.own_steps)
-        at = step % self.own_steps
-        return self._ends[at] - (self._ends[at - 1] if at else 0)
+        begins, at = self._begins_of(self.epoch, step // self.own_steps), step % self.own_steps
+        return begins[at + 1] - begins[at]
 
-    def samples_before(self, steps: int) -> int:
+    def samples_before(self, steps: int, epoch: int) -> int:
         passes, rest = divmod(steps, self.own_steps)
-        whole = sum(self._size(self.epoch, number) for number in range(passes))
-        return whole + (self._begin(steps) if rest else 0)
-
-    def _size(self, epoch: int, cycle: int) -> int:
-        number = epoch * self._passes + cycle
-        if number not in self._sizes:
-            self._sizes[number] = len(self._order(epoch, cycle))
-        return self._sizes[number]
+        whole = sum(self._size(epoch, number) for number in range(passes))
+        return whole + self._begins_of(epoch, passes)[rest] if rest else whole
 
     @property
     def epoch_samples(self) -> int:
@@ -78,17 +71,28 @@ class FormedSlices(TrainingSlices):
         return all(self.step_samples(step) % self.plan.slices == 0 for step in range(self.own_steps))
 
     def _begin(self, step: int) -> int:
-        self._order(self.epoch, step // self.own_steps)
-        return self._ends[step % self.own_steps - 1] if step % self.own_steps else 0
+        return self._begins_of(self.epoch, step // self.own_steps)[step % self.own_steps]
+
+    def _size(self, epoch: int, cycle: int) -> int:
+        """Return the number of samples of a pass, also of one that has ended, and is not drawn again."""
+        number = epoch * self._passes + cycle
+        if number not in self._sizes:
+            self._sizes[number] = len(self._order(epoch, cycle))
+        return self._sizes[number]
+
+    def _begins_of(self, epoch: int, cycle: int) -> list[int]:
+        """Return where the steps of a pass begin in its order, and where the last one ends."""
+        self._order(epoch, cycle)
+        return self._begins_of_drawn
 
     def _order(self, epoch: int, cycle: int) -> Sequence[Any]:
         """Return the samples of a pass, batch by batch."""
         drawn = self._draws.order(epoch * self._passes + cycle, self._place)
         if drawn is not self._drawn:
             batches = self._whole_pass(_checked([*map(_listed, drawn)], self._name))
-            self._drawn, self._flat = drawn, [*chain.from_iterable(batches)]
-            self._ends = [*accumulate(map(len, batches))]
-        return self._flat
+            self._drawn, self._order_drawn = drawn, [*chain.from_iterable(batches)]
+            self._begins_of_drawn = [*accumulate(map(len, batches), initial=0)]
+        return self._order_drawn
 
     def _whole_pass(self, batches: list[list[Any]]) -> list[list[Any]]:
         if len(batches) < self.own_steps and self.rank == 0:

@@ -117,7 +117,7 @@ class SharedLoaders:
 
     def _made_anew(self, trainer: Trainer, loader: DataLoader[Any], is_training: bool) -> DataLoader[Any]:
         plan, rank, gather = self._plan, data_rank(trainer), functools.partial(_gather, trainer)
-        if plan.micro_batch > 1 and is_training and takes_one(loader):
+        if plan.micro_batch > 1 and is_training and not _forms_batches(loader) and takes_one(loader):
             raise Refused(
                 "the collate_fn of a training loader returns the first of a batch's samples and drops the others, as "
                 "if each were a batch; type micro_batch_size=1, and global_batch_size=N for N of them in a step"

@@ -199,8 +199,8 @@ class TrainingSlices(Sampler[Any]):
         """Return the number of samples of a step, over all ranks; the last one may be less than a global batch."""
         return min(self.plan.global_batch, self.samples - step % self.own_steps * self.plan.global_batch)
 
-    def samples_before(self, steps: int) -> int:
-        """Return the number of samples of an epoch's first steps, over all ranks.
+    def samples_before(self, steps: int, epoch: int) -> int:
+        """Return the number of samples of the first steps of an epoch, over all ranks.
 
         Next to a longer loader that runs unchanged, they are those of several passes, which consist of whole steps.
         """

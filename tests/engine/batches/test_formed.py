@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -48,11 +48,13 @@ class Groups(BatchSampler):
     """Batches of as many samples, in the order of another sampler."""
 
 
-def read(sampler: Any, plan: BatchPlan, epoch: int = 0, first: int = 0, dataset: Dataset = DATA) -> list[list[int]]:
+def read(
+    sampler: Any, plan: BatchPlan, epoch: int = 0, first: int = 0, seed: int = 5, dataset: Dataset = DATA
+) -> list[list[int]]:
     """Return the samples of each step, over all ranks, in the order in which one process reads them."""
     at = Position(epoch=epoch, step=first)
     loader = DataLoader(dataset, batch_sampler=sampler)
-    ranks = [training_loader(loader, plan, rank, seed=5, at=at) for rank in range(plan.replicas)]
+    ranks = [training_loader(loader, plan, rank, seed, at) for rank in range(plan.replicas)]
     for rank in ranks:
         rank.batch_sampler.set_epoch(epoch)
     of_ranks = [iter(rank) for rank in ranks]
@@ -92,9 +94,33 @@ def test_a_resume_reads_the_batches_that_are_left(sampler: Any) -> None:
 def test_the_samples_of_steps_are_counted_as_they_are() -> None:
     slices = training_loader(DataLoader(DATA, batch_sampler=Formed()), PLANS[1], 0, 5, Position()).batch_sampler
     sizes = [len(step) for step in read(Formed(), PLANS[0])]
-    assert [slices.samples_before(step) for step in range(9)] == [sum(sizes[:step]) for step in range(9)]
+    assert [slices.samples_before(step, 0) for step in range(9)] == [sum(sizes[:step]) for step in range(9)]
     assert [slices.step_samples(step) for step in range(8)] == sizes
     assert (slices.epoch_samples, slices.samples, slices.combined.samples) == (50, 50, 50)
+
+
+class Five(Formed):
+    """Takes five of the batches in an epoch, whose sizes have another sum in each."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(super().__iter__(), 5)
+
+
+class FiveData(PlainData):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Points(50), batch_sampler=Five())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_samples_go_on_counting_over_epochs_of_other_sizes(ranks: int, fits: Fits) -> None:
+    strategy = "single" if ranks == 1 else "ddp"
+    run = fits(replace(PLAIN, data=FiveData, strategy=strategy, steps=13), ranks)[0]
+    sizes = [len(step) for epoch in range(3) for step in read(Five(), PLANS[0], epoch, seed=42)]
+    assert len({sum(sizes[at : at + 5]) for at in (0, 5, 10)}) > 1
+    assert run.column("samples") == {step: sum(sizes[: step + 1]) for step in range(13)}
 
 
 class Changing(Formed):

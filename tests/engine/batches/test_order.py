@@ -107,7 +107,7 @@ def test_the_samples_of_passes_beside_a_longer_loader_are_counted() -> None:
     combined, plan = Combined(), BatchPlan(12, 12, 1, 1)
     TrainingSlices(RandomSampler(range(24)), 24, False, plan, 0, 1, 0, 0, combined)
     combined.add_other(range(20))  # a loader of 20 batches that runs unchanged
-    assert combined.samples_before(20) == 240
+    assert combined.samples_before(20, 0) == 240
 
 
 def test_drawing_an_order_leaves_the_generator_of_torch_alone() -> None:
