@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.engine.conftest import PLAIN, Finished, Train, runs_in
+from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
+from tests.engine.processes import TRAIN_PY
 from tests.engine.tiny import MODELS, RECORD
 from tests.night import at_night
 
@@ -79,6 +83,20 @@ def test_the_batches_of_a_batch_sampler_are_cut_and_the_run_is_the_same_after_a_
         for place, samples in _samples_of_steps(whole.run_dir).items()
         if place in _samples_of_steps(resumed.run_dir)
     }
+
+
+def test_classes_that_a_set_of_names_numbers_are_those_of_all_ranks_and_starts(tmp_path: Path) -> None:
+    run = (*RUN, "data._target_=tests.engine.plain.NamedData", "trainer.max_steps=6")
+    run = (*run, "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    environment["PYTHONPATH"] = f"{CHECKOUT}:{CHECKOUT / 'src'}"
+    found = []
+    for strategy in ("single", "ddp"):  # in processes of their own: forks have the hashes of the one that they are of
+        folder, words = tmp_path / strategy, (*run, f"strategy={strategy}", f"trainer.devices={1 + len(found)}")
+        folder.mkdir()
+        subprocess.run([sys.executable, TRAIN_PY, *words], cwd=folder, env=environment, check=True, capture_output=True)
+        found.append(Finished(0, "", "", folder))
+    assert largest_difference(found[1], found[0]) <= 1e-5
 
 
 def test_a_loader_that_splits_itself_runs_as_it_is_and_the_run_says_so(train: Train) -> None:

@@ -33,6 +33,8 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         @functools.wraps(main)
         def run() -> None:
             _open_closed_streams()
+            if main.__module__ == "__main__":
+                _fix_hashes()
             show_first_line(sys.argv[1:])
             try:
                 from lightswitch.launch.hydra_entry import Entry  # importing Hydra takes as long as reading that line
@@ -54,6 +56,20 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r"))
 
 
+def _fix_hashes() -> None:
+    """Start this process again with Python's hashes of text fixed, unless PYTHONHASHSEED is set.
+
+    They are random in each process, and so is the order of a set of names, from which data code numbers its classes:
+    ranks would train on different labels, and a resumed run on others than before. Python reads the variable only when
+    it starts. A script that something else runs, as a notebook or a debugger, goes on as it is.
+    """
+    is_own = sys.orig_argv[-len(sys.argv) :] == sys.argv and sys.gettrace() is None
+    is_set = "PYTHONHASHSEED" in os.environ or sys.flags.ignore_environment
+    if is_own and not is_set and not _asks(sys.argv[1:]):
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def show_first_line(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
     """Print the line if stdout is a terminal, where someone may be waiting.
 
@@ -62,8 +78,12 @@ def show_first_line(arguments: Sequence[str], environ: Mapping[str, str] = os.en
     Args:
         arguments: `sys.argv[1:]`.
     """
-    if sys.stdout.isatty() and _is_first(environ) and not _QUESTIONS & {word.partition("=")[0] for word in arguments}:
+    if sys.stdout.isatty() and _is_first(environ) and not _asks(arguments):
         print(first_line(arguments), flush=True)
+
+
+def _asks(arguments: Sequence[str]) -> bool:
+    return not _QUESTIONS.isdisjoint(word.partition("=")[0] for word in arguments)
 
 
 def first_line(arguments: Sequence[str]) -> str:

@@ -71,3 +71,30 @@ def test_other_ranks_and_what_a_launcher_exports_wrongly_are_silent(monkeypatch:
 def test_nothing_is_shown_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
     entry.show_first_line([], {})
     assert capsys.readouterr().out == ""
+
+
+HASHES = """
+import sys
+from lightswitch.launch import entry
+entry.show_first_line = lambda words: (print(hash("a name"), words), sys.exit())  # where a start goes on
+
+@entry.entry("conf", "config")
+def main(cfg, run): ...
+
+main()
+"""
+
+
+def _hashes(folder: Path, *options: str, **environ: str) -> str:
+    (folder / "script.py").write_text(HASHES)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"} | environ
+    command = [sys.executable, *options, "script.py", "strategy=ddp", "a b"]
+    return subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def test_hashes_are_fixed_unless_the_user_has_set_them(tmp_path: Path) -> None:
+    fixed = _hashes(tmp_path, PYTHONHASHSEED="0")
+    assert fixed.endswith(" ['strategy=ddp', 'a b']\n")
+    assert _hashes(tmp_path) == _hashes(tmp_path, "-X", "dev") == fixed
+    assert _hashes(tmp_path, PYTHONHASHSEED="7") == _hashes(tmp_path, PYTHONHASHSEED="7") != fixed
+    assert len({_hashes(tmp_path, PYTHONHASHSEED="random") for _ in range(3)}) == 3
