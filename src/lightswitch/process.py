@@ -260,7 +260,6 @@ class Signals:
         received: the first signal that requested the end of this process.
         is_first: whether this is rank 0, which reports for all ranks that a signal has ended them.
         is_deferred: whether a signal waits until all ranks have agreed on it, instead of ending this process at once.
-        is_told: whether a line has said by which signal the run ends.
     """
 
     def __init__(self, process: Process, requeue: Callable[[Stopped, bool, bool], Stopped] | None = None) -> None:
@@ -271,7 +270,7 @@ class Signals:
         self.received: signal.Signals | None = None
         self.is_first = False
         self.is_deferred = False
-        self.is_told = False
+        self._is_told = False
         self._pid = 0  # of the process that listens
 
     def __reduce__(self) -> tuple[type[Signals], tuple[object, ...]]:
@@ -307,6 +306,10 @@ class Signals:
         self.is_deferred = False
         if self.received is not None:
             raise Stopped(self.received)
+
+    def note_told(self) -> None:
+        """Note that a line has said by which signal the run ends, so that none says it again."""
+        self._is_told = True
 
     def end_by(self, stopped: Stopped) -> Stopped:
         """Return the exception with which this process ends by a signal, its own or another rank's.
@@ -347,7 +350,7 @@ class Signals:
                 time.sleep(_PATIENCE_SECONDS)
                 if (interrupts > 1 or not self.is_deferred) and not failed.is_set():
                     by = self.received or signal.Signals(asked[0])
-                    if self.is_first and not self.is_told:
+                    if self.is_first and not self._is_told:
                         self._say(f"stopped    by {by.name}, at once")
                     self.process.leave_now(self.end_by(Stopped(by)).exit_code)
 

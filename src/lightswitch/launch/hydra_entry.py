@@ -230,7 +230,7 @@ def _stop(stopped: Stopped, cfg: DictConfig, run: RunContext) -> NoReturn:
     run.process.stop_all_ranks(stopped)
     run.process.end_ranks()
     if run.is_first:
-        run.signals.is_told = True  # by a process that may take long to end
+        run.signals.note_told()  # the process may take long to end
         log.info("stopped    by %s", stopped.by.name)
         log.info("go on      %s", commands.repeat(cfg, run.placement))
     raise stopped from None

@@ -31,7 +31,8 @@ try:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
 except process.Stopped:
-    signals.is_told = sys.argv[1] == "told"
+    if sys.argv[1] == "told":
+        signals.note_told()
     time.sleep(60)
 """
 
