@@ -117,6 +117,12 @@ PATCHES = (
         "combines what ranks and micro-batches log, each for its share of the samples, before loggers get it",
     ),
     Patch(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+        "post_backward",
+        "(self, *unused)",
+        "gives zeros to the parameters of a unit that this rank has not used, before its gradients are reduced",
+    ),
+    Patch(
         "torch.autograd",
         "_engine_run_backward",
         "(t_outputs, *args, **kwargs)",

@@ -157,11 +157,6 @@ class Combined:
 
 def _uneven(slices: Slices) -> str:
     plan = slices.plan
-    if slices.is_formed:
-        return (
-            "a batch sampler, of one of several training loaders, forms batches that do not divide over "
-            f"{plan.replicas} devices × accumulation {plan.accumulation}; let it form others, or use fewer devices"
-        )
     if not plan.is_even:
         return (
             f"global_batch_size {plan.global_batch} does not divide over {plan.replicas} devices × accumulation "

@@ -37,17 +37,26 @@ class Draws:
         samples: number of samples of a pass, over all ranks.
         dataset: the loader's dataset, which is never copied.
         tells: log what can't be copied; one rank does.
-        of_batches: whether it is a batch sampler, of which at most `samples` batches are drawn.
+        of_batches: whether it is a batch sampler, of which at most one more batch than `samples` is drawn, each a list.
+        whole: returns a sampler that draws for all ranks, given one.
+        is_cut: of a batch sampler, leave out what it forms beyond its `len()`, as Lightning does.
 
     Raises:
         Refused: by `order`: the sampler draws another number of samples than its `len()`.
     """
 
     def __init__(
-        self, sampler: Any, samples: int, dataset: Any = None, tells: bool = False, of_batches: bool = False
+        self,
+        sampler: Any,
+        samples: int,
+        dataset: Any = None,
+        tells: bool = False,
+        of_batches: bool = False,
+        whole: Callable[[Any], Any] = lambda sampler: sampler,
+        is_cut: bool = False,
     ) -> None:
         self._sampler, self._samples, self._dataset, self._tells = sampler, samples, dataset, tells
-        self._of_batches = of_batches
+        self._of_batches, self._whole, self._is_cut = of_batches, whole, is_cut
         self._last: tuple[int, Sequence[Any]] | None = None  # number and order
         self._begun: _Snapshot | None = None  # of the sampler, when `_copy` was made
         self._copy: Any = None
@@ -68,11 +77,11 @@ class Draws:
             return self._draw(self._sampler, *place(number))
         snapshot = self._snapshot()
         if snapshot is None:
-            return self._draw(self._sampler, *place(number))
+            return self._draw(self._whole(self._sampler), *place(number))
         if self._by_epoch(self._sampler):
-            return self._draw(snapshot.copy(), *place(number))
+            return self._draw(self._whole(snapshot.copy()), *place(number))
         if snapshot != self._begun or number < self._next:
-            self._begun, self._copy, self._next = snapshot, snapshot.copy(), 0
+            self._begun, self._copy, self._next = snapshot, self._whole(snapshot.copy()), 0
         self._catch_up(number, place)
         self._next = number + 1
         return self._draw(self._copy, *place(number))
@@ -112,7 +121,8 @@ class Draws:
         with torch.random.fork_rng(devices=[]):
             seed_generators(seed)
             # one too many is enough: a sampler may never end
-            return list(islice(sampler, self._samples + (not self._of_batches)))
+            drawn = islice(sampler, self._samples + 1)
+            return [_listed(batch) for batch in drawn] if self._of_batches else list(drawn)
 
     def _by_epoch(self, sampler: Any) -> list[Any]:
         """Return those that take the epoch among a sampler and, as Lightning does, a batch sampler's own sampler."""
@@ -120,13 +130,26 @@ class Draws:
         return [one for one in both if callable(getattr(one, "set_epoch", None))]
 
     def _checked(self, order: list[Any]) -> list[Any]:
-        if len(order) != self._samples and not self._of_batches:
-            drawn = "more" if len(order) > self._samples else len(order)
+        name, drawn = type(self._sampler).__name__, "more" if len(order) > self._samples else len(order)
+        if self._of_batches and drawn == "more" and not self._is_cut:
             raise Refused(
-                f"the sampler {type(self._sampler).__name__} draws {drawn} samples, but its len() was {self._samples} "
+                f"the batch sampler {name} splits by rank, and forms more than the {self._samples} batches of its "
+                "len() when it is to form those of all ranks; compute its len() from num_replicas, or type "
+                "data.sharded_by=dataset"
+            )
+        if self._of_batches:
+            return order[: self._samples]
+        if len(order) != self._samples:
+            raise Refused(
+                f"the sampler {name} draws {drawn} samples, but its len() was {self._samples} "
                 "when training began; correct its __len__, and keep it the same in all epochs"
             )
         return order
+
+
+def _listed(batch: Any) -> list[Any]:
+    """Return a batch as a list, before the next one is drawn: a batch sampler may fill one buffer again and again."""
+    return batch.tolist() if hasattr(batch, "tolist") else list(batch)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate, chain, cycle, islice
 from typing import Any
 
@@ -18,6 +20,7 @@ from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)
+_COMPARED = 100  # batches of a pass, from its start
 
 
 class FormedSlices(TrainingSlices):
@@ -32,7 +35,8 @@ class FormedSlices(TrainingSlices):
         dataset: the loader's dataset.
 
     Raises:
-        Refused: there are no batches, or, while batches are read, one without samples.
+        Refused: there are no batches; or, while they are read, one has no samples, or, beside other loaders, does not
+            divide evenly.
     """
 
     is_formed = True
@@ -41,12 +45,10 @@ class FormedSlices(TrainingSlices):
         self, sampler: Any, plan: BatchPlan, rank: int, seed: int, at: Position, combined: Combined | None, dataset: Any
     ) -> None:
         self._name = type(sampler).__name__
-        sampler = _of_all_ranks(sampler, dataset)
-        steps = len(sampler)
-        if not steps:
-            raise Refused(f"the batch sampler {self._name} forms no batches")
+        self._draws, steps = _draws(sampler, dataset, tells=rank == 0)
+        draws = self._draws
         super().__init__(sampler, steps, False, plan, rank, seed, at.epoch, at.step, combined, dataset)
-        self._draws = Draws(sampler, steps, dataset, tells=rank == 0, of_batches=True)
+        self._draws = draws
         self.own_steps, self.samples = steps, sized_len(dataset) or steps
         self._drawn: Sequence[Any] = ()  # batches of the pass that the next two are of
         self._order_drawn: list[Any] = []
@@ -68,7 +70,8 @@ class FormedSlices(TrainingSlices):
 
     @property
     def is_even(self) -> bool:
-        return all(self.step_samples(step) % self.plan.slices == 0 for step in range(self.own_steps))
+        self._order(self.epoch, 0)  # each pass of several loaders is checked where it is drawn
+        return True
 
     def _begin(self, step: int) -> int:
         return self._begins_of(self.epoch, step // self.own_steps)[step % self.own_steps]
@@ -89,10 +92,13 @@ class FormedSlices(TrainingSlices):
         """Return the samples of a pass, batch by batch."""
         drawn = self._draws.order(epoch * self._passes + cycle, self._place)
         if drawn is not self._drawn:
-            batches = self._whole_pass(_checked([*map(_listed, drawn)], self._name))
+            batches = self._whole_pass(_checked(drawn, self._name))
             self._drawn, self._order_drawn = drawn, [*chain.from_iterable(batches)]
             self._begins_of_drawn = [*accumulate(map(len, batches), initial=0)]
         return self._order_drawn
+
+    def _digest(self, order: Sequence[Any]) -> int:
+        return mix(super()._digest(order), *self._begins_of_drawn[:_COMPARED])
 
     def _whole_pass(self, batches: list[list[Any]]) -> list[list[Any]]:
         if len(batches) < self.own_steps and self.rank == 0:
@@ -101,6 +107,13 @@ class FormedSlices(TrainingSlices):
                 "taken again, so that all epochs have as many steps; keep its len() true, and the same",
                 self._name, len(batches), self.own_steps,
             )  # fmt: skip
+        plan = self.plan
+        if not self.combined.is_single and any(len(batch) % plan.slices for batch in batches):
+            raise Refused(
+                f"the batch sampler {self._name}, of one of several training loaders, forms batches that do not divide "
+                f"over {plan.replicas} devices × accumulation {plan.accumulation}; let it form others, or use fewer "
+                "devices"
+            )
         return [*islice(cycle(batches), self.own_steps)]
 
 
@@ -118,9 +131,9 @@ class FormedRounds(Evaluated):
 
     def __init__(self, sampler: Any, replicas: int, rank: int, seed: int, dataset: Any) -> None:
         self.base = sampler
-        whole = _of_all_ranks(sampler, dataset)
-        drawn = Draws(whole, len(whole), dataset, of_batches=True).order(0, lambda number: (mix(seed, 0), 0))
-        batches = _checked([*map(_listed, drawn)], type(sampler).__name__)
+        draws, count = _draws(sampler, dataset, tells=False)
+        drawn = draws.order(0, lambda number: (mix(seed, 0), 0))
+        batches = _checked(drawn, type(sampler).__name__)[:count]
         self.order = [*chain.from_iterable(batches)]
         self._own = batches[rank::replicas]
         self._length = -(-len(batches) // replicas)
@@ -137,21 +150,32 @@ class FormedRounds(Evaluated):
         return iter(self._batches)
 
 
-def _checked(batches: list[list[Any]], name: str) -> list[list[Any]]:
+def _draws(sampler: Any, dataset: Any, tells: bool) -> tuple[Draws, int]:
+    """Return what draws the batches of all ranks, and how many they are."""
+    whole = partial(_of_all_ranks, dataset=dataset)
+    count = len(whole(sampler))
+    if not count:
+        raise Refused(f"the batch sampler {type(sampler).__name__} forms no batches")
+    return Draws(sampler, count, dataset, tells, whole=whole, is_cut=not _splits(sampler), of_batches=True), count
+
+
+def _checked(batches: Sequence[Any], name: str) -> list[list[Any]]:
     if not all(batches) or not batches:
         raise Refused(f"the batch sampler {name} forms {'a batch without samples' if batches else 'no batches'}")
-    return batches
+    return [*batches]
+
+
+def _splits(sampler: Any) -> bool:
+    """Return whether a batch sampler, or its sampler, splits what it draws by rank."""
+    both = sampler, getattr(sampler, "sampler", None)
+    return any(hasattr(one, "num_replicas") and hasattr(one, "rank") for one in both)
 
 
 def _of_all_ranks(sampler: Any, dataset: Any) -> Any:
     """Return a batch sampler that forms batches of all samples: a copy, if it or its sampler splits them by rank."""
-    whole = undivided(sampler, dataset)
-    inner = getattr(whole, "sampler", None)
+    whole, inner = undivided(sampler, dataset, forms_batches=True), getattr(sampler, "sampler", None)
     if (all_samples := undivided(inner, dataset)) is not inner:
         whole = copy.copy(whole)
-        whole.sampler = all_samples
+        with contextlib.suppress(AttributeError):  # a property: ranks are found to draw different samples
+            whole.sampler = all_samples
     return whole
-
-
-def _listed(batch: Any) -> list[Any]:
-    return batch.tolist() if hasattr(batch, "tolist") else list(batch)

@@ -140,9 +140,12 @@ class TrainingSlices(Sampler[Any]):
                 cycle = step // self.own_steps
                 key = self._pass_key(epoch, cycle)
                 order = self._order(epoch, cycle)
-                self._compare(str(key), digest(order, self._dataset))
+                self._compare(str(key), self._digest(order))
             for micro in range(self.plan.accumulation):
                 yield key, self._bounds(step, micro)[0], self._chosen(order, step, micro)
+
+    def _digest(self, order: Sequence[Any]) -> int:
+        return digest(order, self._dataset)
 
     def _compare(self, of_pass: str, digest: int) -> None:
         """Warn if a pass begins with other samples than in the run that is resumed."""
@@ -336,8 +339,12 @@ def digest(order: Sequence[Any], dataset: Any) -> int:
     return zlib.crc32(" ".join(str(key) for key in keys if isinstance(key, _COMPARED_KEYS)).encode())
 
 
-def undivided(sampler: Any, dataset: Any) -> Any:
-    """Return a sampler that yields the samples of all ranks: a copy, if the given one splits them by rank."""
+def undivided(sampler: Any, dataset: Any, forms_batches: bool = False) -> Any:
+    """Return a sampler that yields the samples of all ranks: a copy, if the given one splits them by rank.
+
+    Args:
+        forms_batches: it is a batch sampler, whose padding is its own.
+    """
     replicas = getattr(sampler, "num_replicas", None)
     if replicas is None or not hasattr(sampler, "rank"):
         return sampler
@@ -345,7 +352,8 @@ def undivided(sampler: Any, dataset: Any) -> Any:
     undivided.num_replicas, undivided.rank = 1, 0
     if hasattr(sampler, "total_size"):
         padding = abs(sampler.total_size - len(dataset))  # or what drop_last omits, for shares of equal size
-        undivided.num_samples = undivided.total_size = len(dataset) if padding < replicas else sampler.total_size
+        is_padded = padding < replicas and not forms_batches
+        undivided.num_samples = undivided.total_size = len(dataset) if is_padded else sampler.total_size
     return undivided
 
 

@@ -120,7 +120,7 @@ class Sharded(CarriesWrites, ParallelStrategy):
                 )
             is_inner = torch._C._current_graph_task_id() != -1  # of a checkpoint that runs a pass of its own
             accumulates = kwargs.get("accumulate_grad") and not is_inner
-            with self.uses.in_pass(outputs) if accumulates else nullcontext():
+            with self.uses.in_pass() if accumulates else nullcontext():
                 return run(outputs, gradients, keep, create_graph, *args, **kwargs)
 
         patches.replace(torch.autograd, "_engine_run_backward", run_once)

@@ -157,7 +157,7 @@ def test_batches_of_several_loaders_have_to_be_even() -> None:
     combined = Combined()
     for loader in (DataLoader(DATA, batch_sampler=Buckets([1.0] * 48, 3.0)), DataLoader(DATA, 4, drop_last=True)):
         training_loader(loader, PLANS[1], 0, 5, Position(), combined)
-    with pytest.raises(Refused, match="forms batches that do not divide over 2 devices × accumulation 1; let it form"):
+    with pytest.raises(Refused, match="do not divide over 2 devices × accumulation 1; let it form"):
         combined.check()
 
 
@@ -202,3 +202,63 @@ def test_a_batch_sampler_that_splits_by_rank_is_refused(stage: str, fits: Fits) 
         f"the ranks draw different samples of {'a training' if stage == 'training' else 'an evaluation'} set "
     )
     assert line.endswith("; if its batch sampler splits them by rank, type data.sharded_by=dataset")
+
+
+class Reused(Sampler):
+    """Fills one list again and again, and draws while its batches are read."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[Any]:
+        batch: list[int] = []
+        for start in range(0, 16, 4):
+            batch[:] = range(start, start + 4)
+            yield batch
+        yield (int(torch.randint(50, ())) for _ in range(4))
+
+
+def test_a_batch_is_taken_before_the_next_one_is_drawn() -> None:
+    first = read(Reused(), PLANS[1])
+    assert first[:4] == [[*range(start, start + 4)] for start in range(0, 16, 4)]
+    torch.manual_seed(1)
+    assert read(Reused(), PLANS[1]) == first
+
+
+class Split(Formed):
+    """Splits by rank, with the length of a share in any case."""
+
+    num_replicas, rank = 2, 1
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches[self.rank :: self.num_replicas])
+
+
+@pytest.mark.parametrize("make", [training_loader, evaluation_loader])
+def test_a_share_is_not_taken_for_the_whole(make: Any) -> None:
+    arguments = (DataLoader(DATA, batch_sampler=Split()), PLANS[1], 0, 5)
+    with pytest.raises(Refused, match="splits by rank, and forms more than the 4 batches"):
+        next(iter(make(*arguments, *((Position(),) if make is training_loader else ()))))
+
+
+def test_what_a_user_sets_on_it_counts_though_it_splits_by_rank() -> None:
+    sampler = Split()
+    sampler.num_replicas, sampler.batches = 2, sampler.batches[:4]
+    loader = training_loader(DataLoader(DATA, batch_sampler=sampler), PLANS[0], 0, 5, Position())
+    before = [len(batch) for (batch,) in loader]
+    sampler.batches = sampler.batches[::-1]
+    loader.batch_sampler.set_epoch(1)
+    assert [len(batch) for (batch,) in loader] == before[::-1]
+
+
+def test_a_resume_with_other_batches_of_the_same_order_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    six, three = ([[*range(at, at + size)] for at in range(0, 48, size)] for size in (6, 3))
+    begun = training_loader(DataLoader(DATA, batch_sampler=six), PLANS[0], 0, 5, Position())
+    next(iter(begun))
+    resumed = training_loader(DataLoader(DATA, batch_sampler=three), PLANS[0], 0, 5, Position(step=2))
+    resumed.batch_sampler.start_at(0, 2, begun.batch_sampler.state_at(2))
+    next(iter(resumed))
+    assert [line for line in caplog.messages if line.startswith("training starts with different samples than before")]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightswitch.failures.classify import Rank, failure_of
 from lightswitch.preflight.strategies import Request, problems
@@ -405,3 +406,63 @@ def test_sharded_parameters_that_one_rank_alone_uses_have_zero_gradients_on_othe
     assert largest_difference(uneven, alike) <= 1e-5
     assert max(float((uneven.end[name] - value).abs().max()) for name, value in alike.end.items()) <= 1e-5
     assert torch.equal(uneven.end["never.weight"], uneven.start["never.weight"])  # no weight decay either
+
+
+class Branching(nn.Module):
+    """A block, of whose branches it takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, is_one: bool) -> torch.Tensor:
+        return x + torch.tanh((self.one if is_one else self.other)(x))
+
+
+class Blocks(PlainModel):
+    """Ranks take the branches of each block in another order; ``checkpoints`` by a backward pass within the other."""
+
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.first, self.last = nn.Linear(2, 8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(Branching() for _ in range(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = self.first(batch[0])
+        for block in self.blocks:
+            x = self._through(block, x)
+        return nn.functional.cross_entropy(self.last(x), batch[1])
+
+    def _through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        is_one = self.global_rank == 0
+        if self.checkpoints:
+            return checkpoint(block, x, is_one, use_reentrant=True)
+        return block(block(x, is_one), not is_one)
+
+
+class OtherBlocks(Blocks):
+    """Each rank leaves out another block, of one shape."""
+
+    def _through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x if block is self.blocks[self.global_rank] else block(x, True)
+
+
+class ByRankOnce(Blocks):
+    def _through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return block(x, self.global_rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "like"), [(Blocks, Blocks), (partial(Blocks, checkpoints=True), ByRankOnce)], ids=["twice", "reentrant"]
+)
+def test_branches_of_a_unit_that_runs_several_times_are_not_mixed(module: Any, like: Any, fits: Fits) -> None:
+    alike = fits(replace(PLAIN, module=like, strategy="ddp find_unused_parameters=true"), 2)[0]
+    sharded = fits(replace(PLAIN, module=module, strategy="fsdp"), 2)[0]
+    assert max(float((sharded.end[name] - value).abs().max()) for name, value in alike.end.items()) <= 1e-5
+
+
+def test_ranks_that_run_other_blocks_of_one_shape_are_refused(fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(PLAIN, module=OtherBlocks, strategy="fsdp"), 2)
+    assert str(failed.value.error).startswith("the ranks run different blocks of the model in one step, and fsdp ")
