@@ -206,6 +206,7 @@ def _train(arguments: tuple[str, ...], folder: Path, written: Path, environment:
     os.chdir(folder)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # that of the test which started the fork server
     os.environ.update(environment)
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # train.py would start itself again, without what is imported here
     sys.path[:0] = [str(CHECKOUT), str(folder)]
     sys.argv = [str(CHECKOUT / "train.py"), *arguments]
     sys.executable = str(python)
