@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from lightswitch.batches import accumulation
 from lightswitch.batches.accumulation import CountedSamples, Items
 from lightswitch.batches.combined import Fractions
+from lightswitch.batches.evaluation import repeats
 from lightswitch.batches.generators import generators_of_run, mix, seed_generators, seed_own
 from lightswitch.batches.loaders import SharedLoaders, data_rank
 from lightswitch.batches.logs import Connector, LogsOfRanks, RepeatedSamples, StepLogs
-from lightswitch.batches.order import repeats
 from lightswitch.batches.plan import (
     STREAMS,
     BatchPlan,

@@ -14,8 +14,9 @@ from lightning.fabric.utilities.data import sized_len
 
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.draws import Draws
+from lightswitch.batches.evaluation import Evaluated
 from lightswitch.batches.generators import mix
-from lightswitch.batches.order import Evaluated, TrainingSlices, undivided
+from lightswitch.batches.order import TrainingSlices, splits_by_rank, undivided
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.errors import Refused
 
@@ -45,8 +46,7 @@ class FormedSlices(TrainingSlices):
         self, sampler: Any, plan: BatchPlan, rank: int, seed: int, at: Position, combined: Combined | None, dataset: Any
     ) -> None:
         self._name = type(sampler).__name__
-        self._draws, steps = _draws(sampler, dataset, tells=rank == 0)
-        draws = self._draws
+        draws, steps = _draws(sampler, dataset, tells=rank == 0)
         super().__init__(sampler, steps, False, plan, rank, seed, at.epoch, at.step, combined, dataset)
         self._draws = draws
         self.own_steps, self.samples = steps, sized_len(dataset) or steps
@@ -70,7 +70,7 @@ class FormedSlices(TrainingSlices):
 
     @property
     def is_even(self) -> bool:
-        self._order(self.epoch, 0)  # each pass of several loaders is checked where it is drawn
+        self._order(self.epoch, 0)  # raises if not: each pass of several loaders is checked where it is drawn
         return True
 
     def _begin(self, step: int) -> int:
@@ -156,19 +156,14 @@ def _draws(sampler: Any, dataset: Any, tells: bool) -> tuple[Draws, int]:
     count = len(whole(sampler))
     if not count:
         raise Refused(f"the batch sampler {type(sampler).__name__} forms no batches")
-    return Draws(sampler, count, dataset, tells, whole=whole, is_cut=not _splits(sampler), of_batches=True), count
+    splits = splits_by_rank(sampler) or splits_by_rank(getattr(sampler, "sampler", None))
+    return Draws(sampler, count, dataset, tells, of_batches=True, whole=whole, is_cut=not splits), count
 
 
 def _checked(batches: Sequence[Any], name: str) -> list[list[Any]]:
     if not all(batches) or not batches:
         raise Refused(f"the batch sampler {name} forms {'a batch without samples' if batches else 'no batches'}")
     return [*batches]
-
-
-def _splits(sampler: Any) -> bool:
-    """Return whether a batch sampler, or its sampler, splits what it draws by rank."""
-    both = sampler, getattr(sampler, "sampler", None)
-    return any(hasattr(one, "num_replicas") and hasattr(one, "rank") for one in both)
 
 
 def _of_all_ranks(sampler: Any, dataset: Any) -> Any:

@@ -14,11 +14,9 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightswitch.batches.combined import Combined
+from lightswitch.batches.evaluation import Evaluated, EvaluatedSamples, EvaluationSlices
 from lightswitch.batches.formed import FormedRounds, FormedSlices
 from lightswitch.batches.order import (
-    Evaluated,
-    EvaluatedSamples,
-    EvaluationSlices,
     SeededSamples,
     TrainingSlices,
     digest,
@@ -314,9 +312,10 @@ def evaluation_loader(
     Raises:
         Refused: there are no samples.
     """
-    slices, wrapper = _evaluated(loader, plan, rank, seed), loader.batch_sampler
-    if wrapper is not unwrapped(wrapper):  # Lightning's, which records the predicted indices
-        slices = type(wrapper)(slices)  # type: ignore[call-arg, misc, assignment]  # mypy takes it for an Iterable
+    slices, given = _evaluated(loader, plan, rank, seed), loader.batch_sampler
+    wrap: Any = type(given)
+    if given is not unwrapped(given):  # in Lightning's wrapper, which records the predicted indices
+        slices = wrap(slices)
     evaluated = EvaluatedSamples(loader.dataset, seed, loader.collate_fn)
     return copy_of_loader(RankLoader, loader, evaluated, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
 

@@ -230,59 +230,6 @@ class TrainingSlices(Sampler[Any]):
         return step % self.own_steps * self.plan.global_batch
 
 
-class Evaluated(Sampler[Any]):
-    """Batch sampler of one rank in an evaluation. All ranks make the same number of batches.
-
-    Attributes:
-        order: the samples of all ranks.
-    """
-
-    order: Sequence[Any]
-
-    def repeats(self, batch_idx: int) -> bool:
-        """Return whether a batch is another rank's, because there is none left for this one; see `RepeatedSamples`."""
-        raise NotImplementedError
-
-
-class EvaluationSlices(Evaluated):
-    """Batch sampler of one rank: yields a contiguous share of the samples, each exactly once over all ranks.
-
-    All ranks make the same number of batches, because forward passes of sharded strategies are collective. Therefore
-    shares that differ by one sample are split into batches that differ by one sample. If there are fewer samples than
-    ranks, the first rank has one, and ranks without a sample repeat one of another rank.
-
-    Args:
-        samples: number of samples, over all ranks.
-        batch: maximum number of samples in a batch.
-        replicas: number of data-parallel ranks.
-        seed: seed of the order, if the sampler draws one.
-    """
-
-    def __init__(self, sampler: Any, samples: int, batch: int, replicas: int, rank: int, seed: int) -> None:
-        self.base = sampler
-        is_in_order = type(sampler) in (SequentialSampler, DistributedSampler)
-        self.order = range(samples) if is_in_order else epoch_order(sampler, samples, seed, 0)
-        self.begin, self.end = samples * rank // replicas, samples * (rank + 1) // replicas
-        if samples < replicas:
-            self.begin, self.end = -(-samples * rank // replicas), -(-samples * (rank + 1) // replicas)
-        self._repeats = self.begin == self.end
-        self.end += self._repeats
-        self.begin, self.end = min(self.begin, samples - 1), min(self.end, samples)
-        self.batches = max(1, min(-(-samples // (replicas * batch)), samples // replicas))
-        self.batch_size = batch
-
-    def __len__(self) -> int:
-        return self.batches
-
-    def repeats(self, batch_idx: int) -> bool:
-        return self._repeats
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        share = self.order[self.begin : self.end]
-        for index in range(self.batches):
-            yield list(share[len(share) * index // self.batches : len(share) * (index + 1) // self.batches])
-
-
 def sampler_of(loader: DataLoader[Any]) -> Any:
     """Return the sampler of a map-style loader, as on one device.
 
@@ -339,15 +286,20 @@ def digest(order: Sequence[Any], dataset: Any) -> int:
     return zlib.crc32(" ".join(str(key) for key in keys if isinstance(key, _COMPARED_KEYS)).encode())
 
 
+def splits_by_rank(sampler: Any) -> bool:
+    """Return whether a sampler has the attributes by which torch's DistributedSampler splits its samples."""
+    return getattr(sampler, "num_replicas", None) is not None and hasattr(sampler, "rank")
+
+
 def undivided(sampler: Any, dataset: Any, forms_batches: bool = False) -> Any:
     """Return a sampler that yields the samples of all ranks: a copy, if the given one splits them by rank.
 
     Args:
         forms_batches: it is a batch sampler, whose padding is its own.
     """
-    replicas = getattr(sampler, "num_replicas", None)
-    if replicas is None or not hasattr(sampler, "rank"):
+    if not splits_by_rank(sampler):
         return sampler
+    replicas = sampler.num_replicas
     undivided = copy.copy(sampler)
     undivided.num_replicas, undivided.rank = 1, 0
     if hasattr(sampler, "total_size"):
@@ -360,12 +312,6 @@ def undivided(sampler: Any, dataset: Any, forms_batches: bool = False) -> Any:
 def _permutation(samples: int, generator: torch.Generator) -> Sequence[int]:
     # an array, because ten million Python ints take 1.5 s and 400 MB
     return torch.randperm(samples, generator=generator).numpy()  # type: ignore[return-value]  # acts as a Sequence
-
-
-def repeats(loaders: Any, dataloader_idx: int, batch_idx: int) -> bool:
-    """Return whether a batch of one of an evaluation's loaders consists of samples that another rank reads, too."""
-    slices = unwrapped(getattr(loaders.flattened[dataloader_idx], "batch_sampler", None))
-    return isinstance(slices, Evaluated) and slices.repeats(batch_idx)
 
 
 class SeededSamples(Dataset[Any]):
@@ -413,20 +359,8 @@ class SeededSamples(Dataset[Any]):
         self._kept.forget()
 
 
-class EvaluatedSamples(SeededSamples):
-    """Map-style dataset whose samples are the same in each evaluation, even if they are drawn at random."""
-
-    def __getitems__(self, indices: Any) -> Any:
-        return self._read(0, [_number(index) for index in indices], indices)
-
-
 def reads_batches(dataset: Any) -> bool:
     """Return whether a dataset reads several samples at once; torch's Subset only forwards `__getitems__`."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
-
-
-def _number(index: Any) -> int:
-    """Return an integer for an index; a sampler may yield any key that the dataset accepts."""
-    return index if isinstance(index, int) else mix(*str(index).encode())

@@ -73,7 +73,7 @@ def global_batches(samples: Iterator[Any], size: int, drop_last: bool) -> Iterat
 def rounds(samples: Iterator[Any], size: int, replicas: int) -> Iterator[list[Any]]:
     """Yield rounds: the samples that all ranks evaluate together, at least one for each rank.
 
-    To ensure that, the last rounds are split into similar sizes, as in `lightswitch.batches.order.EvaluationSlices`.
+    To ensure that, the last rounds are split into similar sizes, as in `batches.evaluation`.
     Fewer samples than ranks form one round.
     """
     ahead = list(islice(samples, size + replicas))

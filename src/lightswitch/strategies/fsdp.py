@@ -212,9 +212,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             _gather_ahead([*roots, *units.values()], self.prefetch)
         broadcast_metric_states(model, self.root_device)
         replicated = [one for one in model.parameters() if one in self._replicated]
-        self.uses = UnevenUse(
-            model, [one for one in sharded if isinstance(one, FSDPModule)], replicated, self.root_device
-        )
+        self.uses = UnevenUse(model, sharded, replicated, self.root_device)
         own_names = {parameter: name for name, parameter in names.parameters(model).items()}
         self._in_shards = [(name, one) for one, name in own_names.items() if isinstance(one, DTensor)]
         if not self._in_shards:

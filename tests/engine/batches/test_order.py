@@ -12,7 +12,8 @@ from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampl
 from torch.utils.data.distributed import DistributedSampler
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.order import EvaluationSlices, TrainingSlices, epoch_order
+from lightswitch.batches.evaluation import EvaluationSlices
+from lightswitch.batches.order import TrainingSlices, epoch_order
 from lightswitch.batches.plan import BatchPlan
 
 
