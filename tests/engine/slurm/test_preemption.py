@@ -76,7 +76,7 @@ def test_a_job_whose_notice_comes_before_it_trains_is_not_started_without_end(
     slurm_cluster: Cluster, checkout: Path
 ) -> None:
     with_site(checkout, "max_failures=0\n")
-    notice = {"time": 2, "signal": "SIGUSR1@120"}  # it comes within a minute
+    notice = {"time": 4, "signal": "SIGUSR1@240"}  # it comes within a minute; a busy machine starts Python in another
     hangs = ("model._target_=tests.engine.failures.failing.FailingModel", "model.how=hangs", "model.where=setup")
     run = (*RUN, *hangs, "model.rank=0")
     job = submit(slurm_cluster, SLURM / "single.sh", *run, cwd=checkout, gpus_per_node=0, **notice)
