@@ -30,6 +30,7 @@ READ_BY_OTHERS = {
     "OMP_WAIT_POLICY": "OpenMP",
     "KINETO_LOG_LEVEL": "Kineto, of torch's profiler",
     "HYDRA_FULL_ERROR": "Hydra",
+    "PYTHONHASHSEED": "Python",
     "MASTER_ADDR": "torch, for env://",
     "MASTER_PORT": "torch, for env://",
     "WORLD_SIZE": "torch, for env://",
