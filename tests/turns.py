@@ -1,4 +1,4 @@
-"""Which tests a whole run of `make test` takes by day: all that are fast or catch a mutant, and the others by turns.
+"""Which tests a whole run of `make test` takes by day: all that are fast or in `always`, and the others by turns.
 
 A test's seconds are in seconds.json, which `--keep-seconds` writes (CONTRIBUTING.md). The slow tests are split into as
 many days as fit the budget, and the night runs them all. Those of a file that has just been changed do not wait.
@@ -20,6 +20,7 @@ TESTS = Path(__file__).parent
 FILE = TESTS / "seconds.json"
 BUDGET_SECONDS = 4 * 11 * 60  # of `make test`, of which four run at a time; and what a part of a file makes again
 FAST_SECONDS = 2.0
+OF_ALL_CODE = {f"tests/engine/test_{name}.py" for name in ("documents", "errors", "layout", "patches", "state")}
 REST = "all others"  # key of the sum of the tests that take less than a second each
 
 
@@ -32,7 +33,7 @@ def day_of(test: str) -> int | None:
     if test in turns.days:
         return turns.days[test]
     case = _case(test)
-    return None if _is_among(test, turns.always) or not case[1] else turns.cases.get(case)
+    return None if _is_among(test, always()) or not case[1] else turns.cases.get(case)
 
 
 def count_of_days() -> int:
@@ -51,16 +52,14 @@ def changed(since: str = "HEAD~1") -> frozenset[str]:
 class _Turns:
     days: Mapping[str, int]  # by slow test
     cases: Mapping[tuple[str, str], int]  # by file and case
-    always: frozenset[str]
     count: int
 
 
 @cache
 def _turns() -> _Turns:
-    always = catching()
-    split_up = split(json.loads(FILE.read_text()), always)
+    split_up = split(json.loads(FILE.read_text()), always())
     days = {test: day for day, tests in enumerate(split_up) for test in tests}
-    return _Turns(days, {_case(test): day for test, day in days.items()}, always, len(split_up))
+    return _Turns(days, {_case(test): day for test, day in days.items()}, len(split_up))
 
 
 def split(seconds: Mapping[str, float], always: frozenset[str]) -> list[list[str]]:
@@ -68,7 +67,7 @@ def split(seconds: Mapping[str, float], always: frozenset[str]) -> list[list[str
 
     Args:
         seconds: by test, as pytest names it.
-        always: tests that run each day, with all their cases.
+        always: tests that run each day, with all their cases, and files of such tests.
     """
     waiting = {
         test: took
@@ -100,8 +99,14 @@ def _case(test: str) -> tuple[str, str]:
 
 
 def _is_among(test: str, named: frozenset[str]) -> bool:
-    """Return whether a test is named by its case, or with all its cases."""
-    return test in named or test.partition("[")[0] in named
+    """Return whether a test is named by its case, with all its cases, or by its file."""
+    return not named.isdisjoint((test, test.partition("[")[0], test.partition("::")[0]))
+
+
+@cache
+def always() -> frozenset[str]:
+    """Return the tests that run each day: they catch a mutant, or judge all code, so that any change can break them."""
+    return catching() | OF_ALL_CODE
 
 
 def catching() -> frozenset[str]:

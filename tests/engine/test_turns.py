@@ -16,7 +16,7 @@ SECONDS: dict[str, float] = json.loads(turns.FILE.read_text())
 
 
 def test_each_slow_test_has_its_turn_once_and_each_day_fits_the_budget() -> None:
-    days = turns.split(SECONDS, turns.catching())
+    days = turns.split(SECONDS, turns.always())
     waiting = [test for tests in days for test in tests]
     assert len(waiting) == len(set(waiting)) > 100
     daily = sum(SECONDS.values()) - sum(SECONDS[test] for test in waiting)
@@ -28,6 +28,13 @@ def test_what_catches_a_mutant_runs_each_day() -> None:
     catching = {test for mutant in listed() for test in mutant.caught_by}
     assert catching == set(turns.catching())
     assert not [test for test in catching if turns.day_of(test) is not None]
+
+
+def test_what_judges_all_code_runs_each_day() -> None:
+    judging = [test for test in SECONDS if test.partition("::")[0] in turns.OF_ALL_CODE]
+    assert judging
+    assert all((CHECKOUT / file).exists() for file in turns.OF_ALL_CODE)
+    assert not [test for test in judging if turns.day_of(test) is not None]
 
 
 def test_every_test_whose_seconds_are_kept_is_there() -> None:
