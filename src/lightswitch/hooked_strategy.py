@@ -18,6 +18,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightswitch.errors import Refused, listed
@@ -79,11 +80,17 @@ class HookedStrategy(Mixin, Strategy):
         """Set the strategy up, for a module whose tensors can be saved and, on several devices, sent.
 
         Raises:
-            Refused: one is jagged, or sparse.
+            Refused: one is jagged, or sparse, or has no shape yet.
         """
         module = trainer.lightning_module
-        named = chain(module.named_parameters(), module.named_buffers())
-        special = {name: tensor.layout for name, tensor in named if tensor.layout != torch.strided}
+        named = dict(chain(module.named_parameters(), module.named_buffers()))
+        if lazy := [name for name, tensor in named.items() if is_lazy(tensor)]:
+            raise Refused(
+                f"{listed(lazy)}: a lazy layer (LazyLinear, or -1 channels) has no shape before its first forward "
+                "pass, but an optimizer and checkpoints need one; call the module on a batch, under torch.no_grad(), "
+                "at the end of its constructor or in setup, or give the layer its number of inputs"
+            )
+        special = {name: tensor.layout for name, tensor in named.items() if tensor.layout != torch.strided}
         if trainer.world_size == 1:  # torch loads a jagged tensor into none but itself
             saved = module.state_dict() if special else {}
             special = {name: kind for name, kind in special.items() if kind == torch.jagged and name in saved}

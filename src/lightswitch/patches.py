@@ -14,10 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightswitch import versions
 from lightswitch.errors import ChangedDependency
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 # The patched packages, and the versions that the tests ran with. pyproject.toml has the same bounds, with the reasons.
 SUPPORTED = {
@@ -184,6 +187,12 @@ PATCHES = (
         "(self)",
         "logs the model's size after it is built and before it is sharded, when no callback runs; a planned model is "
         "built earlier",
+    ),
+    Patch(
+        "lightning.pytorch.LightningModule",
+        "setup",
+        "(self, stage)",
+        "the same for a model that is built there, after callbacks' own `setup`",
     ),
     Patch(
         "lightning.pytorch.LightningModule",
@@ -430,17 +439,23 @@ def restore(target: Any, name: str) -> None:
     vars(target).pop(name, None)
 
 
-def call_after(target: Any, name: str, action: Callable[[], None]) -> None:
-    """Call an action once, after the next call of an object's method that takes no arguments."""
-    method = getattr(target, name)
+def call_when_built(module: LightningModule, action: Callable[[], None]) -> None:
+    """Call an action once, when a module has all its parts: after the last of its hooks that may make some, `setup` and
+    `configure_model`; at once if it has neither."""
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    last = next((name for name in ("configure_model", "setup") if is_overridden(name, module)), None)
+    if last is None:
+        return action()
+    method = getattr(module, last)
 
     @functools.wraps(method)
-    def called() -> None:
-        restore(target, name)
-        method()
+    def called(*args: Any, **kwargs: Any) -> None:
+        restore(module, last)
+        method(*args, **kwargs)
         action()
 
-    replace(target, name, called)
+    replace(module, last, called)
 
 
 def _patch_of(target: Any, name: str) -> Patch:

@@ -145,6 +145,26 @@ class NothingToShard(Classifier):
         return images.flatten(1)[:, 20:30] * self.scale
 
 
+class Lazy(Classifier):
+    """Has a layer whose size a first batch tells; as torch_geometric's examples have it, `setup` asks for it.
+
+    Args:
+        is_asked: without it, `setup` does not.
+    """
+
+    def __init__(self, is_asked: bool) -> None:
+        super().__init__()
+        self.is_asked = is_asked
+
+    def setup(self, stage: str) -> None:
+        self.net = nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
+        if self.is_asked:
+            self.net(torch.zeros(1, 1, 8, 8))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(images)
+
+
 class OwnClipping(Convolutions):
     """Clips its gradients by torch's own function."""
 

@@ -108,6 +108,8 @@ def load(optimizer: Optimizer, live: Groups, state: Mapping[str, dict[str, Any]]
                 "state and param_groups; to load only the weights, type init_from=PATH and another run_id"
             ) from error
         return
+    for group, of_saved in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update(options_of(of_saved))  # in place: inner optimizers may have the same groups, by whatever way
     _load_part(optimizer, _numbered(groups, _of_part(state, "")))
     own = zip(optimizer.param_groups, live, strict=True)
     of = {id(p): name for group, named in own for p, name in zip(group["params"], named["params"], strict=True)}

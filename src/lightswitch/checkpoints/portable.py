@@ -94,7 +94,8 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
             candidates = self.broadcast(checkpoints_up_to(path, Path(trainer.default_root_dir)))
             self._reader = first_whole(candidates, self.checkpoint_group)
             trainer.ckpt_path = self._reader.path
-            if removed := self._reader.state.get(writing.REMOVED):
+            removed = self._reader.state.get(writing.REMOVED, ())
+            if removed := [one for one in removed if one != writing.WEIGHTS or module.strict_loading]:
                 raise UnfitCheckpoint(
                     f"{shown(self._reader.path)} can't be resumed: on_save_checkpoint has removed {listed(removed)}; "
                     f"to load only its weights, type init_from={shown(self._reader.path)} and another run_id"

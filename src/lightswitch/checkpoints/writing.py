@@ -20,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightswitch.batches.metrics import OF_RANKS
 from lightswitch.batches.plan import KEY, saved_position
 from lightswitch.checkpoints import directory, names, safe
+from lightswitch.checkpoints.finetuning import LEFT_OUT
 from lightswitch.checkpoints.names import TRANSIENT
 from lightswitch.checkpoints.ranks import Ranks, Steps
 from lightswitch.checkpoints.saver import Saver, fingerprint, share
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 # write. They expire before it does, and before the watchdog ends a run that starts no batch.
 _STEP, _WRITE = 1 / 3, 2 / 3
 REMOVED = "removed"  # key of the names of entries that a hook has removed and a resume needs
+WEIGHTS = "weights (if the module brings them itself, set self.strict_loading = False in it)"  # among these names
 _TRAINED = "current_model_state"  # Lightning's key for the trained weights, if the model holds their averages
 _MODEL = ("model", "trained", TRANSIENT)  # prefixes of the names of the model's tensors in a checkpoint
 _PATHS = ("best_model_path", "last_model_path", "kth_best_model_path")  # in the state of a ModelCheckpoint
@@ -110,12 +112,20 @@ class WrittenTogether(Strategy):
         schedules = self.lightning_module.trainer.lr_scheduler_configs
         counts = {"optimizer_states": len(self.optimizers), "lr_schedulers": len(schedules), "loops": 1}
         removed = [name for name, count in counts.items() if name not in checkpoint or len(checkpoint[name]) < count]
+        removed += [WEIGHTS] if self._lacks_weights(checkpoint) else []
         if KEY not in checkpoint or not removed:  # without a position, it was saved as weights only
             return
         checkpoint[REMOVED] = removed
         if self.is_global_zero and REMOVED not in self._told:
             log.warning("on_save_checkpoint removes %s: these checkpoints can't be resumed", listed(removed))
         self._told |= {REMOVED}
+
+    def _lacks_weights(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Return whether a checkpoint is without weights that the module's own state has, and that it has to find."""
+        module = self.lightning_module
+        assert module is not None
+        kept = {*checkpoint.get("state_dict", ()), *checkpoint.get(LEFT_OUT, ())}
+        return module.strict_loading and not names.parameters(module).keys() & names.state_of(module).keys() <= kept
 
     def of_rank_0(self, tensors: Iterable[str]) -> set[str]:
         """Return the names of the tensors that are saved from rank 0: all of the model's except parameters, as a batch

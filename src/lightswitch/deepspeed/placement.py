@@ -16,6 +16,7 @@ from lightswitch.checkpoints import names
 from lightswitch.deepspeed.quiet_import import deepspeed
 from lightswitch.errors import Refused
 from lightswitch.strategies.replicas import broadcast_in_place
+from lightswitch.strategies.sharded import refuse_scripted
 from lightswitch.strategies.units import is_compiled
 
 
@@ -26,9 +27,10 @@ def partition(model: nn.Module, config: Mapping[str, Any], device: torch.device)
         config: DeepSpeed's config.
 
     Raises:
-        Refused: a parameter has no elements.
+        Refused: a parameter has no elements, or belongs to a scripted module.
     """
     _refuse_empty(model)
+    refuse_scripted(model)
     _gather_whole(filter(is_compiled, model.modules()))
     _Partitioned(module=model, config_dict_or_path=config)
     model.to(device)  # buffers and metrics

@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -34,11 +35,15 @@ from lightswitch.checkpoints.finetuning import LEFT_OUT
 from lightswitch.checkpoints.last import best_or_last
 from lightswitch.checkpoints.names import own_name
 from lightswitch.checkpoints.weight_files import Weights
-from lightswitch.errors import UnfitCheckpoint, UntrustedConfig
+from lightswitch.errors import UnfitCheckpoint, UntrustedConfig, listed
 
 CONFIG = "config.yaml"
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:[^${}]*\}")  # environment variables in a run's config
 _ENGINE = __name__.partition(".")[0]
+_PARTS_OF_SETUP = (
+    "; its config builds no parts that the model makes in setup: call setup of a model, and hand it over: "
+    "lightswitch.load(path, model=…)"
+)
 _PARTS = (Optimizer, LRScheduler, nn.Module)
 _OF_TORCH = {"torch.optim": (Optimizer, LRScheduler), "torch.nn": (nn.Module,)}
 
@@ -62,29 +67,45 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
     if (found := weight_files.read(Path(path))) is not None:
         file, state, transient = found
         model = (
-            _configured(model) if model else build_model(read_config(weight_files.config_of(file), trust=trust), trust)
+            _configured(model)
+            if model
+            else _built(read_config(weight_files.config_of(file), trust=trust), trust, state)
         )
     else:
         checkpoint = checkpoint_at(Path(path))
         weights = Weights(checkpoint)
         left_out = weights.state.get(LEFT_OUT, ())
-        model = (
-            _configured(model) if model else build_model(model_config(checkpoint, trust), trust, filled=bool(left_out))
-        )
+        has = () if left_out else weights.like
+        model = _configured(model) if model else _built(model_config(checkpoint, trust), trust, has)
         model.on_load_checkpoint({**weights.state, "state_dict": weights.on_access()})  # as on a resume
         own = names.parameters(model)
         brought = {name: own[name].detach() for name in left_out if name in own}
         state = {**brought, **weights.read(weights.like), **weights.extra_state}
         transient = weights.read_transient()
+    fitting = _under_names_of(model, state)
     try:
-        model.load_state_dict(_under_names_of(model, state), assign=True)
+        if state and not fitting.keys() & model.state_dict().keys():
+            raise RuntimeError(f"none of its tensors has a name of the model's; it has {listed(sorted(state))}")
+        model.load_state_dict(fitting, strict=model.strict_loading, assign=True)
     except RuntimeError as error:
         problem = "; ".join(str(error).splitlines()[1:2]).strip() or str(error)
-        raise UnfitCheckpoint(f"{path} was saved from a different model than {builder}: {problem}") from error
+        advice = _PARTS_OF_SETUP if is_overridden("setup", model) else ""
+        raise UnfitCheckpoint(f"{path} was saved from a different model than {builder}: {problem}{advice}") from error
     names.set_transient(model, {name: partial(transient.__getitem__, name) for name in transient})
     _convert(model, {value.dtype for value in state.values() if isinstance(value, Tensor)})
     model.freeze()
     return model
+
+
+def _built(config: ModelConfig, trust: bool, saved: Collection[str]) -> LightningModule:
+    """Return a model built from its config, whose parameters that are not saved have their initial values.
+
+    Args:
+        saved: names of tensors that are loaded into the model; none if it brings some itself.
+    """
+    model = build_model(config, trust, filled=not saved)
+    lacks = saved and not model.strict_loading and names.parameters(model).keys() - set(saved)
+    return build_model(config, trust, filled=True) if lacks else model
 
 
 def build_model(config: ModelConfig, trust: bool, filled: bool = False) -> LightningModule:

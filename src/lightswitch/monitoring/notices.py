@@ -8,10 +8,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 
 from lightswitch import patches
 from lightswitch.errors import listed
@@ -36,14 +36,13 @@ class ModelSize(Callback):
         if self._is_logged or not trainer.is_global_zero:
             return
         self._is_logged = True
-        if is_overridden("configure_model", pl_module):
-            patches.call_after(pl_module, "configure_model", partial(self._log_size, trainer, pl_module))
-        else:
-            self._log_size(trainer, pl_module)
+        patches.call_when_built(pl_module, partial(self._log_size, trainer, pl_module))
 
     def _log_size(self, trainer: Trainer, model: LightningModule) -> None:
-        count = sum(parameter.numel() for parameter in model.parameters())
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        known = filter(lambda parameter: not is_lazy(parameter), model.parameters())  # a strategy refuses the others
+        parameters = list(known)
+        count = sum(parameter.numel() for parameter in parameters)
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         self.counts = {"parameters": count, "trained_parameters": trained}
         log.info("model      %s, %.2f M parameters", type(model).__name__, count / 1e6)
         if trainer.state.fn == TrainerFn.FITTING:

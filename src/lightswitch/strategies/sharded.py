@@ -80,6 +80,7 @@ class Sharded(CarriesWrites, ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         refuse_hooks(module.named_parameters())
+        refuse_scripted(module)
         if lost := self.broadcast(left_on_meta(module), src=self.world_size - 1):
             raise Refused(
                 f"{', '.join(lost)}: a tensor made in configure_model that is neither parameter nor buffer has no "
@@ -157,6 +158,21 @@ def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         raise Refused(
             f"{listed(hooked)} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), but a "
             "sharded strategy computes with a different tensor, which has no hook; use strategy=ddp"
+        )
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Check that no part of a model with parameters runs as TorchScript, in which they can be neither replaced nor
+    gathered.
+
+    Raises:
+        Refused: one does.
+    """
+    parts = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted := [name for name, part in parts if next(part.parameters(recurse=False), None) is not None]:
+        raise Refused(
+            f"{listed(scripted)} is scripted (torch.jit.script), so its parameters can't be replaced by shards; leave "
+            "that to compile=true, or use strategy=ddp"
         )
 
 

@@ -82,7 +82,7 @@ class Trained:
 
     def _there(self) -> Iterator[nn.Parameter]:
         for parameters, key, parameter in self._places.values():
-            there = parameters.get(key)
+            there = parameters[key] if key in parameters else parameter  # noqa: SIM401  # scripted ones have no `get`
             yield parameter if there is None else there
 
 

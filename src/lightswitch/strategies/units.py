@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch._logging import _internal as torch_logs
 
@@ -147,10 +146,7 @@ class Compilation(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._is_done:  # in a test after fit
             return
-        if is_overridden("configure_model", pl_module):
-            patches.call_after(pl_module, "configure_model", partial(self._compile, trainer, pl_module))
-        else:
-            self._compile(trainer, pl_module)
+        patches.call_when_built(pl_module, partial(self._compile, trainer, pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches == 0:
@@ -309,10 +305,7 @@ class Float8(Callback):
         if self._is_done:  # in a test after fit
             return
         _check(trainer)
-        if is_overridden("configure_model", pl_module):
-            patches.call_after(pl_module, "configure_model", partial(self._convert, pl_module))
-        else:
-            self._convert(pl_module)
+        patches.call_when_built(pl_module, partial(self._convert, pl_module))
 
     def _convert(self, model: LightningModule) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training

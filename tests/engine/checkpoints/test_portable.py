@@ -57,6 +57,12 @@ class Lookahead(Optimizer):
         super().load_state_dict({"state": state_dict["slow_state"], "param_groups": state_dict["param_groups"]})
 
 
+class GroupsOfInner(Lookahead):
+    """As that of pytorch_optimizer, which has no groups of its own to assign."""
+
+    param_groups = property(lambda self: self.optimizer.param_groups, lambda *_: None)
+
+
 class SAM(Optimizer):
     """As davda54's, whose base optimizer has the same groups."""
 
@@ -154,6 +160,18 @@ class KeepsMasters(torch.optim.SGD):
             state["count"] += 1
             state["master"] -= 1e-4 * state["mask"]
             parameter.copy_(state["master"])
+
+
+@pytest.mark.parametrize("kind", [Lookahead, GroupsOfInner])
+def test_options_that_an_inner_optimizer_shares_go_on(kind: Callable[..., Optimizer]) -> None:
+    before, now = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, other = (kind(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)) for module in (before, now))
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.05
+    saved = optimizers.state_of(optimizer, before)
+    optimizers.load(other, optimizers.groups_of(other, now), saved["state"], saved)
+    for one in (other, other.optimizer):  # type: ignore[attr-defined]  # Lookahead's
+        assert (one.param_groups[0]["lr"], one.param_groups[0]["counter"]) == (0.05, 1)
 
 
 @pytest.mark.parametrize("kind", [KeepsMasters, lambda *args, **options: Lookahead(KeepsMasters(*args, **options))])
@@ -274,6 +292,34 @@ def test_a_checkpoint_without_what_a_resume_needs_says_so_and_gives_its_weights(
     resumed = train(*run, "trainer.max_steps=4", folder=first.folder, check=False)
     assert f"step_2.ckpt can't be resumed: on_save_checkpoint has removed {entry}; to load" in resumed.refusal
     train(*TWO, f"{HERE}.Small", f"init_from={first.run_dir}/checkpoints/last.ckpt", "trainer.max_steps=2")
+
+
+class Adapters(PlainModel):
+    """Brings its frozen weights itself, and removes them from checkpoints."""
+
+    def __init__(self, strict: bool) -> None:
+        super().__init__()
+        self.strict_loading = strict
+        for parameter in self.net[0].requires_grad_(False).parameters():
+            nn.init.constant_(parameter, 0.5)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for name in ("weight", "bias"):
+            del checkpoint["state_dict"][f"net.0.{name}"]
+
+
+def test_weights_that_a_module_brings_itself_may_be_removed_if_it_says_so(train: Train) -> None:
+    run = (*TWO, f"{HERE}.Adapters")
+    first = train(*run, "model.strict=true", "trainer.max_steps=2")
+    assert "on_save_checkpoint removes weights (if the module brings them itself, set self.strict_" in first.out
+    resumed = train(*run, "model.strict=true", "trainer.max_steps=4", folder=first.folder, check=False)
+    assert "can't be resumed: on_save_checkpoint has removed weights (if the module" in resumed.refusal
+    gone_on = train(*run, "model.strict=false", "trainer.max_steps=4", folder=first.folder)
+    exports = (gone_on.run_dir / "checkpoints" / "last.ckpt", gone_on.run_dir / "model.ckpt")
+    for loaded in map(lightswitch.load, exports):
+        assert (loaded.net[0].weight == 0.5).all()
+    with pytest.raises(UnfitCheckpoint, match="Missing key"):
+        lightswitch.load(exports[0], model=Adapters(strict=True))
 
 
 def test_what_is_saved_outside_of_training_is_written_whole_and_gives_its_weights(train: Train) -> None:

@@ -53,6 +53,10 @@ _OF_DEEPSPEED = {
         "DeepSpeed counts steps per group; put them in separate groups, or use strategy=fsdp"
     ),
 }
+_SCRIPTED = {
+    "Scripted": "net.head is scripted (torch.jit.script), so its parameters can't be replaced by shards; leave that to "
+    "compile=true, or use strategy=ddp"
+}
 _UNSENT = (
     "{} has dtype {}, which gloo of torch %s can't broadcast, as ddp has to; give it another dtype, or use "
     "strategy=fsdp"
@@ -72,10 +76,13 @@ REFUSED = {
         ),
         "Unused": _DDP.format("spare.weight, spare.bias"),
     },
+    "fsdp": _SCRIPTED,
+    "fsdp_grad_op": _SCRIPTED,
     "deepspeed_stage_1": _OF_DEEPSPEED,
     "deepspeed_stage_2": _OF_DEEPSPEED,
     "deepspeed_stage_3": {
         **_OF_DEEPSPEED,
+        **_SCRIPTED,
         "OddSizes": "empty has no elements, which stage 3 can't gather; use strategy=deepspeed_stage_2 or fsdp",
     },
 }
@@ -97,7 +104,7 @@ EVERY += [(FINDS_UNUSED, shape) for shape in WITH_UNUSED]
 _OTHERS = ("ddp", "deepspeed_stage_1", "deepspeed_stage_3")
 _CHOSEN = {("fsdp", shape) for shape in SHAPES}
 _CHOSEN |= {(_OTHERS[number % 3], shape) for number, shape in enumerate(SHAPES[2::4])}  # others at night
-_CHOSEN |= {("ddp", shape) for shape in REFUSED["ddp"]} | {("deepspeed_stage_3", "OddSizes")}
+_CHOSEN |= {("ddp", shape) for shape in (*REFUSED["ddp"], "Scripted")} | {("deepspeed_stage_3", "OddSizes")}
 _CHOSEN |= {("deepspeed_stage_1", shape) for shape in ("Unused", "FreezingInGroup")}
 _CHOSEN |= {(FINDS_UNUSED, shape) for shape in WITH_UNUSED}
 

@@ -53,6 +53,9 @@ MODULES = {
     "NothingToShard fsdp": "there is nothing to shard in NothingToShard; use strategy=ddp",
     "Late fsdp model.stray=true": "offset: a tensor made in configure_model that is neither parameter nor buffer has "
     "no values on ranks other than 0; use register_buffer",
+    "Lazy fsdp model.is_asked=false": "net.1.weight, net.1.bias: a lazy layer (LazyLinear, or -1 channels) has no "
+    "shape before its first forward pass, but an optimizer and checkpoints need one; call the module on a batch, under "
+    "torch.no_grad(), at the end of its constructor or in setup, or give the layer its number of inputs",
     "OwnClipping deepspeed_stage_1": "OwnClipping clips gradients itself, in configure_gradient_clipping, but "
     "DeepSpeed does not expose gradients; use strategy=ddp or fsdp",
     "Adversaries deepspeed_stage_2": "DeepSpeed supports one optimizer and at most one scheduler, but "

@@ -462,3 +462,11 @@ class Boring(BoringModel):
 
 def _points(batch: Batch) -> Tensor:
     return torch.nn.functional.one_hot(batch[0][:, 0], 32).float()
+
+
+class Scripted(Plain):
+    """A part is TorchScript, whose parameters are its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.head = torch.jit.script(self.net.head)
