@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightswitch.batches import accumulation
 from lightswitch.batches.accumulation import CountedSamples, Items
 from lightswitch.batches.combined import Fractions
-from lightswitch.batches.evaluation import repeats
+from lightswitch.batches.evaluation import Limits, repeats
 from lightswitch.batches.generators import generators_of_run, mix, seed_generators, seed_own
 from lightswitch.batches.loaders import SharedLoaders, data_rank
 from lightswitch.batches.logs import Connector, LogsOfRanks, RepeatedSamples, StepLogs
@@ -68,6 +68,7 @@ class GlobalBatch(Callback):
         self._samples = CountedSamples(plan)
         self._step_logs: StepLogs | None = None
         self._repeated: RepeatedSamples | None = None
+        self._limits: Limits | None = None
         self._kept: list[Any] = []  # random generators of module and callbacks
         self._drawn = torch.random.get_rng_state()  # random state after model, data, callbacks and loggers are created
 
@@ -78,7 +79,8 @@ class GlobalBatch(Callback):
         _check_replicas(trainer, self.plan)
         if trainer.state.fn == TrainerFn.FITTING:
             self._fractions.note(trainer)
-        strategy.share = partial(self._share, trainer)
+        self._limits = Limits(trainer, self.plan.accumulation)
+        strategy.share = partial(self._share, trainer, self._limits)
         strategy.on_batch = partial(self._seed, trainer, _TRANSFER)
         strategy.on_output = partial(self._items.note, trainer)
         strategy.loss_weight = self._weight
@@ -94,9 +96,11 @@ class GlobalBatch(Callback):
         strategy = HookedStrategy.of(trainer)
         strategy.share = strategy.on_batch = strategy.on_output = strategy.loss_weight = None
         Connector.of(trainer).combine(None)
+        if self._limits is not None:
+            self._limits.end()
 
-    def _share(self, trainer: Trainer, loader: Any) -> object:
-        shared = self._loaders.share(trainer, loader)
+    def _share(self, trainer: Trainer, limits: Limits, loader: Any) -> object:
+        shared = self._loaders.share(trainer, loader, limits.of)
         if trainer.training:
             self._fractions.round(trainer, self._loaders.training)
         return shared

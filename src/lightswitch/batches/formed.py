@@ -14,7 +14,7 @@ from lightning.fabric.utilities.data import sized_len
 
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.draws import Draws
-from lightswitch.batches.evaluation import Evaluated
+from lightswitch.batches.evaluation import Evaluated, Limited, whole
 from lightswitch.batches.generators import mix
 from lightswitch.batches.order import TrainingSlices, splits_by_rank, undivided
 from lightswitch.batches.plan import BatchPlan, Position
@@ -124,16 +124,20 @@ class FormedRounds(Evaluated):
         sampler: the loader's batch sampler.
         replicas: number of data-parallel ranks.
         seed: seed of the order, if the batch sampler draws one.
+        limited: see `lightswitch.batches.evaluation.Limits`.
 
     Raises:
         Refused: there are no batches, or one without samples.
     """
 
-    def __init__(self, sampler: Any, replicas: int, rank: int, seed: int, dataset: Any) -> None:
+    def __init__(
+        self, sampler: Any, replicas: int, rank: int, seed: int, dataset: Any, limited: Limited = whole
+    ) -> None:
         self.base = sampler
         draws, count = _draws(sampler, dataset, tells=False)
         drawn = draws.order(0, lambda number: (mix(seed, 0), 0))
-        batches = _checked(drawn, type(sampler).__name__)[:count]
+        batches = _checked(drawn, type(sampler).__name__)[: int(limited(count, 1))]
+        self._sizes = [len(batch) for batch in batches[:_COMPARED]]
         self.order = [*chain.from_iterable(batches)]
         self._own = batches[rank::replicas]
         self._length = -(-len(batches) // replicas)
@@ -145,6 +149,9 @@ class FormedRounds(Evaluated):
 
     def repeats(self, batch_idx: int) -> bool:
         return batch_idx >= len(self._own)
+
+    def digest(self, dataset: Any) -> int:
+        return mix(super().digest(dataset), *self._sizes) >> 1
 
     def __iter__(self) -> Iterator[list[Any]]:
         return iter(self._batches)

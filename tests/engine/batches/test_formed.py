@@ -170,6 +170,13 @@ def test_an_evaluation_reads_each_batch_once_and_whole(replicas: int) -> None:
     assert sorted(own) == sorted(Formed().batches)
 
 
+def test_ranks_that_form_other_batches_of_the_same_order_are_told_apart() -> None:
+    sets = ([[*range(at, at + size)] for at in range(0, 48, size)] for size in (6, 6, 3))
+    loaders = [evaluation_loader(DataLoader(DATA, batch_sampler=one), PLANS[1], 0, seed=5) for one in sets]
+    first, same, other = (loader.batch_sampler.digest(DATA) for loader in loaders)
+    assert first == same != other
+
+
 class OfRank(Formed):
     """Splits the batches itself, by what no one else can see."""
 
