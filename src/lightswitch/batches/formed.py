@@ -163,8 +163,21 @@ def _draws(sampler: Any, dataset: Any, tells: bool) -> tuple[Draws, int]:
     count = len(whole(sampler))
     if not count:
         raise Refused(f"the batch sampler {type(sampler).__name__} forms no batches")
+    if tells:
+        _tell_padded(sampler, sized_len(dataset))
     splits = splits_by_rank(sampler) or splits_by_rank(getattr(sampler, "sampler", None))
     return Draws(sampler, count, dataset, tells, of_batches=True, whole=whole, is_cut=not splits), count
+
+
+def _tell_padded(sampler: Any, samples: int | None) -> None:
+    """Warn if a batch sampler was made for several ranks and another number of samples, by which its batches depend on
+    the number of ranks."""
+    if splits_by_rank(sampler) and sampler.num_replicas > 1 and getattr(sampler, "total_size", samples) != samples:
+        log.warning(
+            "the batch sampler %s was made with num_replicas=%d, for which it takes %d samples of %s: other numbers "
+            "of devices get other batches; give it num_replicas=1 and rank=0, and all devices share those it forms",
+            type(sampler).__name__, sampler.num_replicas, sampler.total_size, samples,
+        )  # fmt: skip
 
 
 def _checked(batches: Sequence[Any], name: str) -> list[list[Any]]:

@@ -244,6 +244,27 @@ class Split(Formed):
         return iter(self.batches[self.rank :: self.num_replicas])
 
 
+class Padded(Split):
+    """Pads what it was given to equal shares, in its constructor, as a bucket sampler of speech models does."""
+
+    def __init__(self, num_replicas: int) -> None:
+        super().__init__()
+        self.num_replicas, self.rank, self.total_size = num_replicas, 0, 52 if num_replicas > 1 else 50
+        self.batches = self.batches + [[0, 1]] * (self.total_size > 50)
+
+    def __len__(self) -> int:
+        return len(self.batches) // self.num_replicas
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_batches_that_are_padded_by_the_number_of_ranks_are_told(ranks: int, caplog: pytest.LogCaptureFixture) -> None:
+    read(Padded(ranks), PLANS[0])
+    told = [
+        line for line in caplog.messages if line.startswith("the batch sampler Padded was made with num_replicas=3")
+    ]
+    assert len(told) == (ranks > 1)
+
+
 @pytest.mark.parametrize("make", [training_loader, evaluation_loader])
 def test_a_share_is_not_taken_for_the_whole(make: Any) -> None:
     arguments = (DataLoader(DATA, batch_sampler=Split()), PLANS[1], 0, 5)
