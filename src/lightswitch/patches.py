@@ -366,6 +366,7 @@ OVERRIDES = {
     f"{_PL}.callbacks.ModelCheckpoint": ("_update_best_and_save",),
     f"{_PL}.callbacks.WeightAveraging": ("_copy_average_to_current", "_swap_models"),
     f"{_PL}.loops._FitLoop": (
+        "_should_reload_train_dl",
         "done",
         "on_advance_end",
         "on_load_checkpoint",

@@ -93,10 +93,11 @@ class Limits:
 
     Args:
         accumulation: micro-batches of a step, in which Lightning has the limits that count training steps, too.
+        on_loaders: called before loaders are requested.
     """
 
-    def __init__(self, trainer: Trainer, accumulation: int) -> None:
-        self._trainer, self._accumulation = trainer, accumulation
+    def __init__(self, trainer: Trainer, accumulation: int, on_loaders: Callable[[], None]) -> None:
+        self._trainer, self._accumulation, self._on_loaders = trainer, accumulation, on_loaders
         self._limit: float = 1.0
         predicts = trainer.state.fn == TrainerFn.PREDICTING
         self._loop: Any = trainer.predict_loop if predicts else trainer._evaluation_loop
@@ -127,6 +128,7 @@ class Limits:
         name = f"limit_{self._loop._data_source.name.removesuffix('_dataloader')}_batches"
         given = getattr(trainer, name)
         self._limit = self._of_user(name, given)
+        self._on_loaders()
         patches.replace(trainer, name, 1.0 if given else given)
         try:
             type(self._loop).setup_data(self._loop)
