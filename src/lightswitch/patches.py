@@ -72,6 +72,13 @@ _ASKED = "supplies the tensor values that a planned step reads: these reads call
 _FAKE = "a planned step's tensors have no values to move, and there is no other rank to wait for"
 _KEPT = "restored after a planned step: DeepSpeed stores it per process, and would use it for the next engine"
 _WHOLE = "a fraction of an epoch counts its optimizer steps: Lightning counts micro-batches"
+_OWN_BATCHES = (
+    "lifted while an evaluation's loaders are made: they are cut to so many of their own batches, not of a device's; "
+    "mode=check sets 0, to end within an epoch without a validation"
+)
+_STAGES = ("val", "test", "predict")
+_LIMITED = "limits of an evaluation count the batches of a loader: Lightning counts those of a device"
+_EVALUATIONS = ("_EvaluationLoop", "_PredictionLoop")
 _ITEMS = "the gradients of a step are divided by its number of items: DeepSpeed's setter logs every call"
 
 PATCHES = (
@@ -98,12 +105,8 @@ PATCHES = (
     ),
     Patch("lightning.pytorch.Trainer", "limit_train_batches", "int | float", _WHOLE),
     Patch("lightning.pytorch.Trainer", "val_check_interval", "int | float | None", _WHOLE),
-    Patch(
-        "lightning.pytorch.Trainer",
-        "limit_val_batches",
-        "int | float",
-        "mode=check ends within an epoch, and does not wait for a validation's metric",
-    ),
+    *(Patch("lightning.pytorch.Trainer", f"limit_{stage}_batches", "int | float", _OWN_BATCHES) for stage in _STAGES),
+    *(Patch(f"lightning.pytorch.loops.{loop}", "setup_data", "(self)", _LIMITED) for loop in _EVALUATIONS),
     Patch(
         "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector",
         "register_signal_handlers",
@@ -372,6 +375,7 @@ OVERRIDES = {
     f"{_PL}.callbacks.ModelCheckpoint": ("_update_best_and_save",),
     f"{_PL}.callbacks.WeightAveraging": ("_copy_average_to_current", "_swap_models"),
     f"{_PL}.loops._FitLoop": (
+        "_should_reload_train_dl",
         "done",
         "on_advance_end",
         "on_load_checkpoint",

@@ -114,7 +114,8 @@ class CountedSamples:
         if trainer.global_rank == 0:
             cut = replace(self._plan, global_batch=samples, micro_batch=micro)
             mean = " on average" if loaders.slices else ""
-            log.info("batch      %s%s, as the data loader forms them", cut, mean)
+            own = self._plan.global_batch
+            log.info("batch      %s%s, as the data loader forms them, instead of %d", cut, mean, own)
 
 
 KEY = "items"

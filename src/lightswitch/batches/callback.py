@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightswitch.batches import accumulation
 from lightswitch.batches.accumulation import CountedSamples, Items
 from lightswitch.batches.combined import Fractions
-from lightswitch.batches.evaluation import repeats
+from lightswitch.batches.evaluation import Limits, repeats
 from lightswitch.batches.generators import generators_of_run, mix, seed_generators, seed_own
 from lightswitch.batches.loaders import SharedLoaders, data_rank
 from lightswitch.batches.logs import Connector, LogsOfRanks, RepeatedSamples, StepLogs
@@ -38,6 +38,7 @@ from lightswitch.monitoring.step_results import is_counted
 
 _TRANSFER = 1  # seed component for the hooks that move a batch to its device, which run before the others
 _END = 1  # seed component for the hooks at the end of an epoch or evaluation
+_LOADERS = 2  # seed component for the methods that make loaders
 _EVALUATION = -1  # seed component in place of an epoch
 
 
@@ -68,7 +69,8 @@ class GlobalBatch(Callback):
         self._samples = CountedSamples(plan)
         self._step_logs: StepLogs | None = None
         self._repeated: RepeatedSamples | None = None
-        self._kept: list[Any] = []  # random generators of module and callbacks
+        self._limits: Limits | None = None
+        self._kept: list[Any] = []  # random generators of module, callbacks and data module
         self._drawn = torch.random.get_rng_state()  # random state after model, data, callbacks and loggers are created
 
     # Changes to strategy and module, in every process, from setup to teardown
@@ -78,7 +80,11 @@ class GlobalBatch(Callback):
         _check_replicas(trainer, self.plan)
         if trainer.state.fn == TrainerFn.FITTING:
             self._fractions.note(trainer)
-        strategy.share = partial(self._share, trainer)
+        self._limits = Limits(
+            trainer, self.plan.accumulation, partial(self._seed_alike, trainer, _EVALUATION, _LOADERS)
+        )
+        strategy.share = partial(self._share, trainer, self._limits)
+        strategy.on_loaders = partial(self._seed_loaders, trainer)
         strategy.on_batch = partial(self._seed, trainer, _TRANSFER)
         strategy.on_output = partial(self._items.note, trainer)
         strategy.loss_weight = self._weight
@@ -92,11 +98,13 @@ class GlobalBatch(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = HookedStrategy.of(trainer)
-        strategy.share = strategy.on_batch = strategy.on_output = strategy.loss_weight = None
+        strategy.share = strategy.on_loaders = strategy.on_batch = strategy.on_output = strategy.loss_weight = None
         Connector.of(trainer).combine(None)
+        if self._limits is not None:
+            self._limits.end()
 
-    def _share(self, trainer: Trainer, loader: Any) -> object:
-        shared = self._loaders.share(trainer, loader)
+    def _share(self, trainer: Trainer, limits: Limits, loader: Any) -> object:
+        shared = self._loaders.share(trainer, loader, limits.of)
         if trainer.training:
             self._fractions.round(trainer, self._loaders.training)
         return shared
@@ -124,7 +132,7 @@ class GlobalBatch(Callback):
             # Lightning counts micro-batches, and steps no schedule within an optimizer step, which may have fewer
             if config.interval == "step" and config.frequency > 1:
                 config.frequency *= trainer.accumulate_grad_batches
-        self._kept = generators_of_run(pl_module, callbacks_of(trainer))
+        self._kept = _generators(trainer)
         at = self._resumed
         self._counter.start_at(trainer, at)
         if at.step == 0:  # an epoch's start is no restart, although Lightning treats it as one if max_steps is set
@@ -154,14 +162,19 @@ class GlobalBatch(Callback):
         seed_own(self._kept, mix(self.seed, at.epoch_start.global_step, at.micro_batches, *of))
 
     def _seed_alike(self, trainer: Trainer, *of: int) -> None:
-        """Seed the generators for the hooks around an epoch or evaluation, alike on all ranks.
+        """Seed the generators for the hooks around an epoch or evaluation, and for new loaders, alike on all ranks.
 
         They would draw from the state that the last batch before has left, which a resumed run does not have.
         """
         seed = mix(self.seed, *of)
-        self._kept = generators_of_run(trainer.lightning_module, callbacks_of(trainer))
+        self._kept = _generators(trainer)
         seed_generators(seed, trainer.strategy.root_device)
         seed_own(self._kept, seed)
+
+    def _seed_loaders(self, trainer: Trainer) -> None:
+        """Seed the generators for new training loaders, by the epoch in which an uninterrupted run makes them."""
+        every = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set past its declaration
+        self._seed_alike(trainer, trainer.current_epoch // every * every if every else 0, _LOADERS)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if not loss.requires_grad:
@@ -285,7 +298,9 @@ class GlobalBatch(Callback):
             return
         assert position is not None, "a run resumes only from a checkpoint with a position"
         self._resumed = position
-        self._loaders.start_at(position.next_batch, checkpoint.get(STREAMS, []))
+        begins_epoch = position.next_batch.step == 0
+        are_new = begins_epoch and trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set past its type
+        self._loaders.start_at(position.next_batch, [] if are_new else checkpoint.get(STREAMS, []))
         if (fetcher := trainer.fit_loop._data_fetcher) is not None:  # the module has requested the number of steps
             iter(fetcher)  # drop the prefetched batch, which is the first epoch's
         stepped = _logged_steps(trainer, position)
@@ -304,6 +319,12 @@ class _DrawsIn32Bits(Mixin, Precision):
     def tensor_init_context(self) -> AbstractContextManager[None]:
         """Draw weights in 32 bits, as a constructor does; Lightning would draw them in the precision of the run."""
         return nullcontext()
+
+
+def _generators(trainer: Trainer) -> list[Any]:
+    """Return the generators that the module, the user's callbacks and the data module keep."""
+    data = [] if (data_module := trainer.datamodule) is None else [data_module]  # type: ignore[attr-defined]  # set past its declaration
+    return generators_of_run(trainer.lightning_module, [*callbacks_of(trainer), *data])
 
 
 def _check_replicas(trainer: Trainer, plan: BatchPlan) -> None:

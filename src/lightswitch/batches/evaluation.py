@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 
+from lightswitch import patches
 from lightswitch.batches.generators import mix
-from lightswitch.batches.order import SeededSamples, epoch_order, unwrapped
+from lightswitch.batches.order import SeededSamples, digest, epoch_order, unwrapped
+from lightswitch.batches.rank_loader import RankLoader
+
+Limited = Callable[[float, int], float]  # see `Limits.of`
+
+
+def whole(samples: float, batch: int) -> float:
+    """Return all samples of a loader."""
+    return samples
 
 
 class Evaluated(Sampler[Any], ABC):
@@ -25,6 +37,10 @@ class Evaluated(Sampler[Any], ABC):
     def repeats(self, batch_idx: int) -> bool:
         """Return whether a batch is another rank's, because there is none left for this one; see `RepeatedSamples`."""
 
+    def digest(self, dataset: Any) -> int:
+        """Return a digest, below 2^63, of the samples of all ranks: equal on ranks that draw the same."""
+        return digest(self.order, dataset)
+
 
 class EvaluationSlices(Evaluated):
     """Batch sampler of one rank: yields a contiguous share of the samples, each exactly once over all ranks.
@@ -38,12 +54,16 @@ class EvaluationSlices(Evaluated):
         batch: maximum number of samples in a batch.
         replicas: number of data-parallel ranks.
         seed: seed of the order, if the sampler draws one.
+        most: number of samples to read, from the start of the order; None for all.
     """
 
-    def __init__(self, sampler: Any, samples: int, batch: int, replicas: int, rank: int, seed: int) -> None:
+    def __init__(
+        self, sampler: Any, samples: int, batch: int, replicas: int, rank: int, seed: int, most: int | None = None
+    ) -> None:
         self.base = sampler
         is_in_order = type(sampler) in (SequentialSampler, DistributedSampler)
-        self.order = range(samples) if is_in_order else epoch_order(sampler, samples, seed, 0)
+        self.order = (range(samples) if is_in_order else epoch_order(sampler, samples, seed, 0))[:most]
+        samples = len(self.order)
         self.begin, self.end = samples * rank // replicas, samples * (rank + 1) // replicas
         if samples < replicas:
             self.begin, self.end = -(-samples * rank // replicas), -(-samples * (rank + 1) // replicas)
@@ -63,6 +83,66 @@ class EvaluationSlices(Evaluated):
         share = self.order[self.begin : self.end]
         for index in range(self.batches):
             yield list(share[len(share) * index // self.batches : len(share) * (index + 1) // self.batches])
+
+
+class Limits:
+    """Limits of the evaluation that a Trainer runs, or fits with, in batches as the user's loaders make them.
+
+    Lightning counts those of a device, whose sizes depend on the number of devices. Here loaders that are copied end by
+    themselves, after the samples of so many of the user's batches; of others each rank reads so many batches.
+
+    Args:
+        accumulation: micro-batches of a step, in which Lightning has the limits that count training steps, too.
+        on_loaders: called before loaders are requested.
+    """
+
+    def __init__(self, trainer: Trainer, accumulation: int, on_loaders: Callable[[], None]) -> None:
+        self._trainer, self._accumulation, self._on_loaders = trainer, accumulation, on_loaders
+        self._limit: float = 1.0
+        predicts = trainer.state.fn == TrainerFn.PREDICTING
+        self._loop: Any = trainer.predict_loop if predicts else trainer._evaluation_loop
+        self._counts = "max_batches" if predicts else "_max_batches"  # name of the list that is made with the loaders
+        patches.replace(self._loop, "setup_data", self._set_up)
+
+    def end(self) -> None:
+        """Let Lightning apply its own limits again."""
+        patches.restore(self._loop, "setup_data")
+
+    def of(self, samples: float, batch: int) -> float:
+        """Return how many of a loader's samples are read.
+
+        Args:
+            samples: those that it has; infinity for an unknown number.
+            batch: samples of one of its batches.
+
+        Raises:
+            MisconfigurationException: a fraction of them is none, or their number is unknown.
+        """
+        stage, limit = self._trainer.state.stage, self._limit
+        assert stage is not None
+        return _parse_num_batches(stage, samples, limit * batch if isinstance(limit, int) else limit)
+
+    def _set_up(self) -> None:
+        """Set up the loaders of the evaluation, unless there are some already."""
+        trainer, before = self._trainer, vars(self._loop)[self._counts]
+        name = f"limit_{self._loop._data_source.name.removesuffix('_dataloader')}_batches"
+        given = getattr(trainer, name)
+        self._limit = self._of_user(name, given)
+        self._on_loaders()
+        patches.replace(trainer, name, 1.0 if given else given)
+        try:
+            type(self._loop).setup_data(self._loop)
+        finally:
+            patches.replace(trainer, name, given)
+        if (counts := vars(self._loop)[self._counts]) is not before:
+            for at, loader in enumerate(self._loop._combined_loader.flattened):
+                counts[at] = counts[at] if isinstance(loader, RankLoader) else self.of(counts[at], 1)
+
+    def _of_user(self, name: str, limit: float) -> float:
+        """Return a limit as it was typed: Lightning has those that count training steps, too, in micro-batches."""
+        trainer: Any = self._trainer  # sets these past their declaration
+        of_steps = trainer.fast_dev_run or (trainer.overfit_batches and name == "limit_val_batches")
+        return limit // self._accumulation if of_steps and isinstance(limit, int) else limit
 
 
 def repeats(loaders: Any, dataloader_idx: int, batch_idx: int) -> bool:

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.data import sized_len
 
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.draws import Draws
-from lightswitch.batches.evaluation import Evaluated
+from lightswitch.batches.evaluation import Evaluated, Limited, whole
 from lightswitch.batches.generators import mix
 from lightswitch.batches.order import TrainingSlices, splits_by_rank, undivided
 from lightswitch.batches.plan import BatchPlan, Position
@@ -124,16 +124,20 @@ class FormedRounds(Evaluated):
         sampler: the loader's batch sampler.
         replicas: number of data-parallel ranks.
         seed: seed of the order, if the batch sampler draws one.
+        limited: see `lightswitch.batches.evaluation.Limits`.
 
     Raises:
         Refused: there are no batches, or one without samples.
     """
 
-    def __init__(self, sampler: Any, replicas: int, rank: int, seed: int, dataset: Any) -> None:
+    def __init__(
+        self, sampler: Any, replicas: int, rank: int, seed: int, dataset: Any, limited: Limited = whole
+    ) -> None:
         self.base = sampler
         draws, count = _draws(sampler, dataset, tells=False)
         drawn = draws.order(0, lambda number: (mix(seed, 0), 0))
-        batches = _checked(drawn, type(sampler).__name__)[:count]
+        batches = _checked(drawn, type(sampler).__name__)[: int(limited(count, 1))]
+        self._sizes = [len(batch) for batch in batches[:_COMPARED]]
         self.order = [*chain.from_iterable(batches)]
         self._own = batches[rank::replicas]
         self._length = -(-len(batches) // replicas)
@@ -146,6 +150,9 @@ class FormedRounds(Evaluated):
     def repeats(self, batch_idx: int) -> bool:
         return batch_idx >= len(self._own)
 
+    def digest(self, dataset: Any) -> int:
+        return mix(super().digest(dataset), *self._sizes) >> 1
+
     def __iter__(self) -> Iterator[list[Any]]:
         return iter(self._batches)
 
@@ -156,8 +163,21 @@ def _draws(sampler: Any, dataset: Any, tells: bool) -> tuple[Draws, int]:
     count = len(whole(sampler))
     if not count:
         raise Refused(f"the batch sampler {type(sampler).__name__} forms no batches")
+    if tells:
+        _tell_padded(sampler, sized_len(dataset))
     splits = splits_by_rank(sampler) or splits_by_rank(getattr(sampler, "sampler", None))
     return Draws(sampler, count, dataset, tells, of_batches=True, whole=whole, is_cut=not splits), count
+
+
+def _tell_padded(sampler: Any, samples: int | None) -> None:
+    """Warn if a batch sampler was made for several ranks and another number of samples, by which its batches depend on
+    the number of ranks."""
+    if splits_by_rank(sampler) and sampler.num_replicas > 1 and getattr(sampler, "total_size", samples) != samples:
+        log.warning(
+            "the batch sampler %s was made with num_replicas=%d, for which it takes %d samples of %s: other numbers "
+            "of devices get other batches; give it num_replicas=1 and rank=0, and all devices share those it forms",
+            type(sampler).__name__, sampler.num_replicas, sampler.total_size, samples,
+        )  # fmt: skip
 
 
 def _checked(batches: Sequence[Any], name: str) -> list[list[Any]]:

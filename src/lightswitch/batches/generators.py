@@ -123,9 +123,13 @@ def own_generators(owner: object) -> list[Any]:
     return found
 
 
-def generators_of_run(module: nn.Module, callbacks: Iterable[Any]) -> list[Any]:
-    """Return the generators, each once, that a module, its submodules and the user's callbacks keep in attributes."""
-    found = [*_of_module(module), *_of_callbacks(callbacks)]
+def generators_of_run(module: nn.Module, others: Iterable[Any]) -> list[Any]:
+    """Return the generators, each once, that a module, its submodules, and others of the run keep in attributes.
+
+    Args:
+        others: callbacks and a data module.
+    """
+    found = [*_of_module(module), *_of_others(others)]
     return list({id(one): one for one in found}.values())
 
 
@@ -134,9 +138,10 @@ def _of_module(module: nn.Module) -> list[Any]:
     return [one for value in own if not isinstance(value, nn.Module) for one in own_generators(value)]
 
 
-def _of_callbacks(callbacks: Iterable[Any]) -> list[Any]:
-    """Return the generators of callbacks, without those of datasets and loaders, which are seeded where they draw."""
-    own = [one for one in callbacks if not type(one).__module__.startswith(("lightning.", "lightswitch."))]
+def _of_others(others: Iterable[Any]) -> list[Any]:
+    """Return the generators of the user's objects, without those of datasets and loaders: these are seeded where they
+    draw."""
+    own = [one for one in others if not type(one).__module__.startswith(("lightning.", "lightswitch."))]
     values = [value for one in own for value in vars(one).values() if not isinstance(value, _OF_DATA)]
     return [generator for value in values for generator in own_generators(value)]
 

@@ -14,12 +14,11 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.evaluation import Evaluated, EvaluatedSamples, EvaluationSlices
+from lightswitch.batches.evaluation import Evaluated, EvaluatedSamples, EvaluationSlices, Limited, whole
 from lightswitch.batches.formed import FormedRounds, FormedSlices
 from lightswitch.batches.order import (
     SeededSamples,
     TrainingSlices,
-    digest,
     reads_batches,
     sampler_of,
     samples_of,
@@ -83,8 +82,11 @@ class SharedLoaders:
         """Return the states of training loaders for a resume at a step of this epoch."""
         return [slices.state_at(step) for slices in self.training.slices]
 
-    def share(self, trainer: Trainer, loader: Any) -> object:
+    def share(self, trainer: Trainer, loader: Any, limited: Limited) -> object:
         """Return a copy of a loader that reads this rank's share of the samples, or the loader if it can't be copied.
+
+        Args:
+            limited: of an evaluation, see `lightswitch.batches.evaluation.Limits`.
 
         Raises:
             Refused: there are too few samples, or a scheduler needs the length of a stream that has none.
@@ -102,7 +104,7 @@ class SharedLoaders:
                 _set_epoch(loader, self._start.epoch)
             _say_what_does_not_hold(trainer, reason, is_training, splits=cannot is None)
             return loader
-        return self._made_anew(trainer, loader, is_training)
+        return self._made_anew(trainer, loader, is_training, limited)
 
     def _split(self, loader: Any) -> str | None:
         """Return why a stream, or a batch sampler, is expected to split itself by rank; None if it isn't."""
@@ -113,7 +115,9 @@ class SharedLoaders:
             return "its dataset splits itself by rank"
         return None if self._shares_streams else "its dataset splits itself by rank (data.sharded_by=dataset)"
 
-    def _made_anew(self, trainer: Trainer, loader: DataLoader[Any], is_training: bool) -> DataLoader[Any]:
+    def _made_anew(
+        self, trainer: Trainer, loader: DataLoader[Any], is_training: bool, limited: Limited
+    ) -> DataLoader[Any]:
         plan, rank, gather = self._plan, data_rank(trainer), functools.partial(_gather, trainer)
         if plan.micro_batch > 1 and is_training and not _forms_batches(loader) and takes_one(loader):
             raise Refused(
@@ -123,10 +127,10 @@ class SharedLoaders:
         pins = trainer.strategy.root_device.type == "cuda"
         if not is_training:
             if is_stream(loader):
-                return evaluation_stream(loader, plan, rank, self._seed, gather, pins)
-            evaluated = evaluation_loader(loader, plan, rank, self._seed, pins)
-            order: Any = unwrapped(evaluated.batch_sampler)
-            _compare(trainer, digest(order.order, loader.dataset), "an evaluation set", _forms_batches(loader))
+                return evaluation_stream(loader, plan, rank, self._seed, gather, pins, limited)
+            evaluated = evaluation_loader(loader, plan, rank, self._seed, pins, limited)
+            order: Evaluated = unwrapped(evaluated.batch_sampler)
+            _compare(trainer, order.digest(loader.dataset), "an evaluation set", _forms_batches(loader))
             return evaluated
         if trainer.global_rank == 0 and not _forms_batches(loader):
             _tell_replaced(unwrapped(loader.batch_sampler).batch_size, plan)
@@ -302,17 +306,25 @@ def training_loader(
 
 
 def evaluation_loader(
-    loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, pins_for_gpu: bool = False
+    loader: DataLoader[Any],
+    plan: BatchPlan,
+    rank: int,
+    seed: int,
+    pins_for_gpu: bool = False,
+    limited: Limited = whole,
 ) -> RankLoader:
     """Return a copy of a DataLoader that reads this rank's share of the samples, each once over all ranks.
 
     A batch is at most as large as the loader's batch size and a micro-batch, or as a batch sampler forms it. The
     arguments are those of `training_loader`.
 
+    Args:
+        limited: returns how many samples are read; see `lightswitch.batches.evaluation.Limits`.
+
     Raises:
         Refused: there are no samples.
     """
-    slices, given = _evaluated(loader, plan, rank, seed), loader.batch_sampler
+    slices, given = _evaluated(loader, plan, rank, seed, limited), loader.batch_sampler
     wrap: Any = type(given)
     if given is not unwrapped(given):  # in Lightning's wrapper, which records the predicted indices
         slices = wrap(slices)
@@ -320,15 +332,16 @@ def evaluation_loader(
     return copy_of_loader(RankLoader, loader, evaluated, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
 
 
-def _evaluated(loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int) -> Evaluated:
+def _evaluated(loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, limited: Limited) -> Evaluated:
     if _forms_batches(loader):
-        return FormedRounds(unwrapped(loader.batch_sampler), plan.replicas, rank, seed, loader.dataset)
+        return FormedRounds(unwrapped(loader.batch_sampler), plan.replicas, rank, seed, loader.dataset, limited)
     sampler = sampler_of(loader)
     samples = samples_of(sampler, loader.dataset)
     if not samples:
         raise Refused("an evaluation set has no samples; leave its loader out")
-    batch = min(unwrapped(loader.batch_sampler).batch_size, plan.micro_batch)
-    return EvaluationSlices(sampler, samples, batch, plan.replicas, rank, seed)
+    own = unwrapped(loader.batch_sampler).batch_size
+    batch, most = min(own, plan.micro_batch), int(limited(samples, own))
+    return EvaluationSlices(sampler, samples, batch, plan.replicas, rank, seed, most)
 
 
 def _forms_batches(loader: DataLoader[Any]) -> bool:

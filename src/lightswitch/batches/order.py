@@ -14,6 +14,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
 
 from lightswitch.batches.combined import Combined
@@ -23,6 +24,7 @@ from lightswitch.batches.plan import BatchPlan
 
 log = logging.getLogger(__name__)
 _COMPARED_SAMPLES = 1000  # of a pass, from its start
+_SPLIT = "dataset"  # key of the digest of a dataset's first samples
 _COMPARED_KEYS = (Integral, torch.Tensor, str, tuple)  # which print the same in every process
 
 
@@ -66,7 +68,8 @@ class TrainingSlices(Sampler[Any]):
     ) -> None:
         self._draws = Draws(sampler, samples, dataset, tells=rank == 0)
         self._dataset = dataset
-        self._begins: dict[str, int] = {}  # digests of the first samples of passes that were read from their start
+        self._split = digest(range(min(_COMPARED_SAMPLES, sized_len(dataset) or 0)), dataset)
+        self._begins: dict[str, int] = {}  # digests of the dataset's first samples, and of those of the current pass
         self.samples = samples  # of an epoch, over all ranks
         self.plan = plan
         self.rank = rank
@@ -117,12 +120,12 @@ class TrainingSlices(Sampler[Any]):
         self.epoch, self._resumed = epoch, (epoch, step)
         self._begins |= (state or {}).get("begins", {})
 
-    def state_at(self, step: int) -> dict[str, Any] | None:
-        """Return the state that a resume at a step of the epoch needs besides the position; None at the epoch's start.
+    def state_at(self, step: int) -> dict[str, Any]:
+        """Return the state that a resume at a step of the epoch needs besides the position.
 
-        It holds digests of the samples that passes began with.
+        It holds digests of the samples that the dataset and, within an epoch, the current pass begin with.
         """
-        return {"begins": self._begins} if step else None
+        return {"begins": self._begins if step else {_SPLIT: self._split}}
 
     @property
     def digest(self) -> int:
@@ -149,13 +152,14 @@ class TrainingSlices(Sampler[Any]):
 
     def _compare(self, of_pass: str, digest: int) -> None:
         """Warn if a pass begins with other samples than in the run that is resumed."""
-        if self._begins.get(of_pass, digest) != digest and self.rank == 0:
+        begins = {_SPLIT: self._split, of_pass: digest}
+        if any(self._begins.get(key, begin) != begin for key, begin in begins.items()) and self.rank == 0:
             log.warning(
                 "training starts with different samples than before, so the run can't resume at the same sample: its "
                 "data have changed, or each process splits or shuffles them in another way; let them draw from the "
                 "global generators of torch, NumPy and Python, or from one with a seed, which set_epoch changes"
             )
-        self._begins = {of_pass: digest}
+        self._begins = begins
 
     def _first_step(self) -> int:
         return self._resumed[1] if self.epoch == self._resumed[0] else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import inf
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -172,17 +173,29 @@ def training_stream(
 
 
 def evaluation_stream(
-    loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, gather: Gather, pins_for_gpu: bool = False
+    loader: DataLoader[Any],
+    plan: BatchPlan,
+    rank: int,
+    seed: int,
+    gather: Gather,
+    pins_for_gpu: bool = False,
+    limited: Callable[[float, int], float] = lambda samples, batch: samples,
 ) -> StreamLoader:
     """Return a copy of a DataLoader over an IterableDataset that reads this rank's share of the samples.
 
     All ranks together read each sample once, and make the same number of batches. They take turns, because the stream's
     end is not known in advance.
+
+    Args:
+        limited: returns how many samples are read; see `lightswitch.batches.evaluation.Limits`.
     """
-    batch = min(loader.batch_size or plan.micro_batch, plan.micro_batch)
+    own, samples = loader.batch_size or plan.micro_batch, sized_len(loader.dataset)
+    read = limited(inf if samples is None else samples, own)
+    most = None if read == inf else int(read)
+    batch = min(own, plan.micro_batch)
     of_round = BatchPlan(batch * plan.replicas, batch, plan.replicas, 1)
-    slices = StreamRounds(sized_len(loader.dataset), of_round)
-    groups = partial(rounds, size=of_round.global_batch, replicas=plan.replicas)
+    slices = StreamRounds(samples if samples is None else most, of_round)
+    groups = partial(rounds, size=of_round.global_batch, replicas=plan.replicas, most=most)
     cursor = Cursor(of_round, rank, seed, groups, seeded_samples=1)
     return _shared(loader, slices, cursor, gather, pins_for_gpu)
 

@@ -73,14 +73,13 @@ class StreamSlices(TrainingSlices):
         super().start_at(epoch, step, state)
         self._kept = state
 
-    def state_at(self, step: int) -> dict[str, Any] | None:
-        """Return the state that a run needs to resume at a step of the epoch; None at the epoch's start.
+    def state_at(self, step: int) -> dict[str, Any]:
+        """Return the state that a run needs to resume at a step of the epoch.
 
         It also holds the dataset's state at the nearest known step up to this one, or step 0 and None if there is none.
         """
         nearest = max((one for one in self._states if one <= step), default=0)
-        begins = super().state_at(step)
-        return begins and {**begins, "step": nearest, "state": self._states.get(nearest)}
+        return {**super().state_at(step), "step": nearest, "state": self._states.get(nearest)}
 
     def __iter__(self) -> Iterator[Any]:
         epoch, first = self.epoch, self._first_step()

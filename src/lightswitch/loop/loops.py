@@ -68,14 +68,23 @@ class RunLoop(_FitLoop):
         self.epoch_loop = EpochLoop(trainer, given.epoch_loop.min_steps, given.epoch_loop.max_steps, explains)
 
     def setup_data(self) -> None:
-        """Set up the training loader.
+        """Set up the training loader, unless there is one already.
 
         Raises:
             Refused: it has no batches; Lightning would end such a run as if it had trained.
         """
+        on_loaders = getattr(self.trainer.strategy, "on_loaders", None)  # of HookedStrategy
+        if on_loaders is not None and (self._combined_loader is None or self._should_reload_train_dl):
+            on_loaders()
         super().setup_data()
         if self.max_batches == 0 and self.trainer.limit_train_batches != 0:
             raise Refused("data: train_dataloader has no batches; trainer.limit_train_batches=0 leaves training out")
+
+    @property
+    def _should_reload_train_dl(self) -> bool:
+        """True if loaders are due anew: at multiples of so many epochs, where Lightning counts from a resume."""
+        every = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set past its declaration
+        return bool(every) and self.trainer.current_epoch // every != self._last_train_dl_reload_epoch // every
 
     @property
     def skip(self) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.utils.data import DataLoader
 
@@ -60,5 +61,6 @@ def test_one_process_reduces_nothing_in_double_precision(tmp_path: Path) -> None
     batch = GlobalBatch(BatchPlan.derive(global_batch=8, micro_batch=None, replicas=1), seed=0)
     trainer = local_trainer(tmp_path, batch)
     trainer.strategy.connect(PlainModel())
+    trainer.state.fn = TrainerFn.FITTING
     batch.setup(trainer, trainer.lightning_module, "fit")
     assert trainer.strategy.reduce(torch.tensor(3)).dtype == torch.int64

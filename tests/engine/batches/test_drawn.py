@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from torch.utils.data import DataLoader, random_split
+from torch.utils.data import DataLoader, Subset, random_split
 
 from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.curves import largest_difference, predictions
@@ -32,6 +33,21 @@ class SplitData(PlainData):
         return DataLoader(self.held_out, self.batch_size)
 
     test_dataloader = predict_dataloader = val_dataloader
+
+
+class DrawnData(PlainData):
+    """Draws the samples of each epoch, and of its validations, where it makes the loaders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng()
+
+    def train_dataloader(self) -> DataLoader:
+        chosen = self.rng.permutation(300)[torch.randperm(48)]
+        return DataLoader(Subset(Points(300), chosen.tolist()), self.batch_size)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(Subset(Points(300, 1), self.rng.permutation(300)[:37].tolist()), self.batch_size)
 
 
 class DrawingModel(PlainModel):
@@ -152,6 +168,19 @@ def test_a_run_whose_loaders_are_made_anew_goes_on_beside_a_schedule_of_its_leng
     resumed = train(*run, f"resume={alone.run_dir}/checkpoints/step_7.ckpt", "run_id=resumed")
     expected = alone.column("train/loss")
     assert resumed.column("train/loss") == {step: loss for step, loss in expected.items() if step >= 7}
+
+
+def test_what_the_methods_of_loaders_draw_follows_the_position(train: Train) -> None:
+    run = (*PLAIN[:1], f"data._target_={HERE}.DrawnData", *RUN, "+trainer.reload_dataloaders_every_n_epochs=2")
+    run = (*run, "trainer.max_epochs=4", "trainer.val_check_interval=1.0", "trainer.check_val_every_n_epoch=1")
+    alone = train(*run, "callbacks.last_checkpoint.every_n_steps=6", "callbacks.last_checkpoint.keep=9")
+    resumed = train(*run, f"resume={alone.run_dir}/checkpoints/step_6.ckpt", "run_id=resumed")
+    two = train(*run, ranks=2)
+    assert "different samples" not in resumed.out
+    for name in ("train/loss", "val/loss"):
+        expected = alone.column(name)
+        assert resumed.column(name) == {step: value for step, value in expected.items() if step >= 6}, name
+        assert two.column(name) == pytest.approx(expected, abs=1e-5), name
 
 
 def test_a_step_that_takes_the_loaders_iterator_trains(train: Train) -> None:

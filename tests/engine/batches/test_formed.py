@@ -170,6 +170,13 @@ def test_an_evaluation_reads_each_batch_once_and_whole(replicas: int) -> None:
     assert sorted(own) == sorted(Formed().batches)
 
 
+def test_ranks_that_form_other_batches_of_the_same_order_are_told_apart() -> None:
+    sets = ([[*range(at, at + size)] for at in range(0, 48, size)] for size in (6, 6, 3))
+    loaders = [evaluation_loader(DataLoader(DATA, batch_sampler=one), PLANS[1], 0, seed=5) for one in sets]
+    first, same, other = (loader.batch_sampler.digest(DATA) for loader in loaders)
+    assert first == same != other
+
+
 class OfRank(Formed):
     """Splits the batches itself, by what no one else can see."""
 
@@ -235,6 +242,27 @@ class Split(Formed):
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter(self.batches[self.rank :: self.num_replicas])
+
+
+class Padded(Split):
+    """Pads what it was given to equal shares, in its constructor, as a bucket sampler of speech models does."""
+
+    def __init__(self, num_replicas: int) -> None:
+        super().__init__()
+        self.num_replicas, self.rank, self.total_size = num_replicas, 0, 52 if num_replicas > 1 else 50
+        self.batches = self.batches + [[0, 1]] * (self.total_size > 50)
+
+    def __len__(self) -> int:
+        return len(self.batches) // self.num_replicas
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_batches_that_are_padded_by_the_number_of_ranks_are_told(ranks: int, caplog: pytest.LogCaptureFixture) -> None:
+    read(Padded(ranks), PLANS[0])
+    told = [
+        line for line in caplog.messages if line.startswith("the batch sampler Padded was made with num_replicas=3")
+    ]
+    assert len(told) == (ranks > 1)
 
 
 @pytest.mark.parametrize("make", [training_loader, evaluation_loader])

@@ -241,15 +241,17 @@ class SplitByEntropy(PlainData):
         return DataLoader(Subset(Points(300), np.random.default_rng().permutation(300)[: self.samples]), shuffle=True)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_resumed_run_that_splits_its_data_in_another_way_is_told(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("seed", "step"), [(1, 0), (1, 2), (2, 0), (2, 2)])
+def test_a_resumed_run_that_splits_its_data_in_another_way_is_told(
+    seed: int, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
     def split(seed: int) -> DataLoader:
         return DataLoader(Subset(DATA, torch.randperm(50, generator=torch.Generator().manual_seed(seed))), shuffle=True)
 
     begun = training_loader(split(1), PLAN, 0, seed=1, at=Position())
     next(iter(begun))
-    resumed = training_loader(split(seed), PLAN, 0, seed=1, at=Position(step=2))
-    resumed.batch_sampler.start_at(0, 2, begun.batch_sampler.state_at(2))
+    resumed = training_loader(split(seed), PLAN, 0, seed=1, at=Position(step=step))
+    resumed.batch_sampler.start_at(0, step, begun.batch_sampler.state_at(step))
     next(iter(resumed))
     assert ("starts with different samples than before" in caplog.text) == (seed == 2)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -256,6 +257,7 @@ def test_a_stream_that_is_known_to_split_itself_is_left_as_it_is(tmp_path: Path)
     batch = GlobalBatch(BatchPlan(8, 8, 1, 1), seed=0)
     trainer = local_trainer(tmp_path, batch)
     trainer.strategy.connect(PlainModel())
+    trainer.state.fn, trainer.validating = TrainerFn.FITTING, True
     batch.setup(trainer, trainer.lightning_module, "fit")
     left = DataLoader(ByNode(range(9)), 3)
     assert trainer.strategy.process_dataloader(left) is left

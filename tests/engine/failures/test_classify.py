@@ -175,7 +175,7 @@ def test_data_without_batches_are_told_in_a_line(data: tuple[str, ...], line: st
 
 
 NO_TEST = "data: FailingData.test_dataloader() returned a NoneType, expected data loaders; return [] if there are none"
-LIMIT = "You requested to check 0.01 of the `val_dataloader` but 0.01 * 1 < 1."
+LIMIT = "You requested to check 0.01 of the `val_dataloader` but 0.01 * 37 < 1."
 
 
 @pytest.mark.parametrize(
