@@ -59,7 +59,7 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
     Args:
         find_unused_parameters: find the parameters that each backward pass does not reach, because ranks would wait
             for their gradients; None to do so only for a module with several optimizers, whose losses each reach only
-            some parameters.
+            some parameters, or with trained parameters that no optimizer has, as a copy that averages the weights.
         gradient_as_bucket_view: make gradients views of the communication buckets, instead of copies that take memory
             beside them.
         static_graph: the same parameters have gradients in every step.
@@ -124,10 +124,16 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
         is_open = self.find_unused_parameters is None and not self._ddp_kwargs["static_graph"]
-        if is_open and len(self.optimizers) > 1 and isinstance(self.model, DistributedDataParallel):
+        trained = {one for one in self.lightning_module.parameters() if one.requires_grad}
+        needs_to = len(self.optimizers) > 1 or not trained <= self._optimized()
+        if is_open and needs_to and isinstance(self.model, DistributedDataParallel):
             self._ddp_kwargs["find_unused_parameters"] = True
             self._wrap_anew()
+
+    def _optimized(self) -> set[Tensor]:
+        return {one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]}
 
     def _wrap_anew(self) -> None:
         self.model = self.lightning_module
@@ -228,15 +234,18 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         super().setup_precision_plugin()
 
     def refuse_unused(self) -> None:
-        """Check that the backward pass has set or changed the gradient of every trained parameter.
+        """Check that the backward pass has set or changed the gradient of every parameter of an optimizer.
 
         Raises:
-            Refused: a parameter took no part in the loss, so DDP did not average the gradients of the others.
+            Refused: one took no part in the loss, so DDP did not average the gradients of the others.
         """
         if not self._waits_for_all:
             return
-        unused = [name for name, one in self._named if one.requires_grad and self._is_as_before(name, one.grad)]
+        found = {name: one for name, one in self._named if one.requires_grad and self._is_as_before(name, one.grad)}
         self._before.clear()
+        # DDP looks for unused ones if some have no optimizer
+        kept = self._optimized() if found and self._ddp_kwargs["find_unused_parameters"] else {*found.values()}
+        unused = [name for name, one in found.items() if one in kept]
         if unused:
             raise Refused(
                 f"{listed(unused, 'parameters')} did not contribute to the loss, but ddp waits for every gradient; "

@@ -47,6 +47,7 @@ IDIOMS = {  # where each may take another path: replicas, shards, copies that ar
     "ClippedByHand": ("deepspeed_stage_3",),
     "PastTheWrapper": ("ddp", "deepspeed_stage_2"),
     "SharpnessAware": ("ddp",),
+    "Copied": ("ddp", "fsdp", *WAYS[2:]),
 }
 CELLS = [(idiom, ways[0]) for idiom, ways in IDIOMS.items()]
 CELLS += at_night(*((idiom, way) for idiom, ways in IDIOMS.items() for way in ways[1:]))

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.engine.plain import PlainModel
@@ -150,6 +151,20 @@ class Averaging(nn.Module):
         yield
         for parameter, weight in zip(net.parameters(), weights, strict=True):
             parameter.data.copy_(weight.data)
+
+
+class Copied(PlainModel):
+    """Averages its weights in a copy whose own count as trained, as torch's AveragedModel and timm's ModelEmaV3 do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averages = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.averages.update_parameters(self.net)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.2)
 
 
 class Swapped(PlainModel):
