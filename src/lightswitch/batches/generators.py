@@ -129,7 +129,7 @@ def generators_of_run(module: nn.Module, others: Iterable[Any]) -> list[Any]:
     Args:
         others: callbacks and a data module.
     """
-    found = [*_of_module(module), *_of_others(others)]
+    found = [*_of_module(module), *generators_of(others)]
     return list({id(one): one for one in found}.values())
 
 
@@ -138,10 +138,10 @@ def _of_module(module: nn.Module) -> list[Any]:
     return [one for value in own if not isinstance(value, nn.Module) for one in own_generators(value)]
 
 
-def _of_others(others: Iterable[Any]) -> list[Any]:
+def generators_of(objects: Iterable[Any]) -> list[Any]:
     """Return the generators of the user's objects, without those of datasets and loaders: these are seeded where they
     draw."""
-    own = [one for one in others if not type(one).__module__.startswith(("lightning.", "lightswitch."))]
+    own = [one for one in objects if not type(one).__module__.startswith(("lightning.", "lightswitch."))]
     values = [value for one in own for value in vars(one).values() if not isinstance(value, _OF_DATA)]
     return [generator for value in values for generator in own_generators(value)]
 
@@ -193,6 +193,15 @@ def _seed(generator: object, seed: int) -> None:
         generator.seed(seed & 0xFFFFFFFF)
     elif isinstance(generator, random.Random):
         generator.seed(seed)
+
+
+def restoring(generator: Any) -> Callable[[], None]:
+    """Return a function that puts a generator back into the state that it is in now."""
+    if isinstance(generator, np.random.Generator):
+        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    return functools.partial(generator.set_state, generator.get_state())
 
 
 def unseeded(generator: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.batches.generators import mix, seed_generators
+from lightswitch.batches.generators import generators_of, mix, restoring, seed_generators
 from lightswitch.batches.metrics import Ending, EpochMetrics, PlateauState
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.checkpoints.finetuning import Freezing
@@ -90,7 +90,8 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     engine = callbacks_of_engine(cfg, run, record, watchdog, batch, compilation or None)  # {} for compile=false
     users = callbacks_of_config(named, cfg.trainer)
     strategy = _strategy(cfg.trainer)
-    strategy.on_data = partial(seed_generators, mix(cfg.seed))  # so that a random split is the same in each process
+    own = generators_of([] if data is None else [data])
+    strategy.on_data = partial(_begin_data, mix(cfg.seed), [restoring(one) for one in own])
     trainer: Trainer = instantiated(
         cfg,
         "trainer",
@@ -114,6 +115,18 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     arrange_handshake(cfg, run, trainer, strategy, watchdog)
     install_launcher(strategy, run)
     return model, data, trainer
+
+
+def _begin_data(seed: int, own: Iterable[Callable[[], None]]) -> None:
+    """Bring all generators into the state from which data are prepared and set up, so that a random split is the same
+    in each process and stage.
+
+    Args:
+        own: functions that restore those that the data module made in its constructor.
+    """
+    seed_generators(seed)
+    for restore in own:
+        restore()
 
 
 def in_order(loggers: dict[str, Logger | None]) -> list[Logger]:

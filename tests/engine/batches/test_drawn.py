@@ -21,10 +21,15 @@ RUN = ("trainer.accelerator=cpu", "run_id=mine", "global_batch_size=12", "traine
 
 
 class SplitData(PlainData):
-    """Splits its samples at random, in each process and stage anew, as most people do."""
+    """Splits its samples at random, in each process and stage anew, as most people do; also by a generator it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(7)
 
     def setup(self, stage: str) -> None:
-        self.training, self.held_out = random_split(Points(70, noise=0.3), [50, 20])
+        drawn = Subset(Points(70, noise=0.3), torch.randperm(70, generator=self.generator).tolist())
+        self.training, self.held_out = random_split(drawn, [50, 20])
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.training, self.batch_size, shuffle=True)
@@ -122,6 +127,7 @@ def test_a_split_is_one_in_each_stage(split: Finished, train: Train) -> None:
     (loss,) = set(tested.column("test/loss").values())
     assert {round(value, 5) for value in validated.column("val/loss").values()} == {round(loss, 5)}
     assert round(loss, 5) == round(split.column("val/loss")[max(split.column("val/loss"))], 5)
+    assert {round(value, 5) for value in split.column("test/loss").values()} == {round(loss, 5)}  # the last is the best
 
 
 DRAWN = (f"model._target_={HERE}.DrawingModel", PLAIN_DATA, *RUN, "data.samples=60", "trainer.max_steps=13")
