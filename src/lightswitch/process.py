@@ -161,9 +161,10 @@ class Process:
             os._exit(code)
 
     def follow_parent(self) -> None:
-        """End this rank when its parent has ended, until the watchdog takes over.
+        """End this rank when its parent has ended, until the watchdog takes over; kill it if the run fails.
 
-        Otherwise the rank would wait half an hour for its parent.
+        Otherwise the rank would wait half an hour for its parent. Of a failed run, only a parent that is stopped is
+        killed: others end by themselves, and the command would wait for ever for it.
         """
         parent = os.getppid()
 
@@ -176,6 +177,9 @@ class Process:
                         )
                         print(line, file=sys.stderr, flush=True)
                     self.leave_now(ExitCode.FAILED)
+            self.has_failed.wait()
+            if _is_stopped(parent) and os.getppid() == parent:
+                os.kill(parent, signal.SIGKILL)
 
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
 
@@ -194,6 +198,14 @@ class Process:
             self.leave_now(ExitCode.STOPPED)
 
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, as by SIGSTOP; False on systems without /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def _flush() -> None:
