@@ -161,9 +161,10 @@ class Process:
             os._exit(code)
 
     def follow_parent(self) -> None:
-        """End this rank when its parent has ended, until the watchdog takes over.
+        """End this rank when its parent has ended, until the watchdog takes over; kill it if the run fails.
 
-        Otherwise the rank would wait half an hour for its parent.
+        Otherwise the rank would wait half an hour for its parent. Of a failed run, only a parent that is stopped is
+        killed: others end by themselves, and the command would wait for ever for it.
         """
         parent = os.getppid()
 
@@ -176,6 +177,9 @@ class Process:
                         )
                         print(line, file=sys.stderr, flush=True)
                     self.leave_now(ExitCode.FAILED)
+            self.has_failed.wait()
+            if _is_stopped(parent) and os.getppid() == parent:
+                os.kill(parent, signal.SIGKILL)
 
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
 
@@ -194,6 +198,14 @@ class Process:
             self.leave_now(ExitCode.STOPPED)
 
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, as by SIGSTOP; False on systems without /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def _flush() -> None:
@@ -229,7 +241,6 @@ REQUEUED = (signal.SIGUSR1, signal.SIGUSR2)  # schedulers send them before a tim
 _OF_A_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # Ctrl+C, and its end, as when a connection breaks
 CAUGHT = (*REQUEUED, signal.SIGTERM, *_OF_A_TERMINAL)
 _PATIENCE_SECONDS = 5  # for a process to end by itself
-_WORKER_SECONDS = 120  # for a loader worker after SIGTERM: its rank still reads until the step is over
 
 
 def heard() -> list[signal.Signals]:
@@ -272,6 +283,7 @@ class Signals:
         self.is_deferred = False
         self._is_told = False
         self._pid = 0  # of the process that listens
+        self._before_fork = threading.local()  # the signal mask of each thread that forks
 
     def __reduce__(self) -> tuple[type[Signals], tuple[object, ...]]:
         return Signals, (self.process, self._requeue)  # as of Process
@@ -286,7 +298,7 @@ class Signals:
         if self._pid == os.getpid():
             return
         if not self._pid:  # else it was inherited by a fork
-            os.register_at_fork(after_in_child=self._in_forked_child)
+            os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._in_forked_child)
         self._pid = os.getpid()
         for number in heard():
             signal.signal(number, self._note)
@@ -359,21 +371,27 @@ class Signals:
         erasing = "\r\x1b[K" if sys.stderr.isatty() else ""  # erases a progress bar on the cursor's line
         os.write(sys.stderr.fileno(), f"{erasing}{text}\n".encode())
 
+    def _block(self) -> None:
+        """Block signals before a fork: the child would take one that arrives now for this process's, and live on."""
+        self._before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._before_fork.mask)
+
     def _in_forked_child(self) -> None:
+        """Let a child end by SIGTERM, and go on after the other signals, which a terminal or Slurm sends to all.
+
+        These have a handler, because a program that the child executes would go on to ignore an ignored signal.
+        """
         self.is_deferred = False
         signal.set_wakeup_fd(-1)
-        for number in CAUGHT:
-            signal.signal(number, _read_on if number == signal.SIGTERM else signal.SIG_IGN)
+        for number in heard():
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else _go_on)
+        self._unblock()
 
 
-def _read_on(number: int, frame: FrameType | None) -> None:
-    """Let a loader worker run on after SIGTERM: schedulers signal all processes, and its rank has a step to finish."""
-    data = sys.modules.get("torch.utils.data")
-    if data is not None and data.get_worker_info() is not None:
-        signal.alarm(_WORKER_SECONDS)
-    else:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+def _go_on(number: int, frame: FrameType | None) -> None:
+    pass
 
 
 T = TypeVar("T")

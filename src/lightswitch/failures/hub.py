@@ -64,6 +64,7 @@ class Hub:
         self._how_ended = how_ended
         self._ranks: dict[int, RankState] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._clock = Clock(timeouts)
         self._asked: float | None = None
         self._look_after = self._first_look = min(_LOOK_SECONDS, timeouts.hung_after_seconds / 4)
 
@@ -100,11 +101,11 @@ class Hub:
             pass
         finally:
             if state is not None and not state.left:
-                state.gone = time.monotonic()
+                state.gone = self._clock.now()
             writer.close()
 
     def _welcome(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> RankState:
-        rank, now = Rank(**hello["rank"]), time.monotonic()
+        rank, now = Rank(**hello["rank"]), self._clock.now()
         state = self._ranks[rank.number] = RankState(rank, now, moved=now, oom_kills=hello["oom_kills"])
         self._writers[rank.number] = writer
         _send(writer, welcome=True)
@@ -113,7 +114,7 @@ class Hub:
         return state
 
     def _hear(self, state: RankState, message: dict[str, Any]) -> None:
-        now = state.at = time.monotonic()
+        now = state.at = self._clock.now()
         if (progress := message.get("progress", state.progress)) != state.progress:
             state.progress, state.moved = progress, now
         if "position" in message:
@@ -126,7 +127,7 @@ class Hub:
     async def _judge(self) -> None:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            now, ranks = time.monotonic(), self._ranks.values()
+            now, ranks = self._clock.now(), self._ranks.values()
             idle = idle_seconds(ranks, now)
             if idle < self._first_look:
                 self._look_after = self._first_look
@@ -158,6 +159,23 @@ class Hub:
         for number, writer in self._writers.items():
             if not (self._ranks[number].left or self._ranks[number].gone):
                 _send(writer, **message)
+
+
+class Clock:
+    """Clock of a process that stops with it: the time for which a process was suspended is nobody's silence.
+
+    The watchdog reads it every few seconds at least, so a longer pause between two readings is a suspension.
+    """
+
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._longest_seconds = timeouts.lost_after_seconds / 4
+        self._read, self._seconds = time.monotonic(), 0.0
+
+    def now(self) -> float:
+        """Return the seconds for which this process has run."""
+        before, self._read = self._read, time.monotonic()
+        self._seconds += min(self._read - before, self._longest_seconds)
+        return self._seconds
 
 
 def _send(writer: asyncio.StreamWriter, **message: Any) -> None:

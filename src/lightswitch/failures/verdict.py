@@ -31,7 +31,7 @@ class Timeouts:
 
 @dataclass
 class RankState:
-    """State of a rank as known to the hub; times are in seconds of the hub's monotonic clock."""
+    """State of a rank as known to the hub; times are in seconds of the hub's clock."""
 
     rank: Rank
     at: float  # time of the last message

@@ -30,7 +30,7 @@ from lightswitch.errors import Ended, ExitCode, Failure, Stopped
 from lightswitch.failures import classify, crash_report
 from lightswitch.failures.classify import Rank, node_name, shortened
 from lightswitch.failures.crash_report import CrashReport
-from lightswitch.failures.hub import LONGEST_LINE_BYTES, Hub, OwnSockets, Route, listen, route_to
+from lightswitch.failures.hub import LONGEST_LINE_BYTES, Clock, Hub, OwnSockets, Route, listen, route_to
 from lightswitch.failures.stacks import oom_kills, thread_position
 from lightswitch.failures.verdict import ANSWER_SECONDS, WITHOUT_MESSAGE, Timeouts
 from lightswitch.process import Process, stopped_with
@@ -279,6 +279,7 @@ class Member:
             if time.monotonic() > end:
                 raise ConnectionError(f"no answer from the watchdog at {address}:{port}")
             await asyncio.sleep(_RETRY_SECONDS)
+        self._clock, self._heard = Clock(self.timeouts), 0.0
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
 
     async def _is_welcome(self, address: str, port: int, token: str) -> bool:
@@ -310,15 +311,18 @@ class Member:
             await asyncio.gather(*pending, return_exceptions=True)
 
     async def _beat(self) -> None:
+        silence_seconds = 1.5 * self.timeouts.lost_after_seconds  # if the network fails, rank 0 reports first
         while True:
             await asyncio.sleep(self.timeouts.lost_after_seconds / 8)
+            if self._clock.now() - self._heard > silence_seconds:
+                self._lose(f"was lost: nothing heard for {silence_seconds:g} s")
             await self._say(progress=self.progress)
 
     async def _listen(self) -> None:
         lost = WITHOUT_MESSAGE
-        silence_seconds = 1.5 * self.timeouts.lost_after_seconds  # if the network fails, rank 0 reports first
         try:
-            while line := await asyncio.wait_for(self._reader.readline(), silence_seconds):
+            while line := await self._reader.readline():
+                self._heard = self._clock.now()
                 message = json.loads(line)
                 if "ask" in message:
                     await self._say(position=asdict(thread_position()), progress=self.progress)
@@ -328,15 +332,16 @@ class Member:
                 if "verdict" in message:
                     self._end(Failure(**message["verdict"]))
                     return
-        except asyncio.TimeoutError:
-            lost = f"was lost: nothing heard for {silence_seconds:g} s"
         except ConnectionResetError:  # the other process ended with unread data in its socket
             pass
         except OSError as error:
             lost = f"was lost: {error.strerror}"
         except ValueError as error:
             lost = f"has sent what is no message: {error}"
-        self._end(Failure(f"{self._first} failed: process {self._first.pid} {lost}"))
+        self._lose(lost)
+
+    def _lose(self, how: str) -> None:
+        self._end(Failure(f"{self._first} failed: process {self._first.pid} {how}"))
 
     def _end(self, failure: Failure) -> None:
         if self.verdict is not None:

@@ -234,7 +234,15 @@ def _fields(line: bytes) -> list[str]:
 
 
 def _is_row(fields: list[str], columns: list[str]) -> bool:
-    return len(fields) == len(columns) and fields[columns.index("step")].isdecimal()
+    return len(fields) == len(columns) and fields[columns.index("step")].isdecimal() and all(map(_is_whole, fields))
+
+
+def _is_whole(field: str) -> bool:
+    """Return whether a field is empty, a number, or a text that does not begin like one: `1.5.25` is of two rows."""
+    try:
+        return not field or float(field) is not None
+    except ValueError:
+        return field.isprintable() and field[0] not in "+-.0123456789"
 
 
 def _is_training(metrics: Mapping[str, Any]) -> bool:

@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -129,6 +132,34 @@ def test_the_longest_failure_fits_into_a_message() -> None:
     failure = shortened(Failure("\U0001f600" * 10**6, "\U0001f600" * 10**7))
     assert len(json.dumps({"failure": asdict(failure)})) < LONGEST_LINE_BYTES
     assert shortened(Failure("short", "details")) == Failure("short", "details")
+
+
+SUSPENDED = """
+import os, subprocess, time
+from lightswitch.failures.classify import Rank
+from lightswitch.failures.hub import Route
+from lightswitch.failures.verdict import Timeouts
+from lightswitch.failures.watchdog import Member
+from lightswitch.process import Process
+
+ranks = [Rank(number, 2, "node1", os.getpid()) for number in (0, 1)]
+members = [Member(rank, Timeouts(2, 1000), Process(), lambda failure: None) for rank in ranks]
+address, port, token = members[0].open_hub([Route("127.0.0.1", is_local=True)])
+for member in members:
+    member.join(ranks[0], address, port, token)
+subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; sleep 6; kill -CONT {os.getpid()}"])
+time.sleep(8)
+print([member.verdict for member in members], flush=True)
+members[1]._do(members[1]._close())  # it is lost, though nothing is suspended
+members[0]._done.wait(60)
+print(members[0].verdict, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_suspension_of_all_ranks_is_no_silence_and_a_rank_that_goes_after_it_is_missed() -> None:
+    ran = subprocess.run([sys.executable, "-c", SUSPENDED], capture_output=True, text=True, timeout=200)
+    assert re.match(r"\[None, None\]\n.*rank 1 of 2 on node1 failed", ran.stdout), ran.stdout + ran.stderr
 
 
 OWN = socket.gethostbyname("localhost")

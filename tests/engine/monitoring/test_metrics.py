@@ -173,10 +173,12 @@ class SaveAt(Callback):
         ((b"9,", b"9\xff,"), ["19", "29"]),
         ((b"19,", b"1\x009,"), ["9", "29"]),
         ((b"\n19,64", b""), ["29"]),
+        ((b".0\n19,64,", b"\0" * 9), ["29"]),
+        ((b"\n19,64,", b""), ["29"]),
         ((b"step", b"\xfe\xff"), ["29"]),
         ((b"step,samples", b"9,64"), ["29"]),
     ],
-    ids=["no text", "a zero byte", "two rows in a line", "no header", "a header that is lost"],
+    ids=["no text", "a zero byte", "two rows in a line", "two rows joined by zeros", "two rows joined", "no header", "a header that is lost"],
 )
 def test_a_file_with_lines_that_are_no_rows_is_kept_beside(
     harm: tuple[bytes, bytes], steps: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
