@@ -54,8 +54,8 @@ def main(cfg: DictConfig, run: RunContext) -> None:
         from lightswitch.launch import dry_run
 
         return dry_run.dry_run(cfg, run)
-    model, data, trainer = build.build(cfg, run, batch)
     start = resume.find(cfg, run)
+    model, data, trainer = build.build(cfg, run, batch, start)
     report.begin(cfg, run, trainer, batch, start)
 
     if cfg.mode == "fit":

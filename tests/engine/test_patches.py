@@ -33,6 +33,7 @@ ALLOWED = {
     "other.optimizer.lr": "a config is data",
     "cfg.trainer.strategy": "a config is data",
     "cfg.ckpt_path": "a config is data",
+    "cfg.seed": "a config is data",
     "cfg.resume": "a config is data",
     "cfg.micro_batch_size": "a config is data",
     "sys.excepthook": "Python documents it: as it was before torch set it",

@@ -60,7 +60,7 @@ class GlobalBatch(Callback):
     def __init__(self, plan: BatchPlan, seed: int, shares_streams: bool = True) -> None:
         self.plan = plan
         self.seed = seed
-        self._resumed = Position(seed=seed, global_batch=plan.global_batch)
+        self._resumed = Position(seed=seed, global_batch=plan.global_batch, splits_by_seed=True)
         self._loaders = SharedLoaders(plan, seed, shares_streams)
         self._fractions = Fractions(plan)
         self._counter = PositionCounter(plan, self._loaders, self._resumed)

@@ -124,6 +124,7 @@ class Position:
     validation_due: bool = False  # the step's validation has not run yet
     epoch_end_due: bool = False  # all steps of the epoch are taken, and no `on_train_epoch_end` has run yet
     optimizer_steps: int | None = None  # taken in total, as the Trainer counts them; None if each batch is a step
+    splits_by_seed: bool = False  # data are prepared and set up under `seed` itself; before 0.2, under a hash of it
 
     @property
     def epochs(self) -> int:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy, StrategyRegistry
@@ -17,9 +17,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.batches.generators import generators_of, mix, restoring, seed_generators
+from lightswitch.batches.generators import (
+    generator_states,
+    generators_of,
+    mix,
+    restore_generators,
+    restoring,
+    seed_generators,
+)
 from lightswitch.batches.metrics import Ending, EpochMetrics, PlateauState
-from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
+from lightswitch.batches.plan import BatchPlan, Position, scaled_learning_rate
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import InitialWeights, TransientBuffers
@@ -45,7 +52,9 @@ from lightswitch.monitoring.step_timer import StepTimer
 from lightswitch.preflight import devices
 from lightswitch.process import leave_group_at_exit
 from lightswitch.runs import log as run_log
+from lightswitch.runs import resume
 from lightswitch.runs.record import CleanHyperparameters, PredictionWriter, RunRecord
+from lightswitch.runs.resume import Start
 from lightswitch.strategies import known_callbacks
 from lightswitch.strategies.ddp import auto
 from lightswitch.strategies.kernels import AttentionBackends, FusedStep, GarbageBetweenSteps, MatmulPrecision
@@ -64,13 +73,18 @@ _VALIDATION = {"trainer.val_check_interval", "trainer.check_val_every_n_epoch"}
 _CLIPPING = "trainer.gradient_clip_val"
 
 
-def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
+def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Start | None = None) -> Built:
     """Build the model, the data and the Trainer, with the engine's callbacks first.
+
+    Args:
+        start: the checkpoint that the run reads; None to find it.
 
     Raises:
         RefusedRequest: constructors reject their arguments, or the parts don't go together; the error has all
             messages, and tracebacks of user code.
     """
+    position = (start or resume.find(cfg, run)).position
+    _take_seed(cfg, run, position)
     gc.freeze()  # imported objects stay, so the collector, off since launch/hydra_entry, needn't search them
     gc.enable()
     leave_group_at_exit()
@@ -79,8 +93,10 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     record = RunRecord(cfg, run, plan)  # records the request, so it comes before the learning rate is scaled
     cfg = _with_scaled_learning_rate(cfg, plan)
     refusals = instantiation.refused_optimizers(cfg)
-    model, data, named, loggers, cluster, compilation = (
-        instantiated(cfg, name, refusals) for name in ("model", "data", "callbacks", "logger", "cluster", "compile")
+    model = instantiated(cfg, "model", refusals)
+    data = _data(cfg, refusals, position)
+    named, loggers, cluster, compilation = (
+        instantiated(cfg, name, refusals) for name in ("callbacks", "logger", "cluster", "compile")
     )
     raise_all(refusals)
     raise_all(list(problems_of_parts(model, data, cfg, run, plan)))
@@ -91,7 +107,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     users = callbacks_of_config(named, cfg.trainer)
     strategy = _strategy(cfg.trainer)
     own = generators_of([] if data is None else [data])
-    strategy.on_data = partial(_begin_data, mix(cfg.seed), [restoring(one) for one in own])
+    strategy.on_data = partial(_begin_data, _seed_of_data(cfg, position), [restoring(one) for one in own])
     trainer: Trainer = instantiated(
         cfg,
         "trainer",
@@ -115,6 +131,35 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     arrange_handshake(cfg, run, trainer, strategy, watchdog)
     install_launcher(strategy, run)
     return model, data, trainer
+
+
+def _take_seed(cfg: DictConfig, run: RunContext, position: Position | None) -> None:
+    """Set the seed of an evaluation to that of the checkpoint's run: another one would split the data in another way,
+    and test what was trained on."""
+    if position is None or position.seed == cfg.seed:  # a run that is resumed under another seed is refused
+        return
+    if run.is_first:
+        log.info("seed       %d, of the checkpoint's run, which splits data as it did; seed=%d has no effect",
+                 position.seed, cfg.seed)  # fmt: skip
+    cfg.seed = position.seed
+    seed_everything(cfg.seed, workers=True, verbose=False)
+
+
+def _data(cfg: DictConfig, refusals: list[Refused], position: Position | None) -> Any:
+    """Return the data module, whose constructor draws from the seed itself, whatever the model before it has drawn."""
+    if position is not None and not position.splits_by_seed:
+        return instantiated(cfg, "data", refusals)
+    before = generator_states(torch.device("cpu"))
+    seed_generators(cfg.seed)
+    data = instantiated(cfg, "data", refusals)
+    restore_generators(before, torch.device("cpu"))
+    return data
+
+
+def _seed_of_data(cfg: DictConfig, position: Position | None) -> int:
+    """Return the seed from which data are prepared and set up: that of `seed_everything(cfg.seed)`, so that a notebook
+    splits them as the run does."""
+    return cfg.seed if position is None or position.splits_by_seed else mix(cfg.seed)
 
 
 def _begin_data(seed: int, own: Iterable[Callable[[], None]]) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, random_split
 
+from lightswitch.batches.generators import mix, seed_generators
 from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.curves import largest_difference, predictions
 from tests.engine.plain import PlainData, PlainModel, Points
@@ -21,21 +26,23 @@ RUN = ("trainer.accelerator=cpu", "run_id=mine", "global_batch_size=12", "traine
 
 
 class SplitData(PlainData):
-    """Splits its samples at random, in each process and stage anew, as most people do; also by a generator it keeps."""
+    """Splits its samples at random, in each process and stage anew, as most people do; also in its constructor, and by
+    a generator that it keeps."""
 
     def __init__(self) -> None:
         super().__init__()
         self.generator = torch.Generator().manual_seed(7)
+        self.order = np.random.permutation(70)
 
     def setup(self, stage: str) -> None:
-        drawn = Subset(Points(70, noise=0.3), torch.randperm(70, generator=self.generator).tolist())
-        self.training, self.held_out = random_split(drawn, [50, 20])
+        drawn = self.order[torch.randperm(70, generator=self.generator)]
+        self.training, self.held_out = random_split(Subset(Points(70, noise=0.3), drawn.tolist()), [50, 20])
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.training, self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.held_out, self.batch_size)
+        return DataLoader(self.held_out, batch_size=self.batch_size)
 
     test_dataloader = predict_dataloader = val_dataloader
 
@@ -99,28 +106,30 @@ class AskingModel(PlainModel):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-SPLIT = (
-    "model._target_=tests.engine.plain.PlainModel",
-    f"data._target_={HERE}.SplitData",
-    *RUN,
-    "trainer.max_epochs=2",
-)
+class NamingModel(PlainModel):
+    """Predicts which samples it is given."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return batch[2]
+
+
+SPLIT = (f"model._target_={HERE}.NamingModel", f"data._target_={HERE}.SplitData", *RUN, "trainer.max_epochs=2")
 
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return runs_in(tmp_path_factory.mktemp("split"))(*SPLIT)
+    return runs_in(tmp_path_factory.mktemp("split"))(*SPLIT, "seed=1")
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), *at_night(("fsdp", 3))])
 def test_a_split_that_is_drawn_in_setup_is_one(strategy: str, ranks: int, split: Finished, train: Train) -> None:
     """Else a resume on more devices would train on what has been held out."""
-    run = train(*SPLIT, f"strategy={strategy}", ranks=ranks)
+    run = train(*SPLIT, "seed=1", f"strategy={strategy}", ranks=ranks)
     for name in ("train/loss", "val/loss", "test/loss"):
         assert largest_difference(run, split, name) <= 1e-5, name
 
 
-def test_a_split_is_one_in_each_stage(split: Finished, train: Train) -> None:
+def test_a_split_is_one_in_each_stage_whatever_its_seed_and_model(split: Finished, train: Train) -> None:
     last = split.run_dir / "checkpoints/last.ckpt"
     tested = train(*SPLIT, "mode=test", f"ckpt_path={last}", "model.width=16", "run_id=another")
     validated = train(*SPLIT, "mode=validate", f"ckpt_path={last}", "run_id=third")
@@ -128,6 +137,36 @@ def test_a_split_is_one_in_each_stage(split: Finished, train: Train) -> None:
     assert {round(value, 5) for value in validated.column("val/loss").values()} == {round(loss, 5)}
     assert round(loss, 5) == round(split.column("val/loss")[max(split.column("val/loss"))], 5)
     assert {round(value, 5) for value in split.column("test/loss").values()} == {round(loss, 5)}  # the last is the best
+
+
+def test_a_split_is_a_function_of_the_runs_seed_in_plain_python_too(split: Finished, train: Train) -> None:
+    last = split.run_dir / "checkpoints/last.ckpt"
+    run = train(*SPLIT, "mode=predict", f"ckpt_path={last}", "seed=2", "run_id=another")
+    assert "seed       1, of the checkpoint's run, which splits data as it did; seed=2 has no effect" in run.out
+    seed_everything(1)
+    data = SplitData()
+    seed_everything(1)
+    data.setup("fit")
+    assert predictions(run).tolist() == [index for _, _, index in data.held_out]
+
+
+def test_a_checkpoint_from_before_keeps_its_split(split: Finished, train: Train, tmp_path: Path) -> None:
+    """A hash of the seed split what setup draws, and a constructor drew from where the module's had left off."""
+    older = tmp_path / "older.ckpt"
+    shutil.copytree(split.run_dir / "checkpoints/last.ckpt", older)
+    state = torch.load(older / "trainer.pt", weights_only=True)
+    del state["position"]["splits_by_seed"]
+    torch.save(state, older / "trainer.pt")
+    kept = [line for line in (older / "SHA256SUMS").read_text().splitlines() if "trainer.pt" not in line]
+    digest = hashlib.sha256((older / "trainer.pt").read_bytes()).hexdigest()
+    (older / "SHA256SUMS").write_text("\n".join([*kept, f"{digest}  trainer.pt"]) + "\n")
+    run = train(*SPLIT, "mode=predict", f"ckpt_path={older}", "seed=1")
+    seed_everything(1)
+    NamingModel()
+    data = SplitData()
+    seed_generators(mix(1))
+    data.setup("fit")
+    assert predictions(run).tolist() == [index for _, _, index in data.held_out]
 
 
 DRAWN = (f"model._target_={HERE}.DrawingModel", PLAIN_DATA, *RUN, "data.samples=60", "trainer.max_steps=13")
