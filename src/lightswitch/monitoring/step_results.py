@@ -197,19 +197,27 @@ class Logged:
         return replace(self, value=self.value + other.value, samples=self.samples + other.samples)
 
     def log_name(self, results: _ResultCollection, trainer: Trainer) -> None:
-        """Log the name with a neutral value, or the metric: Lightning then knows what this process has not logged."""
+        """Log the name with a neutral value, or the metric: Lightning then knows what this process has not logged.
+
+        Other ranks may not do the same, so `sync_dist` takes effect only afterwards: with `on_step`, Lightning averages
+        a value over the ranks as soon as it is logged.
+        """
         arguments = {key: value for key, value in asdict(self).items() if key not in ("value", "samples", "reduce_fx")}
         strategy, metric = trainer.strategy, self.metric_attribute
         neutral = torch.tensor(_NEUTRAL[self.reduce_fx], device=strategy.root_device)
+        key = f"{self.fx}.{self.name}"
+        if self.add_dataloader_idx and results.dataloader_idx is not None:
+            key += f".{results.dataloader_idx}"
+        results.pop(key, None)  # of an earlier epoch
         results.log(
             value=neutral if metric is None else cast(Metric, trainer.lightning_module.get_submodule(metric)),
             reduce_fx=getattr(torch, self.reduce_fx),
-            sync_dist_fn=strategy.reduce,
             batch_size=0,
             **arguments,
         )
+        results[key].meta.sync = replace(results[key].meta.sync, fn=strategy.reduce)
         if isinstance(results, Results):
-            results.forget_after_epoch(f"{self.fx}.{self.name}")
+            results.forget_after_epoch(key)
 
 
 def logged(results: _ResultCollection) -> dict[str, _ResultMetric]:

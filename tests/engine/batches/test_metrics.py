@@ -189,6 +189,12 @@ class KeepsTheBest(PlainModel):
         for metric in (self.val_loss, self.lowest, self.highest):
             metric.reset()
 
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for fx in ("mean", "sum", "min"):  # ranks average it as soon as it is logged
+            self.log(f"train/{fx}", loss, on_step=True, on_epoch=True, sync_dist=True, reduce_fx=fx)
+        return loss
+
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
         sign = (-1) ** self.current_epoch  # so that an earlier validation is among the best
@@ -222,6 +228,18 @@ def test_the_best_so_far_goes_on(step: int, strategy: str, best: Finished, train
     options = {} if strategy == "single" else {"ranks": 2}
     resumed = train(*BEST, f"strategy={strategy}", f"resume={best.run_dir}/checkpoints/step_{step}.ckpt", **options)
     assert_the_best(resumed, best, step)
+    logged, expected = resumed.column("train/mean_epoch"), best.column("train/mean_epoch")
+    assert logged == pytest.approx({at: expected[at] for at in logged}, rel=1e-6)
+
+
+def test_ranks_make_the_same_collectives_where_one_alone_goes_on_with_what_was_logged(train: Train) -> None:
+    """At the end of an epoch in which the resumed run has trained on no batch."""
+    run = (*BEST, "strategy=ddp", "trainer.log_every_n_steps=50", "trainer.limit_val_batches=0")
+    whole = train(*run, "trainer.max_epochs=2", ranks=2)
+    at = f"resume={whole.run_dir}/checkpoints/step_3.ckpt"
+    resumed = train(*run, at, "trainer.max_epochs=2", ranks=2, timeout_seconds=300)
+    for name in ("mean", "sum", "min"):
+        assert largest_difference(resumed, whole, f"train/{name}_epoch") <= 2e-6, name
 
 
 def test_the_best_so_far_goes_on_from_an_epochs_end(best: Finished, train: Train) -> None:
