@@ -69,6 +69,7 @@ _OF_TRAINER = {  # config files of lightning-hydra-template
 }
 
 
+_PLACE = ("cluster.node_rank", "cluster.main_address", "cluster.main_port")
 _OF_CONFIGS = {"eval": "type mode=test ckpt_path=PATH", "train": "leave it out"}  # of lightning-hydra-template
 _SETS = ("callbacks", "logger")  # groups of which a run can have several choices
 _OF_EXTRAS = {  # Hydra plugins, and the extra that installs each
@@ -118,9 +119,22 @@ def _beyond_reading(override: str) -> Iterator[str]:
 
 class _Flags(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        flag = re.match(r"unrecognized arguments: --?([\w.]+=\S+)", message)
-        typed = f"type {flag[1]}" if flag else "a setting is KEY=VALUE"
+        flags = re.findall(r"--?([\w.-]+=\S+)", message.removeprefix("unrecognized arguments: "))
+        typed = f"type {_as_settings(flags)}" if flags else "a setting is KEY=VALUE"
         raise RefusedRequest([f"{message}; {typed}, and --help lists all settings"])
+
+
+def _as_settings(words: Iterable[str]) -> str:
+    """Return the settings for words such as `num_nodes=2`, which other programs take, in one line to type.
+
+    The place of a node among those of a run belongs to cluster=manual.
+    """
+    pairs = [word.partition("=") for word in words]
+    typed = [f"""{aliases.setting(key) or key}={value.strip("'")}""" for key, _, value in pairs]  # Hydra needs quotes
+    first = next((number for number, word in enumerate(typed) if word.startswith("cluster.")), None)
+    if first is not None and not any(word.startswith("cluster=") for word in typed):
+        typed.insert(first, "cluster=manual")
+    return " ".join(typed)
 
 
 def problems_of_composition(error: BaseException, takes: Takes = lambda target: ()) -> list[str]:
@@ -158,7 +172,9 @@ def problems_of_composition(error: BaseException, takes: Takes = lambda target: 
     if added := re.match(r"Could not append to config. An item is already at '(.+?)'", str(error)):
         return [f"+{added[1]}: the config already has that key; type {added[1]}=VALUE"]
     if group := re.match(r"Could not override '(.+?)'\.", str(error)):
-        return [f"{group[1]}: there is no such group.{nearest(group[1], GROUPS) or ' Leave that out'}"]
+        key = aliases.setting(group[1])  # a fork may lack a group of this name
+        hint = f" Did you mean {key}?" if key else nearest(group[1], GROUPS) or " Leave that out"
+        return [f"{group[1]}: there is no such group.{hint}"]
     if twice := re.match(r"(?:Multiple values for )?([\w/]+)(?: appears more than once|\. To override)", str(error)):
         return [f"+{twice[1]}: the config already has that choice; type {twice[1]}=CHOICE"]
     if several := re.match(r"Ambiguous value for argument '\+*(.+?)=(.*)'", str(error)):
@@ -237,7 +253,12 @@ def _meant(key: str, node: DictConfig, takes: Takes) -> str:
     root = node._get_root()
     if above and above[0] in CONSTRUCTED:  # typed keys are added, so this one is in a sweep's params
         return f" In a sweep's params, a new key begins with +: +{key}"
-    if other := aliases.setting(key):
+    other = aliases.setting(key)
+    if other in _PLACE:  # cluster=manual needs all of these: answer with all that was typed of them
+        of_place = (*_PLACE, "trainer.num_nodes")
+        words = [word for word in sys.argv[1:] if aliases.setting(key_and_value(word)[0]) in of_place]
+        return f" Type {_as_settings(words or [f'{key}=VALUE'])}"
+    if other:
         return f" Did you mean {_of_model(root, other, takes) or other}?"
     if elsewhere := sorted(f"{group}.{name}" for group in root if name in _raw_keys(root._get_node(group))):
         return f" Did you mean {listed(elsewhere, separator=' or ')}?"
@@ -287,6 +308,8 @@ def _missing_choice(error: MissingConfigException) -> str:
         return f"strategy={choice}: {_STRATEGIES[choice]}"
     if group == "trainer" and choice in _OF_TRAINER:
         return f"trainer={choice}: {_OF_TRAINER[choice]}"
+    if group == "num_nodes" and choice.isdecimal():
+        return f"num_nodes={choice}: there is no file of that number; type trainer.num_nodes={choice}"
     if line := aliases.choice_instead(group, choice):
         return f"{group}={choice}: there is no such {group}; type {line}"
     if extra := _OF_EXTRAS.get(f"{group}/{choice}"):

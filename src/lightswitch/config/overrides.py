@@ -22,7 +22,7 @@ from lightswitch.mixins import Mixin, with_mixin
 
 # Groups whose files hold the arguments of a constructor; an override may set any argument, listed in the file or not.
 CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster", "compile")
-GROUPS = (*CONSTRUCTED, "strategy", "precision", "device", "experiment", "debug")
+GROUPS = (*CONSTRUCTED, "strategy", "precision", "num_nodes", "device", "experiment", "debug")
 _NAMES = ("run_id", "name")
 _VALUES = ("true", "false", "null", "inf", "nan")  # words that Hydra does not parse as strings
 _REPLACEABLE = ("model", "data", "optimizer", "scheduler")

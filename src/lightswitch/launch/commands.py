@@ -75,6 +75,7 @@ _OF_THE_WORLD = (
     "device",
     "run_id",
     "hydra",
+    "num_nodes",
     "trainer.num_nodes",
     "trainer.devices",
 )

@@ -131,6 +131,8 @@ MISTAKES = {
     "type hydra.run.dir=FOLDER",
 }
 # What preflight finds: it tells all at once, where none is hidden by another
+PLACE_FLAGS = "--num_nodes=2 --node_rank=0 --master_addr=10.0.0.1 --master_port=12345"
+PLACE = "trainer.num_nodes=2 cluster=manual cluster.node_rank=0 cluster.main_address=10.0.0.1 cluster.main_port=12345"
 AT_ONCE = {
     "trainer.gpus=3": "trainer.gpus: Trainer takes no gpus. Did you mean devices?",
     "trainer.epochs=3": "trainer.epochs: Trainer takes no epochs. Did you mean max_epochs?",
@@ -275,7 +277,7 @@ NO_KEYS = {
         "trainer.max_epochs": ("epoch", "epochs", "n_epochs", "num_train_epochs"),
         "trainer.max_steps": ("steps", "max_steps", "max_iters"),
         "trainer.devices": ("devices", "gpus"),
-        "trainer.num_nodes": ("nodes", "num_nodes"),
+        "trainer.num_nodes": ("nodes", "nnodes"),
         "trainer.accelerator": ("accelerator",),
         "trainer.check_val_every_n_epoch": ("check_val_every_n_epoch", "eval_strategy"),
         "trainer.strategy.activation_checkpointing": ("gradient_checkpointing",),
@@ -333,6 +335,12 @@ MISTAKES |= {
     "mode=plan plan.memory_gib=big": "plan.memory_gib=big: use a number greater than 0",
     "mode=dry_run dry_run.rank=99": "dry_run.rank=99: the world has one rank, 0",
     "meet_timeout_seconds=soon": "meet_timeout_seconds=soon: found str, expected float or int",
+    "num_nodes=3": "num_nodes=3: there is no file of that number; type trainer.num_nodes=3",
+    PLACE_FLAGS: f"unrecognized arguments: {PLACE_FLAGS}; type {PLACE}, and --help lists all settings",
+    PLACE_FLAGS.replace("--", ""): f"node_rank: there is no such key. Type {PLACE}",
+    "node_rank=1": "node_rank: there is no such key. Type cluster=manual cluster.node_rank=1",
+    "master_addr=10.0.0.1": "master_addr: there is no such key. Type cluster=manual cluster.main_address=10.0.0.1",
+    "master_port=12355": "master_port: there is no such key. Type cluster=manual cluster.main_port=12355",
     "cluster=manual": "cluster.node_rank: there is no default; type cluster.node_rank=VALUE\n"
     "error: cluster.main_address: there is no default; type cluster.main_address=VALUE",
 }
