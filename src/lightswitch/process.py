@@ -283,7 +283,7 @@ class Signals:
         self.is_deferred = False
         self._is_told = False
         self._pid = 0  # of the process that listens
-        self._before_fork = threading.local()  # the signal mask of each thread that forks
+        self._masks: dict[int, set[int]] = {}  # of the signals of each thread that forks
 
     def __reduce__(self) -> tuple[type[Signals], tuple[object, ...]]:
         return Signals, (self.process, self._requeue)  # as of Process
@@ -373,10 +373,10 @@ class Signals:
 
     def _block(self) -> None:
         """Block signals before a fork: the child would take one that arrives now for this process's, and live on."""
-        self._before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)
+        self._masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)
 
     def _unblock(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._before_fork.mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.pop(threading.get_ident()))
 
     def _in_forked_child(self) -> None:
         """Let a child end by SIGTERM, and go on after the other signals, which a terminal or Slurm sends to all.

@@ -12,6 +12,7 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,13 @@ class Index:
 
     def sizes(self, key: MetadataIndex) -> torch.Size:
         """Return the shape of a stored chunk."""
-        return next(chunk.sizes for chunk in self._described(key).chunks if chunk.offsets == key.offset)
+        return self._sizes[key]
+
+    @cached_property
+    def _sizes(self) -> dict[MetadataIndex, torch.Size]:
+        described = self.metadata.state_dict_metadata.items()
+        tensors = ((name, item) for name, item in described if isinstance(item, TensorStorageMetadata))
+        return {MetadataIndex(name, chunk.offsets): chunk.sizes for name, item in tensors for chunk in item.chunks}
 
     def dtype(self, key: MetadataIndex) -> torch.dtype:
         """Return the dtype of a stored chunk."""
@@ -112,9 +119,12 @@ def read(path: Path) -> Index:
     _file_bytes(path, INDEX)
     top = _unpickled(path / INDEX)
     stored = {_key(key): _info(info) for key, info in _mapping(_field(top, "storage_data")).items()}
-    described = _mapping(_field(top, "state_dict_metadata"))
-    tensors = {name: _tensor(name, item) for name, item in described.items() if _kind(item) != _BYTES}
     file_bytes = {name: _file_bytes(path, name) for name in sorted({info.relative_path for info in stored.values()})}
+    described = _mapping(_field(top, "state_dict_metadata"))
+    of_tensors = (info.length for key, info in stored.items() if _kind(described.get(key.fqn)) != _BYTES)
+    if sum(of_tensors) > sum(file_bytes.values()):  # before each of them is looked at
+        raise Damaged(f"{INDEX} refers to a part of a file for several chunks")
+    tensors = {name: _tensor(name, item) for name, item in described.items() if _kind(item) != _BYTES}
     used = {key: stored[key] for key in _compared(tensors, stored, file_bytes)}
     files = frozenset(info.relative_path for info in used.values())
     return Index(path, Metadata(dict(tensors), storage_data=used), files)

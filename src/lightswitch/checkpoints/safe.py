@@ -36,6 +36,7 @@ _STATE: dict[str, type] = {  # types of the entries in a checkpoint's state, eac
     KINDS: dict,
 }
 _Place = tuple[Any, ...]
+MOST_TENSORS = 1 << 17  # of one file; large mixtures of experts have 90,000, in dozens of files
 _SHARD = ("shard",)  # the kind of a DTensor, which is sharded again once the parameters are known
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device))
 _CONTAINERS = frozenset((list, tuple, dict))
@@ -88,10 +89,12 @@ def check_zip(file: Any, most_bytes: int, name: str) -> None:
     """
     try:
         with zipfile.ZipFile(file) as archive:
-            bytes_in_all = sum(part.file_size for part in archive.infolist())
+            parts = archive.infolist()
     except (ValueError, NotImplementedError, zipfile.BadZipFile) as error:  # the second: an unsupported version
         raise UnsafeFile(f"{name} is damaged, or was not written by torch.save") from error
-    if bytes_in_all > most_bytes:
+    if len(parts) > MOST_TENSORS:
+        raise UnsafeFile(f"{name} has {len(parts)} parts; a file of weights has at most {MOST_TENSORS}")
+    if (bytes_in_all := sum(part.file_size for part in parts)) > most_bytes:
         raise UnsafeFile(f"{name} claims {bytes_in_all} bytes, but has {most_bytes}")
 
 
@@ -205,6 +208,9 @@ def called(error: BaseException) -> str | None:
 def _why(path: Path, error: Exception) -> str:
     if named := called(error):
         return f"{path.name} {named}"
+    with path.open("rb") as file:
+        if not any(file.read(512)):  # torch takes it for an empty archive
+            return f"{path.name} begins with zeros: it is empty, or a crash of the machine has damaged it"
     if "legacy .tar format" in str(error) or "TorchScript" in str(error):
         return f"{path.name} is in a format that can't be read without running code; save it with torch.save"
     return f"{path.name} is damaged, or was not written by torch.save"

@@ -13,7 +13,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,8 @@ def write(
                 others = {other: tensors[first] for other, first in weights.first_names.items()}
                 state = {**tensors, **others, **weights.extra_state}
                 _save(partial / name, state if file.suffix == ".pt" else _as_lightning(state, weights, config))
-            shutil.copymode(partial / config_of(file).name, partial / name)  # safetensors makes it owner-readable only
+            with suppress(OSError):  # safetensors makes it owner-readable only; the file system may have no modes
+                shutil.copymode(partial / config_of(file).name, partial / name)
             _compare(partial / name, tensors)
         if len(shards) > 1:
             index_of(partial / file.name).write_text(_index(weights, dtype, dict(zip(names, shards, strict=True))))

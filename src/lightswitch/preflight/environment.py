@@ -66,6 +66,8 @@ def check(environ: Mapping[str, str] = os.environ) -> None:
         RefusedRequest: with all problems, one line each.
     """
     problems = list(_malformed(environ)) or list(_misplaced(environ))
+    if "${" in (folder := os.getcwd()):
+        problems.append(f"the folder {folder} has ${{ in its name, which a config takes for a reference; rename it")
     if problems:
         raise RefusedRequest(problems)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import pickle
 import shutil
@@ -15,9 +17,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import lightswitch
+from lightswitch.checkpoints import safe
 from lightswitch.checkpoints.last import position_of
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.checkpoints.weight_files import Weights
@@ -179,6 +182,14 @@ def rows_over_columns(found: Any) -> None:
     tensor.chunks = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size(size)) for size in ((8, 1), (8, 1), (16, 1))]
 
 
+def many_of_one_part(found: Any) -> None:
+    described, stored = found.state_dict_metadata, found.storage_data
+    info = stored[MetadataIndex(WEIGHT, torch.Size((0, 0)))]
+    for number in range(20_000):
+        described[f"model.{number}"] = described[WEIGHT]
+        stored[MetadataIndex(f"model.{number}", torch.Size((0, 0)))] = info
+
+
 def quantized(found: Any) -> None:
     found.state_dict_metadata[WEIGHT].properties.dtype = torch.qint8
 
@@ -188,6 +199,7 @@ def quantized(found: Any) -> None:
     [
         (the_same_half_twice, f"has overlapping chunks of {WEIGHT}"),
         (rows_over_columns, f"has overlapping chunks of {WEIGHT}"),
+        (many_of_one_part, "refers to a part of a file for several chunks"),
         (quantized, f"has {WEIGHT} as torch.qint8, which lightswitch"),
     ],
 )
@@ -218,14 +230,8 @@ def test_a_compressed_archive_is_not_unpacked(tmp_path: Path) -> None:
 def test_nor_is_a_part_of_a_tensor(tmp_path: Path) -> None:
     path = hostile.ours(tmp_path / "x.ckpt")
     content = bomb(tmp_path / "bomb").read_bytes()
-    (path / "__0_0.distcp").write_bytes(content)
-
-    def point_to_it(found: Any) -> None:
-        for info in found.storage_data.values():
-            info.offset, info.length = 0, len(content)
-
     with pytest.raises(UnfitCheckpoint, match=r"__0_0\.distcp claims 268\d{6} bytes, but has"):
-        Reader(hostile.edit_index(path, point_to_it), group=None).read(WEIGHT)
+        Reader(hostile.fill(path, content), group=None).read(WEIGHT)
 
 
 ODD: tuple[tuple[str, Any], ...] = (
@@ -272,6 +278,39 @@ def test_a_pipe_in_the_place_of_weights_is_not_waited_for(name: str, tmp_path: P
     path = tmp_path if name.startswith("model") else tmp_path / name
     with pytest.raises(UnfitCheckpoint, match=f"{name} is a pipe, expected a regular file"):
         Reader(path, group=None)
+
+
+def test_files_of_more_tensors_than_a_model_has_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safe, "MOST_TENSORS", 1000)
+    empty = {str(number): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(1001)}
+    header = json.dumps(empty).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with zipfile.ZipFile(tmp_path / "x.ckpt", "w") as archive:
+        for number in range(1001):
+            archive.writestr(f"x/data/{number}", b"")
+    for name, found in (("x.safetensors", "1001 tensors"), ("x.ckpt", "1001 parts")):
+        with pytest.raises(UnfitCheckpoint, match=f"{name} has {found}; a file of weights has at most 1000"):
+            Reader(tmp_path / name, group=None)
+
+
+def test_an_export_is_written_to_a_disk_without_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
+    monkeypatch.setattr(os, "chmod", partial(_refuse, errno.EPERM))
+    main([str(tmp_path / "x.safetensors"), "-o", str(tmp_path / "out.safetensors")])
+    assert (tmp_path / "out.safetensors").is_file()
+
+
+def _refuse(number: int, *_: object, **__: object) -> None:
+    raise OSError(number, os.strerror(number))
+
+
+def test_a_file_of_zeros_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "x.ckpt").write_bytes(bytes(20_000))
+    with pytest.raises(UnfitCheckpoint, match="begins with zeros: it is empty, or a crash of the machine has damaged"):
+        Reader(tmp_path / "x.ckpt", group=None)
 
 
 def test_good_safetensors_are_read(tmp_path: Path) -> None:

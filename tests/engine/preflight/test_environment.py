@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from lightning.fabric.utilities.rank_zero import _get_rank
@@ -208,3 +209,12 @@ def test_a_torchvision_of_another_torch_is_told_in_a_line(torch: str, torchvisio
 def test_packages_beyond_what_the_engine_is_for_are_told() -> None:
     told = versions.unmet(["torch<2.1,>=2", "torch>=2", "a-package-of-no-one>=9", "torch<1; extra == 'x'"])
     assert told == [f"torch {version('torch')}, expected torch<2.1,>=2"]
+
+
+def test_a_folder_whose_name_a_config_would_take_for_a_reference_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "${x}").mkdir()
+    monkeypatch.chdir(tmp_path / "${x}")
+    with pytest.raises(RefusedRequest, match=r"has \$\{ in its name, which a config takes for a reference; rename it"):
+        environment.check({})
