@@ -43,6 +43,13 @@ class WatchdogMember(Protocol):
         """End all ranks by the signal that ends this rank, which may be the only one that received it."""
 
 
+class Meeting(Protocol):
+    """A meeting of the processes of a run that share no launcher, before they know the run's id."""
+
+    def part(self) -> None:
+        """Wait for a moment until the other processes know the run's id."""
+
+
 class Lock(Protocol):
     """A lock on a directory, which other processes respect."""
 
@@ -58,9 +65,10 @@ class Process:
         watchdog: the connection to the watchdog, once the ranks form a group; `is_watched` is set then.
         has_failed: set once the run has failed and all ranks know the failure; each ends with its exit code.
         steps_have_begun: set at the first step; a later error is a bug, not a problem of the request.
+        meeting: at which the processes have agreed on the run's id, until they meet again; None without one.
         refusal: why this start may not write its run directory; sent to the other ranks when they connect.
         locks: locks on run directories, released when this process ends.
-        hosts: the host of each rank, once the ranks have connected.
+        hosts: the host of each node, in the order of ranks, once the ranks have connected.
         crash_folder: the folder of this start's crash report, the same in all ranks once they have connected.
         disk_error: a disk error in a library's thread, which makes the run fail.
         decided: overrides that depend on this machine, passed to the ranks that this process starts.
@@ -73,6 +81,7 @@ class Process:
         self.is_watched = threading.Event()
         self.has_failed = threading.Event()
         self.steps_have_begun = threading.Event()
+        self.meeting: Meeting | None = None
         self.refusal = ""
         self.locks: list[Lock] = []
         self.hosts: list[str] = []
@@ -98,6 +107,11 @@ class Process:
         if self.watchdog is not None:
             self.watchdog.leave()
         self._forget_watchdog()
+
+    def take_meeting(self) -> Meeting | None:
+        """Return the meeting at which the processes have agreed on the run's id, for them to go on with; once."""
+        met, self.meeting = self.meeting, None
+        return met
 
     def raise_disk_error(self) -> None:
         """Raise `disk_error`, if there is one."""

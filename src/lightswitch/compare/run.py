@@ -136,7 +136,7 @@ def _read(run_dir: Path, label: str, job: Record | None) -> Run:
         times=step_times.read(run_dir),
         planned_bytes=planned_peak_bytes(run_dir),
         tags=frozenset(map(str, resolved["tags"])) if isinstance(resolved.get("tags"), list) else frozenset(),
-        devices=len(begun[-1].hosts) * begun[-1].devices if begun else None,
+        devices=begun[-1].size if begun else None,
     )
 
 

@@ -280,7 +280,8 @@ def _cut(text: str, longest: int) -> str:
 def rank_of(cfg: DictConfig, placement: Placement) -> Rank:
     """Return this process's rank from its environment, before the process group exists."""
     if placement.is_external:
-        return Rank(placement.rank, placement.nodes * (placement.devices_per_node or 1), node_name(), os.getpid())
+        world = placement.uneven or placement.nodes * (placement.devices_per_node or 1)
+        return Rank(placement.rank, world, node_name(), os.getpid())
     world, node, local = (
         int(os.environ.get(name, least)) for name, least in {"WORLD_SIZE": 1, "NODE_RANK": 0, "LOCAL_RANK": 0}.items()
     )

@@ -203,8 +203,6 @@ def _started_together(environ: Mapping[str, str]) -> tuple[str, int] | None:
     elif "SLURM_STEP_ID" in environ:
         names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
         together, count = " ".join(environ.get(name, "") for name in names), environ.get("SLURM_STEP_NUM_TASKS", "")
-    elif "RANK" in environ:
-        together, count = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}", environ.get("WORLD_SIZE", "")
-    else:
+    else:  # processes that were started one by one may have a terminal each
         return None
     return (together, int(count)) if count.isdecimal() and int(count) > 1 else None

@@ -33,7 +33,8 @@ class Scripts(_SubprocessScriptLauncher):
         self.run = run
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.run.placement.is_external:  # else preflight has compared them; each node may have its own number
+            self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
             threading.Thread(target=self._observe, name="ranks", daemon=True).start()

@@ -186,11 +186,11 @@ class Watchdog(Callback):
 
 
 def _hosts_and_routes(trainer: Trainer, address: str, port: int) -> tuple[list[str], list[Route | None]]:
-    """Return the host name of every rank, and the route from every other rank to rank 0. Collective."""
+    """Return the host name of every node, and the route from every other rank to rank 0. Collective."""
     of_ranks: list[Any] = [None] * trainer.world_size
     own = None if trainer.is_global_zero else route_to(address, port, _REACH_SECONDS)
-    torch.distributed.all_gather_object(of_ranks, (node_name(), own))
-    return [host for host, _ in of_ranks], [route for _, route in of_ranks[1:]]
+    torch.distributed.all_gather_object(of_ranks, (node_name(), trainer.local_rank, own))
+    return [host for host, local_rank, _ in of_ranks if local_rank == 0], [route for *_, route in of_ranks[1:]]
 
 
 class Member:

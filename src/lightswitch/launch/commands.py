@@ -152,6 +152,8 @@ def _program(placement: Placement) -> list[str]:
     if placement.launcher == "slurm":
         tasks = [f"--nodes={placement.nodes}", f"--ntasks-per-node={placement.devices_per_node}"]
         gpus = [f"--gpus-per-node={count}"] if (count := os.environ.get("SLURM_GPUS_ON_NODE")) else []
+        if placement.uneven:
+            tasks[1], gpus = f"--ntasks={placement.uneven}", [f"--gpus={placement.uneven}"] if gpus else []
         return ["srun", *tasks, *gpus, "python", script]
     return ["python", script]
 

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.cluster import placement
 from lightswitch.errors import NeedsValues, Refused, RefusedRequest, Unplanned
 from lightswitch.failures.classify import full_traceback, one_line
 from lightswitch.launch import instantiation
@@ -87,7 +88,12 @@ def device_of(cfg: DictConfig) -> Device:
 
 
 def world_of(cfg: DictConfig) -> World:
-    """Return the number of nodes, and of devices on each, of the run."""
+    """Return the number of nodes, and of devices on each, of the run; nodes that differ count as nodes of one device.
+
+    All processes have to decide alike, and know only the number of all devices.
+    """
+    if world := placement.detect().uneven:
+        return World(world, 1)
     plain: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
     return World(plain["num_nodes"], devices.count(plain))
 

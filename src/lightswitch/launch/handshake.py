@@ -16,15 +16,16 @@ from torch._C._distributed_c10d import Store
 
 from lightswitch.cluster import consistency, rendezvous
 from lightswitch.cluster.consistency import Evidence
-from lightswitch.cluster.rendezvous import MeetingPoint, agree
+from lightswitch.cluster.rendezvous import Meeting, MeetingPoint, agree
 from lightswitch.cluster.sealed import Values
 from lightswitch.config import confidential
 from lightswitch.context import RunContext
-from lightswitch.errors import LostRank, ReportedElsewhere
+from lightswitch.errors import LostRank, Refused, ReportedElsewhere
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy
 
 _DIFFERS_BY_DESIGN = ("cluster.",)  # how each process finds the others
+_OF_LAUNCHER = ("trainer.devices", "trainer.strategy.devices")  # each node may have its own number of processes
 
 
 def arrange_handshake(
@@ -41,7 +42,7 @@ def arrange_handshake(
             trainer.num_nodes,
             run,
             _evidence(cfg, run, trainer),
-            confidential.values(cfg, without=_DIFFERS_BY_DESIGN),
+            confidential.values(cfg, (*_DIFFERS_BY_DESIGN, *(_OF_LAUNCHER if run.placement.is_external else ()))),
             cfg.meet_timeout_seconds,
             watchdog,
         )
@@ -98,7 +99,8 @@ class Handshake:
 
     def _compare(self) -> Store:
         point = self._meeting_point()
-        store = rendezvous.open_store(point, "meeting")
+        met = self.run.process.take_meeting()
+        store = rendezvous.open_store(point, "meeting", met if isinstance(met, Meeting) else None)
         verdict = agree(
             store,
             point,
@@ -109,13 +111,24 @@ class Handshake:
             refusal=self.run.process.refusal,
         )
         if verdict:
-            raise ReportedElsewhere(verdict)
+            raise ReportedElsewhere(verdict) if self._shares_a_terminal(point.rank) else Refused(verdict)
         return store
+
+    def _shares_a_terminal(self, rank: int) -> bool:
+        """Return whether what rank 0, or the first process of this node, prints is shown where this process prints."""
+        cluster, launcher = self.strategy.cluster_environment, self.run.placement.launcher
+        assert cluster is not None
+        if launcher == "local":
+            return cluster.node_rank() == 0 or cluster.local_rank() > 0
+        return rank == 0 or launcher == "slurm" or (launcher == "torchrun" and cluster.node_rank() == 0)
 
     def _meeting_point(self) -> MeetingPoint:
         cluster, devices = self.strategy.cluster_environment, self.strategy.parallel_devices
         assert cluster is not None
         assert devices is not None
+        place = self.run.placement
+        if place.uneven:
+            return MeetingPoint(cluster.main_address, cluster.main_port, place.rank, place.uneven, self.timeout_seconds)
         rank = cluster.node_rank() * len(devices) + cluster.local_rank()
         world_size = self.nodes * len(devices)
         return MeetingPoint(cluster.main_address, cluster.main_port, rank, world_size, self.timeout_seconds)

@@ -89,7 +89,7 @@ class Entry:
         environment.check()
         found = placement.detect()
         self.signals.catch(is_first=found.rank == 0)
-        register_resolvers(found)
+        register_resolvers(found, self.process)
         if found.launcher == "local" and "LOCAL_RANK" in os.environ:
             self.process.follow_parent()
         if found.launcher == "torchrun":
@@ -206,6 +206,8 @@ def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:
     if isinstance(error, BrokenPipeError):
         _leave_stdout()
     ignore_signals()  # from the launcher, which ends the remaining ranks when one has ended
+    if run.process.meeting is not None:
+        run.process.meeting.part()
     run.process.end_ranks()
     run.process.release_locks()
     claim.remove_if_empty(run.run_dir)  # Hydra creates it before all checks
@@ -236,10 +238,10 @@ def _stop(stopped: Stopped, cfg: DictConfig, run: RunContext) -> NoReturn:
     raise stopped from None
 
 
-def register_resolvers(placement: Placement) -> None:
+def register_resolvers(placement: Placement, process: Process | None = None) -> None:
     """Register OmegaConf resolvers for a process with this placement."""
     resolvers: dict[str, Callable[..., object]] = {
-        "new_run_id": _RunId(),
+        "new_run_id": _RunId(process or Process()),
         "run_name": _run_name,
         "launched_devices": lambda: placement.devices_per_node or 1,
         "launched_nodes": lambda: placement.nodes,
@@ -257,12 +259,13 @@ class _RunId:
     submitit pickles resolvers, which functions cached by functools don't support.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, process: Process) -> None:
+        self._process = process
         self._found: str | None = None
 
-    def __call__(self) -> str:
+    def __call__(self, *, _root_: DictConfig) -> str:
         if self._found is None:
-            self._found = new_run_id()
+            self._found = new_run_id(cfg=_root_, process=self._process)
         return self._found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,7 +30,7 @@ from lightswitch.launch import commands, stages
 from lightswitch.launch.instantiation import shards_itself
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.display import table
-from lightswitch.preflight import own_batch
+from lightswitch.preflight import devices, own_batch
 from lightswitch.runs import finished, saved, starts
 from lightswitch.runs.resume import Start
 
@@ -43,11 +44,13 @@ _EVALUATIONS = ("test", "validate")  # the suggested command uses the first mode
 def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, start: Start) -> None:
     """Log strategy, batch, run directory and the checkpoint that the run starts from."""
     accelerator = type(trainer.accelerator).__name__.removesuffix("Accelerator")
-    log.info(
-        "strategy   %s, precision %s, %d node%s × %d %s",
-        type(trainer.strategy).__name__, trainer.precision,
-        trainer.num_nodes, "s" if trainer.num_nodes > 1 else "", trainer.num_devices, accelerator,
-    )  # fmt: skip
+    nodes = f"{trainer.num_nodes} node{'s' if trainer.num_nodes > 1 else ''}"
+    uneven = run.placement.uneven
+    world = f"{uneven} {accelerator} on {nodes}" if uneven else f"{nodes} × {trainer.num_devices} {accelerator}"
+    log.info("strategy   %s, precision %s, %s", type(trainer.strategy).__name__, trainer.precision, world)
+    if isinstance(trainer.accelerator, CUDAAccelerator) and "trainer.devices" not in typed_keys(run.hydra):
+        for message in devices.idle(trainer.num_devices, run.placement):
+            log.warning("advice     %s", message)
     for message in versions.beyond_bounds(Path(sys.argv[0])):
         log.warning("advice     found %s; type pip install -e . in the folder of train.py", message)
     if shards_itself(cfg):

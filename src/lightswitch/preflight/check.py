@@ -15,6 +15,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.cluster import placement
+from lightswitch.cluster.placement import Placement
 from lightswitch.config import moved
 from lightswitch.config.overrides import key_and_value, quoted, typed_overrides
 from lightswitch.config.values import AUTO, files_of_group, name_problems
@@ -48,9 +49,9 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     _raise(devices.other_counts(plain["trainer"], run.placement), devices.absent_processes(plain, run.placement))
     _raise(devices.separate(plain, run.placement))
     _raise(
-        _batch(plain),
+        _batch(plain, run.placement),
         root_keys.unscaled_rate(cfg, plain),
-        _strategy(plain),
+        _strategy(plain, run.placement),
         _checkpoints(plain, typed),
         _loggers(plain),
         _run_directory(run.run_dir),
@@ -61,7 +62,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     if not (is_planned or is_checked):
         _raise(devices.unstarted(plain, run.placement))
         _raise(devices.unfit_for_changes(), _worlds_to_come(plain))
-    return _plan(plain)
+    return _plan(plain, run.placement)
 
 
 def config_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
@@ -140,17 +141,17 @@ def _choices_with(group: str, key: str, run: RunContext) -> Iterator[str]:
             yield f"{group}={name}"
 
 
-def _batch(cfg: dict[str, Any]) -> Iterator[str]:
+def _batch(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
     if (splits := (cfg.get("data") or {}).get("sharded_by")) not in (None, "dataset"):
         yield f"data.sharded_by={splits}: expected dataset, if the dataset splits itself by rank, or null"
     try:
-        _plan(cfg)
+        _plan(cfg, place)
     except BatchError as error:
         yield str(error)
 
 
-def _plan(cfg: dict[str, Any]) -> BatchPlan:
-    world = cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"])
+def _plan(cfg: dict[str, Any], place: Placement) -> BatchPlan:
+    world = place.uneven or cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"])
     strategy = cfg["trainer"].get("strategy")
     together = strategy.get("tensor_parallel_size", 1) if isinstance(strategy, dict) else 1  # ranks on the same data
     replicas = max(1, world // max(1, together))
@@ -162,8 +163,8 @@ def _micro_batch(cfg: dict[str, Any]) -> int | None:
     return None if (size := cfg["micro_batch_size"]) == AUTO else size
 
 
-def _strategy(cfg: dict[str, Any]) -> Iterator[str]:
-    trainer, request = cfg["trainer"], _request(cfg, cfg["trainer"]["num_nodes"])
+def _strategy(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
+    trainer, request = cfg["trainer"], _request(cfg, cfg["trainer"]["num_nodes"], place.uneven)
     target = str(request.strategy.get("_target_"))
     if cfg["on_nan"] == "skip" and target.endswith(".DeepSpeed"):
         yield "on_nan=skip: DeepSpeed also steps when there is no gradient; use strategy=fsdp, or on_nan=stop"
@@ -176,14 +177,14 @@ def _strategy(cfg: dict[str, Any]) -> Iterator[str]:
     yield from strategies.problems(request)
 
 
-def _request(cfg: dict[str, Any], nodes: int) -> strategies.Request:
+def _request(cfg: dict[str, Any], nodes: int, uneven: int | None = None) -> strategies.Request:
     trainer = cfg["trainer"]
     strategy = trainer.get("strategy")
     if not isinstance(strategy, dict):
         strategy = {"_target_": str(strategy)}
     batch = (cfg["global_batch_size"], _micro_batch(cfg))
     kind = devices.accelerator(trainer)
-    return strategies.Request(strategy, cfg["model"], trainer, nodes, devices.count(trainer), kind, batch)
+    return strategies.Request(strategy, cfg["model"], trainer, nodes, devices.count(trainer), kind, batch, uneven)
 
 
 def _worlds_to_come(cfg: dict[str, Any]) -> Iterator[str]:

@@ -126,6 +126,26 @@ def absent(trainer: dict[str, Any], place: Placement, there: Present | None = No
         yield f"trainer.devices={devices}: this machine has {_gpus(seen)}, numbered from 0; use numbers below {seen}"
 
 
+def idle(used: int, place: Placement, there: Present | None = None) -> Iterator[str]:
+    """Yield a line if srun has started fewer processes on this node than they see GPUs, of which some stay idle.
+
+    Args:
+        used: number of GPUs of this node that the run uses.
+        there: accelerators of this machine; None to look them up.
+    """
+    is_alone = os.environ.get("SLURM_STEP_NUM_TASKS") == "1"
+    if place.launcher != "slurm" and not is_alone:
+        return
+    seen = (there or present()).cuda
+    if used < seen:
+        words = (
+            f"trainer.devices={seen}, or srun --ntasks-per-node={seen}"
+            if is_alone
+            else f"srun --ntasks-per-node={seen}"
+        )
+        yield f"this node has {_gpus(seen)}, and the run uses {used}: srun has started no more processes; type {words}"
+
+
 def _gpus(count: int) -> str:
     return f"{count} GPU{'' if count == 1 else 's'}"
 
@@ -186,10 +206,10 @@ def _without_compiler(accelerator: str) -> Iterator[str]:
         yield "compile=true needs Python.h; type apt-get install python3-dev, or compile.backend=aot_eager"
 
 
-_EVENED = {
-    "slurm": "use --ntasks-per-node={}",
-    "torchrun": "give every torchrun the same --nproc-per-node",
-    "env": "export the same LOCAL_WORLD_SIZE on every node",
+_OPTIONS = {  # by launcher: what sets the numbers of nodes, and of processes on each
+    "slurm": ("--nodes={}", "--ntasks-per-node={}"),
+    "torchrun": ("--nnodes={}", "--nproc-per-node={}"),
+    "env": ("GROUP_WORLD_SIZE={}", "LOCAL_WORLD_SIZE={}"),
 }
 _MPI_SIZES = {"mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}  # of Open MPI; of MPICH, Intel MPI and Cray
 _DETECT = "lightswitch.cluster.environments.detect"
@@ -200,17 +220,17 @@ def other_counts(trainer: dict[str, Any], place: Placement) -> Iterator[str]:
     nodes, per_node = trainer["num_nodes"], count(trainer)
     if not place.is_external:
         yield from _elsewhere({"NODE_RANK": nodes, "LOCAL_RANK": per_node})
+    if not place.is_external or (place.nodes, place.devices_per_node) == (nodes, per_node):
+        return
+    started = f"{_counted(place.nodes, 'node')} × {_counted(place.devices_per_node, 'process')}"
     if place.uneven:
-        yield (
-            f"{place.launcher} started {place.uneven} processes on {place.nodes} nodes, but each node must have "
-            f"the same number; {_EVENED[place.launcher].format(place.devices_per_node)}"
-        )
-    elif place.is_external and (place.nodes, place.devices_per_node) != (nodes, per_node):
-        yield (
-            f"{place.launcher} started {_counted(place.nodes, 'node')} × "
-            f"{_counted(place.devices_per_node, 'process')}, but the trainer has "
-            f"num_nodes={nodes}, devices={per_node}; leave both out: the launcher sets them"
-        )
+        started = f"{place.uneven} processes on {place.nodes} nodes, {place.devices_per_node} of them here"
+    wanted = zip(_OPTIONS[place.launcher], (place.nodes, place.devices_per_node), (nodes, per_node), strict=True)
+    options = " ".join(option.format(count) for option, found, count in wanted if found != count)
+    yield (
+        f"{place.launcher} started {started}, but the trainer has num_nodes={nodes}, devices={per_node}; start it with "
+        f"{options}, or leave both out to train on what was started"
+    )
 
 
 def _elsewhere(counts: dict[str, int]) -> Iterator[str]:
@@ -245,11 +265,11 @@ def unstarted(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
     The process would wait for the others until `meet_timeout_seconds` have passed.
     """
     nodes = cfg["trainer"]["num_nodes"]
-    if nodes > 1 and not (place.is_external or _is_named(cfg) or "MASTER_ADDR" in os.environ):
+    if nodes > 1 and not (place.is_external or _is_named(cfg) or os.environ.keys() >= {"MASTER_ADDR", "MASTER_PORT"}):
         yield (
             f"trainer.num_nodes={nodes}: no launcher has started the processes of {_counted(nodes, 'node')}; start it "
             "with srun or torchrun, and leave trainer.num_nodes out, or start it on each node by the same command with "
-            "run_id=NAME cluster=manual cluster.node_rank=N cluster.main_address=FIRST_NODE"
+            "cluster=manual cluster.node_rank=N cluster.main_address=FIRST_NODE"
         )
 
 

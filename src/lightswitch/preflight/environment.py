@@ -38,7 +38,7 @@ _SIGNS = {  # by launcher: the variables that reveal it, and how to use it
 }
 _BELOW = {  # by launcher: variables that must be below others
     "torchrun": {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE", "GROUP_RANK": "GROUP_WORLD_SIZE"},
-    "env": {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"},
+    "env": {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE", "GROUP_RANK": "GROUP_WORLD_SIZE"},
     "slurm": {"SLURM_PROCID": "SLURM_STEP_NUM_TASKS", "SLURM_NODEID": "SLURM_STEP_NUM_NODES"},
     "local": {"LOCAL_RANK": "WORLD_SIZE"},
 }
@@ -51,6 +51,17 @@ _MEND = {
     "torchrun": "start it with torchrun, which exports all of them",
     "env": "export LOCAL_WORLD_SIZE, the number of processes on a node, and leave out the others",
     "slurm": "start it with srun --distribution=block",
+}
+_OF_TORCHRUN = ("RANK", "GROUP_RANK", "LOCAL_RANK")  # what env needs where nodes have different numbers of processes
+_ORDERED_UNEVENLY = {**_ORDERED, "env": _OF_TORCHRUN}
+_COUNTS = {  # the numbers of processes and nodes, which tell the place of a process on such nodes
+    **dict.fromkeys(("torchrun", "env"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")),
+    "slurm": ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE"),
+}
+_MEND_UNEVENLY = {
+    **_MEND,
+    "env": "export LOCAL_RANK (the number of the process on its node, from 0), GROUP_RANK (the node's) and "
+    "GROUP_WORLD_SIZE (how many nodes there are) for each process",
 }
 _OF_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # for its child processes
 _INDEX = "https://download.pytorch.org/whl"
@@ -148,13 +159,42 @@ def _out_of_order(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
     place = placement.detect(environ)
     rank, node, local = _ORDERED[launcher]
     per_node = place.devices_per_node or 1
-    if place.nodes * per_node != int(environ["SLURM_NTASKS" if launcher == "slurm" else "WORLD_SIZE"]):
-        return  # reported by devices.other_counts
+    if place.uneven:
+        yield from _out_of_uneven_order(launcher, environ)
+        return
     within = int(environ.get(local, place.rank % per_node))
     if int(environ.get(node, place.rank // per_node if launcher == "env" else 0)) * per_node + within != place.rank:
         message = _set(environ, [name for name in (rank, node, local) if name in environ])
         whole = f"{per_node} processes on each of {place.nodes} nodes"
         yield f"{message}: {whole} must be numbered node by node; {_MEND[launcher]}"
+
+
+def _out_of_uneven_order(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield a problem if the place of a process is not known, or can't be, on nodes with different numbers of them."""
+    counts, (rank, node, local) = _COUNTS[launcher], _ORDERED_UNEVENLY[launcher]
+    if missing := [name for name in (*counts, rank, node, local) if name not in environ]:
+        there = [name for name in counts if name in environ]
+        yield (
+            f"{_set(environ, there)}: nodes have different numbers of processes, and there is no {', '.join(missing)}; "
+            f"{_MEND_UNEVENLY[launcher]}"
+        )
+        return
+    place = placement.detect(environ)
+    lower, here = (
+        int(environ[rank]) - int(environ[local]),
+        place.devices_per_node or 1,
+    )  # ranks on lower nodes, and here
+    number, higher = int(environ[node]), (place.uneven or 1) - lower - here
+    after = place.nodes - 1 - number
+    if launcher == "slurm":
+        tasks = placement.tasks_of_nodes(environ)
+        is_possible = len(tasks) == place.nodes and sum(tasks) == place.uneven and sum(tasks[:number]) == lower
+    else:  # each of the other nodes has at least one process
+        is_possible = lower >= number and (lower > 0) == (number > 0)
+        is_possible = is_possible and higher >= after and (higher > 0) == (after > 0)
+    if not is_possible or int(environ[local]) >= here:
+        message = _set(environ, (*counts, rank, node, local))
+        yield f"{message}: processes must be numbered node by node; {_MEND_UNEVENLY[launcher]}"
 
 
 def _of_others(environ: Mapping[str, str]) -> Iterator[str]:

@@ -25,6 +25,7 @@ class Request:
         devices: number per node.
         accelerator: the one in use: cpu, cuda, mps or tpu.
         batch: global_batch_size and micro_batch_size, in samples.
+        uneven: number of devices over all nodes, if the nodes have different numbers; else None.
     """
 
     strategy: dict[str, Any]  # the config node trainer.strategy
@@ -34,11 +35,17 @@ class Request:
     devices: int
     accelerator: str
     batch: tuple[int, int | None] = (1, None)
+    uneven: int | None = None
 
     @property
     def world_size(self) -> int:
         """Number of devices over all nodes."""
-        return self.nodes * self.devices
+        return self.uneven or self.nodes * self.devices
+
+    @property
+    def world(self) -> str:
+        """The devices in words, such as `2 × 4 devices`."""
+        return f"{self.uneven or f'{self.nodes} × {self.devices}'} devices"
 
     @property
     def on_gpu(self) -> bool:
@@ -66,7 +73,8 @@ def problems(request: Request) -> Iterator[str]:
 def _single(request: Request) -> Iterator[str]:
     if request.world_size > 1:
         yield (
-            f"strategy=single uses one device, but {request.nodes} × {request.devices} are requested; use strategy=ddp"
+            f"strategy=single uses one device, but {request.world.removesuffix(' devices')} are requested; use "
+            "strategy=ddp"
         )
 
 
@@ -109,6 +117,12 @@ def _fsdp(request: Request) -> Iterator[str]:
     devices = request.world_size // options.get("tensor_parallel_size", 1)
     if shard_size is not None and sharding != "HYBRID_SHARD":
         yield "trainer.strategy.shard_size is an option of HYBRID_SHARD; use strategy=fsdp_hybrid, or leave it out"
+    elif sharding == "HYBRID_SHARD" and request.uneven and request.devices % (shard_size or request.uneven):
+        size = "shards over the devices of a node" if shard_size is None else f"has shard_size={shard_size}"
+        yield (
+            f"HYBRID_SHARD {size}, but the nodes have different numbers of devices, this one {request.devices}; use "
+            "strategy=fsdp, or a trainer.strategy.shard_size that divides the number of each node"
+        )
     elif shard_size is not None and (shard_size < 1 or devices % shard_size):
         sizes = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
         yield f"trainer.strategy.shard_size={shard_size} does not divide {devices} devices; use one of {sizes}"
@@ -135,10 +149,9 @@ def _tensor_parallel(request: Request) -> Iterator[str]:
         # torch's fused Adam, which computes in 32 bits, refuses parameters on two meshes: of sharded and other layers
         yield "strategy=fsdp_tp steps float16 weights in float16, which loses Adam's moments; use precision=bf16-true"
     if size < 1 or request.world_size % size:
-        yield (
-            f"trainer.strategy.tensor_parallel_size={size} does not divide {request.nodes} × {request.devices} "
-            f"devices; use trainer.devices={max(1, size)} or a multiple of it"
-        )
+        fit = f"use trainer.devices={max(1, size)} or a multiple of it"
+        fit = f"start a multiple of {max(1, size)} processes in all" if request.uneven else fit
+        yield f"trainer.strategy.tensor_parallel_size={size} does not divide {request.world}; {fit}"
         return
     model = str(request.model.get("_target_")).rpartition(".")[2]
     if model not in plans:

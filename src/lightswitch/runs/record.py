@@ -150,8 +150,8 @@ class RunRecord(Callback):
 
     def _start(self, trainer: Trainer) -> Start:
         hosts = self.run.process.hosts or [platform.node()]
-        start = starts.of_next(self.run_dir, trainer.global_step, hosts[:: trainer.num_devices], trainer.num_devices)
-        return replace(start, job=claim.job() or "")
+        start = starts.of_next(self.run_dir, trainer.global_step, hosts, trainer.num_devices)
+        return replace(start, uneven=self.run.placement.uneven or 0, job=claim.job() or "")
 
     def _set_aside(self, trainer: Trainer) -> None:
         """Move checkpoints that are not of the training that this start goes on with: a later one would resume them."""

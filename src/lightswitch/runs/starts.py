@@ -27,7 +27,8 @@ class Start:
     Args:
         step: number of optimizer steps in the checkpoint that it resumes from; 0 without one.
         hosts: machine of each node, in rank order.
-        devices: devices of each node.
+        devices: devices of each node, or of the first node if their numbers differ.
+        uneven: devices of all nodes, if their numbers differ; else 0.
         trained_twice: steps that the previous start trained after that checkpoint, and that are trained again.
         job: the job whose launcher may start it again, see `claim.job`; empty for a command that someone has typed.
     """
@@ -37,12 +38,18 @@ class Start:
     devices: int
     trained_twice: int = 0
     job: str = ""
+    uneven: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of devices of all nodes."""
+        return self.uneven or len(self.hosts) * self.devices
 
     @property
     def world(self) -> str:
         """Nodes × devices, such as `4 nodes × 2`."""
-        nodes = len(self.hosts)
-        return f"{nodes} node{'' if nodes == 1 else 's'} × {self.devices}"
+        nodes = f"{len(self.hosts)} node{'' if len(self.hosts) == 1 else 's'}"
+        return f"{self.uneven} devices on {nodes}" if self.uneven else f"{nodes} × {self.devices}"
 
     def change_from(self, before: Start) -> str:
         """Return the change of the world since another start, in one line; empty if there is none."""

@@ -9,12 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+from torch.distributed import TCPStore
 
 from lightswitch.cluster.consistency import HIDDEN, Evidence, difference, digests
 from lightswitch.cluster.environments import LocalEnvironment
 from lightswitch.cluster.placement import Placement, detect
+from lightswitch.cluster.rendezvous import MeetingPoint, agree_on_id, open_store
 from lightswitch.cluster.sealed import Sealed
 from lightswitch.config.confidential import Values
+from lightswitch.errors import Refused
+from lightswitch.runs.claim import meeting_place
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -45,19 +50,30 @@ EXPORTED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_
         pytest.param(TORCHRUN, Placement("torchrun", nodes=2, devices_per_node=4, rank=5), id="torchrun"),
         pytest.param(
             {**TORCHRUN, "WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "2"},
-            Placement("torchrun", nodes=2, devices_per_node=4, rank=5, uneven="6 (here 4)"),
+            Placement("torchrun", nodes=2, devices_per_node=4, rank=5, uneven=6),
             id="torchrun, unevenly",
         ),
         pytest.param(
             {**TORCHRUN, "WORLD_SIZE": "12", "GROUP_WORLD_SIZE": "3", "RANK": "3"},
-            Placement("torchrun", nodes=3, devices_per_node=4, rank=3, uneven="12 (here 4)"),
+            Placement("torchrun", nodes=3, devices_per_node=4, rank=3, uneven=12),
             id="torchrun, unevenly before this node",
         ),
         pytest.param(SRUN, Placement("slurm", nodes=2, devices_per_node=2, rank=3), id="srun"),
         pytest.param(
-            {**SRUN, "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2"},
-            Placement("slurm", nodes=2, devices_per_node=2, rank=3, uneven="3,2"),
+            {**SRUN, "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2", "SLURM_NODEID": "1"},
+            Placement("slurm", nodes=2, devices_per_node=2, rank=3, uneven=5),
             id="srun, unevenly",
+        ),
+        pytest.param(
+            {
+                **SRUN,
+                "SLURM_STEP_NUM_NODES": "3",
+                "SLURM_STEP_NUM_TASKS": "6",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+                "SLURM_NODEID": "1",
+            },
+            Placement("slurm", nodes=3, devices_per_node=2, rank=3),
+            id="srun, evenly",
         ),
         pytest.param(BATCH_SHELL, Placement("local"), id="the shell of a batch script"),
         pytest.param(
@@ -73,6 +89,11 @@ EXPORTED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_
             {**EXPORTED, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "3"},
             Placement("env", nodes=2, devices_per_node=2, rank=3),
             id="exported variables on two nodes",
+        ),
+        pytest.param(
+            {**EXPORTED, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"},
+            Placement("env", nodes=2, devices_per_node=2, rank=1, uneven=3),
+            id="exported variables, unevenly",
         ),
         pytest.param({"MASTER_ADDR": "node1", "MASTER_PORT": "1"}, Placement("local"), id="an address left over"),
         pytest.param(
@@ -121,6 +142,50 @@ def test_ranks_that_are_spawned_are_told_its_number(local: LocalEnvironment) -> 
 def test_a_port_that_was_given_is_not_another(local: LocalEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "29511")
     assert local.main_port == 29511
+
+
+def test_processes_meet_to_take_the_id_of_rank_0_and_each_has_one_place(port: str) -> None:
+    first = MeetingPoint("localhost", int(port), 0, 2, timeout_seconds=5)
+    second, where = replace(first, rank=1), f"localhost:{port}"
+    named, meeting = agree_on_id(first, "of rank 0")
+    assert (named, agree_on_id(second, "of rank 1")[0]) == ("of rank 0", "of rank 0")
+    with pytest.raises(Refused, match=f"a rank 1 has joined the run at {where} already; .*set another port"):
+        agree_on_id(second, "of another run")
+    with pytest.raises(Refused, match=f"is one of 3, but rank 0 at {where} is one of 2; .*set another port"):
+        agree_on_id(replace(second, world_size=3), "of another run")
+    with pytest.raises(Refused, match=f"port {port} of .* is in use"):
+        agree_on_id(first, "of another run")
+    assert open_store(first, "meeting", meeting).get("world") == b"2"  # where the process group is formed later
+
+
+def test_a_store_of_another_program_is_told(port: str) -> None:
+    other = TCPStore("localhost", int(port), is_master=True, wait_for_workers=False)
+    with pytest.raises(Refused, match=f"rank 1 on .* could not reach .*:{port} in 0.5 s: the server there is not"):
+        agree_on_id(MeetingPoint("localhost", other.port, 1, 2, timeout_seconds=0.5), "of rank 1")
+
+
+LIGHTNINGS = {"MASTER_ADDR": "node1", "MASTER_PORT": "7", "NODE_RANK": "1"}
+BY_HAND = {"main_address": "node1", "main_port": 7, "node_rank": 1}
+
+
+@pytest.mark.parametrize(
+    ("environ", "cfg", "place"),
+    [
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, {}, ("node1", 29500, 5, 8)),
+        (EXPORTED, {}, ("localhost", 29500, 1, 2)),
+        ({**EXPORTED, "WORLD_SIZE": "1", "RANK": "0"}, {}, None),
+        (LIGHTNINGS, {"trainer": {"num_nodes": 2}}, ("node1", 7, 1, 2)),
+        (LIGHTNINGS, {"trainer": {"num_nodes": 1}}, None),
+        (LIGHTNINGS, {"trainer": {"num_nodes": 2}, "mode": "plan"}, None),
+        ({}, {"trainer": {"num_nodes": 2}, "cluster": BY_HAND}, ("node1", 7, 1, 2)),
+        ({}, {"trainer": {"num_nodes": 2}, "cluster": {**BY_HAND, "node_rank": "???"}}, None),
+        ({}, {"trainer": {"num_nodes": "two"}, "cluster": BY_HAND}, None),
+    ],
+)
+def test_the_place_to_meet_is_that_of_the_launcher_or_of_cluster_manual(
+    environ: dict[str, str], cfg: dict[str, object], place: object
+) -> None:
+    assert meeting_place(detect(environ), environ, OmegaConf.create(cfg)) == place
 
 
 # Processes that were given different things, and what they are told

@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -79,11 +80,16 @@ class Agents:
         folder: Path,
         python: Path,
         strategy: str = "ddp",
-        processes: int = 1,
+        processes: int | dict[int, int] = 1,
         *words: str,
     ) -> None:
+        """Args:
+
+        processes: of each node, or of each by its number; of one that has none here, one.
+        """
         self.machines, self.folder, self.python = machines, folder, python
-        self.strategy, self.processes, self.words = strategy, processes, words
+        self.strategy, self.words = strategy, words
+        self.processes = processes if isinstance(processes, dict) else defaultdict(lambda: processes)
         self.alive: dict[int, subprocess.Popen[bytes]] = {}
         self._leaving: dict[int, subprocess.Popen[bytes]] = {}
         self.environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -99,13 +105,13 @@ class Agents:
             "--rdzv-backend=c10d",
             "--rdzv-endpoint=head:29500",
         )
-        torchrun += (f"--nnodes={nnodes}", f"--nproc-per-node={self.processes}", "--rdzv-id=mine", "--max-restarts=500")
+        torchrun += (f"--nnodes={nnodes}", "--rdzv-id=mine", "--max-restarts=500")
         run = (*RUN, *PACE, *self.words, f"strategy={self.strategy}", f"trainer.max_steps={NEVER}")
         for node in nodes:
             if node in self._leaving:
                 self._leaving.pop(node).wait(WAIT_SECONDS)
             self.alive[node] = self.machines.start(
-                *(node, *torchrun, f"--rdzv-conf={conf}", TRAIN_PY, *run),
+                *(node, *torchrun, f"--nproc-per-node={self.processes[node]}", f"--rdzv-conf={conf}", TRAIN_PY, *run),
                 cwd=self.folder, output=self.folder / f"node{node}.log", **self.environment,
             )  # fmt: skip
 

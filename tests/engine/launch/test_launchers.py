@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from tests.engine.config.mistaken import answers
 from tests.engine.conftest import PLAIN, Finished, Train, context
 from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.processes import TRAIN_PY, Start
+from tests.night import at_night
 
 RUN = (*PLAIN, *WITNESS, "trainer.accelerator=cpu", "trainer.max_steps=4", "trainer.val_check_interval=4")
 TIMEOUT_SECONDS = 800
@@ -31,38 +33,47 @@ def test_torchrun_decides_the_number_of_devices(train: Train) -> None:
     refused = train(*RUN, "trainer.devices=3", "global_batch_size=66", ranks=2, check=False)
     line = (
         "error: torchrun started 1 node × 2 processes, but the trainer has num_nodes=1, devices=3; "
-        "leave both out: the launcher sets them\n"
+        "start it with --nproc-per-node=3, or leave both out to train on what was started\n"
     )
     assert (refused.returncode, refused.err) == (2, line)  # told by one of the two
     assert not (refused.folder / "runs").exists()
 
 
 SLURM = (
-    "SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=5 SLURM_STEP_TASKS_PER_NODE=3,2 SLURM_NTASKS=5 "
-    "SLURM_NODELIST=node[1-2] SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_PROCID=0"
+    "SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_NTASKS=2 SLURM_JOB_ID=7 "
+    "SLURM_NODELIST=node[1-2] SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_PROCID=0 trainer.num_nodes=2 trainer.devices=2"
 )
+UNEVEN = "MASTER_ADDR=localhost MASTER_PORT=1 WORLD_SIZE=3 RANK=0 LOCAL_WORLD_SIZE=2"
+PLACED = f"{UNEVEN} LOCAL_RANK=0 GROUP_RANK=0 GROUP_WORLD_SIZE=2 run_id=mine"
 TORCHRUN = (
-    "TORCHELASTIC_RUN_ID=mine WORLD_SIZE=3 GROUP_WORLD_SIZE=2 GROUP_RANK=1 RANK=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
+    "TORCHELASTIC_RUN_ID=none WORLD_SIZE=2 GROUP_WORLD_SIZE=2 GROUP_RANK=1 RANK=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
     "MASTER_ADDR=localhost MASTER_PORT=1"
 )
-REFUSED = {  # what launchers have exported, and the line
-    SLURM: "slurm started 3,2 processes on 2 nodes, but each node must have the same number; use --ntasks-per-node=2",
-    TORCHRUN: "torchrun started 3 (here 1) processes on 2 nodes, but each node must have the same number; give every "
-    "torchrun the same --nproc-per-node",
-    "MASTER_ADDR=localhost MASTER_PORT=1 WORLD_SIZE=2 RANK=1": "processes started one by one: the processes can't "
-    "agree on a run directory by themselves; give each the same run_id=NAME",
+PLAN = "trainer.strategy.plans.PlainModel=tests.engine.models.language.tensor_parallel"
+REFUSED = {  # what launchers have exported and what is typed, and the line
+    SLURM: "slurm started 2 nodes × 1 process, but the trainer has num_nodes=2, devices=2; start it with "
+    "--ntasks-per-node=2, or leave both out to train on what was started",
+    TORCHRUN: "torchrun without --rdzv-id: the run could not be found again when torchrun starts its processes again; "
+    "type --rdzv-id=NAME, or give each process the same run_id=NAME",
+    UNEVEN: "WORLD_SIZE=3 and LOCAL_WORLD_SIZE=2: nodes have different numbers of processes, and there is no "
+    "GROUP_WORLD_SIZE, GROUP_RANK, LOCAL_RANK; export LOCAL_RANK (the number of the process on its node, from 0), "
+    "GROUP_RANK (the node's) and GROUP_WORLD_SIZE (how many nodes there are) for each process",
+    f"{PLACED} strategy=fsdp_hybrid": "HYBRID_SHARD shards over the devices of a node, but the nodes have different "
+    "numbers of devices, this one 2; use strategy=fsdp, or a trainer.strategy.shard_size that divides the number of "
+    "each node",
+    f"{PLACED} strategy=fsdp_tp {PLAN}": "trainer.strategy.tensor_parallel_size=2 does not divide 3 devices; "
+    "start a multiple of 2 processes in all",
 }
 
 
 def test_processes_that_make_no_run_are_refused_in_a_line(tmp_path: Path) -> None:
-    commands = {told: [*exported.split(), *RUN] for exported, told in REFUSED.items()}
+    commands = {told: [*typed.split(), *RUN] for typed, told in REFUSED.items()}
     assert {told: answer.err for told, answer in answers(commands, tmp_path).items()} == {
         told: f"error: {told}\n" for told in REFUSED.values()
     }
 
 
-BY_HAND = (*RUN, "strategy=ddp", "trainer.num_nodes=2", "cluster=manual", "run_id=mine")
-BY_HAND += ("cluster.main_address=localhost",)
+BY_HAND = (*RUN, "strategy=ddp", "num_nodes=2", "cluster=manual", "cluster.main_address=localhost")
 UNMET = {  # by the number of the node that is started alone
     0: "error: rank 1 of 2 did not connect to localhost:{port} in 1 s; check that all",
     1: "rank 1 on {host} could not reach rank 0 at localhost:{port} in 1 s: ",
@@ -71,7 +82,7 @@ UNMET = {  # by the number of the node that is started alone
 
 @pytest.mark.parametrize("node", UNMET)
 def test_ranks_that_do_not_meet_are_named(node: int, train: Train, port: str) -> None:
-    place = (f"cluster.node_rank={node}", f"cluster.main_port={port}", "meet_timeout_seconds=1")
+    place = (f"cluster.node_rank={node}", f"cluster.main_port={port}", "meet_timeout_seconds=1", "run_id=mine")
     alone = train(*BY_HAND, *place, check=False)
     assert alone.returncode == 2
     assert UNMET[node].format(port=port, host=socket.gethostname()) in alone.err
@@ -88,42 +99,61 @@ def test_a_port_in_use_is_told_with_what_to_type(train: Train) -> None:
     )
 
 
-def test_two_machines_can_be_started_by_hand(train: Train, tmp_path: Path, port: str) -> None:
-    run = (*BY_HAND, f"cluster.main_port={port}")
+def started_in_two(train: Train, folder: Path, *of_each: tuple[tuple[str, ...], dict[str, str]]) -> list[Finished]:
+    """Run commands, each with variables of its own, at the same time in two terminals."""
+    (first, environment), (second, of_second) = of_each
     others: list[Finished] = []
-    first = train(
-        *(*run, "cluster.node_rank=0"),
-        folder=tmp_path,
-        meanwhile=lambda _: others.append(train(*run, "cluster.node_rank=1", folder=tmp_path)),
-    )
+    run = partial(train, folder=folder, check=False)
+    ended = run(*first, environment=environment, meanwhile=lambda _: others.append(run(*second, environment=of_second)))
+    return [ended, *others]
+
+
+@pytest.mark.parametrize("way", ["manual", *at_night("variables")])
+def test_two_machines_can_be_started_by_hand(way: str, train: Train, tmp_path: Path, port: str) -> None:
+    def of(node: int) -> tuple[tuple[str, ...], dict[str, str]]:
+        if way == "manual":
+            return (*BY_HAND, f"cluster.main_port={port}", f"cluster.node_rank={node}"), {}
+        words = (*RUN, "strategy=ddp", "num_nodes=2", "trainer.devices=1")
+        return words, {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "NODE_RANK": str(node)}
+
+    both = started_in_two(train, tmp_path, of(0), of(1))
+    assert [it.err for it in both] == ["", ""]
     seen = witnesses(the_run(tmp_path))
     assert [place["node_rank"] for place in seen] == [0, 1]
-    assert [place["cluster"] for place in seen] == ["LightningEnvironment"] * 2
-    assert [it.out.count("strategy   DDP, precision 32-true, 2 nodes × 1 CPU") for it in (first, *others)] == [1, 0]
-    assert [it.err for it in (first, *others)] == ["", ""]
+    assert {place["cluster"] for place in seen} == {"LightningEnvironment" if way == "manual" else "LocalEnvironment"}
+    assert [it.out.count("strategy   DDP, precision 32-true, 2 nodes × 1 CPU") for it in both] == [1, 0]
 
 
 def test_processes_can_be_started_one_by_one(train: Train, tmp_path: Path, port: str) -> None:
-    run, meet = (
-        (*RUN, "cluster=env", "run_id=mine"),
-        {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"},
-    )
-    others: list[Finished] = []
-    first = train(
-        *run,
-        environment={**meet, "RANK": "0"},
-        folder=tmp_path,
-        meanwhile=lambda _: others.append(train(*run, environment={**meet, "RANK": "1"}, folder=tmp_path)),
-    )
+    meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    both = started_in_two(train, tmp_path, *((RUN, {**meet, "RANK": rank}) for rank in "01"))
     seen = witnesses(the_run(tmp_path))
     assert [(place["world_size"], place["local_rank"], place["strategy"]) for place in seen] == [
         (2, 0, "DDP"),
         (2, 1, "DDP"),
     ]
-    assert ["strategy   DDP" in it.out for it in (first, *others)] == [True, False]
-    told = [line for line in first.out.splitlines() if line.startswith(("go on ", "evaluate "))]
+    assert ["strategy   DDP" in it.out for it in both] == [True, False]
+    told = [line for line in both[0].out.splitlines() if line.startswith(("go on ", "evaluate "))]
     assert {re.sub(" +", " ", line[:17]) for line in told} == {"evaluate python", "go on python"}
     assert seen[1]["cluster"] == "ExportedEnvironment"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("trainer.devices=3",), "env started 1 node × 2 processes, but the trainer has num_nodes=1, devices=3; "),
+        (("seed={rank}",), "rank 1 on {host} has seed=1, rank 0 on {host} has seed=0; "),
+    ],
+    ids=["each by itself", "all together"],
+)
+def test_a_refused_start_prints_its_line_in_each_terminal(
+    words: tuple[str, ...], line: str, train: Train, tmp_path: Path, port: str
+) -> None:
+    meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    typed = (((*RUN, *(word.format(rank=rank) for word in words)), {**meet, "RANK": rank}) for rank in "01")
+    both = started_in_two(train, tmp_path, *typed)
+    assert both[0].refusal == both[1].refusal
+    assert both[0].refusal.startswith(line.format(host=socket.gethostname()))
 
 
 def test_lightning_starts_the_others_also_where_a_flag_comes_last(start: Start, tmp_path: Path) -> None:

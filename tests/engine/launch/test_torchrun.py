@@ -19,14 +19,15 @@ TORCHRUN = ("python", "-m", "torch.distributed.run")
 def test_a_run_that_agents_restart_goes_on_where_it_stood(
     nodes: int, start: Start, train: Train, tmp_path: Path, port: str
 ) -> None:
-    """Agents of two nodes, or one of both processes."""
+    """Agents of two nodes, which are given no id of the run, or one of both processes."""
     place = (f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}")
-    place += ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=mine", "--max-restarts=1")
+    place += ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--max-restarts=1")
+    place += ("--rdzv-id=mine",) if nodes == 1 else ()
     run = (*RUN, "trainer.max_steps=8", "trainer.log_every_n_steps=1")
     fails = (FAILS_ONCE, "callbacks.fails.step=5")
     agents = [start(*TORCHRUN, *place, TRAIN_PY, *run, *fails) for _ in range(nodes)]
     out = "".join(finish(agent) for agent in agents)
     assert "RuntimeError: a passing fault" in out
-    assert "resumes    runs/plainmodel/mine/checkpoints/best.ckpt, at step 4" in out
-    restarted, uninterrupted = Finished(0, out, "", tmp_path, "mine"), train(*run, "strategy=single")
+    restarted, uninterrupted = Finished(0, out, "", tmp_path), train(*run, "strategy=single")
+    assert f"resumes    runs/plainmodel/{restarted.run_dir.name}/checkpoints/best.ckpt, at step 4" in out
     assert restarted.column("train/loss") == pytest.approx(uninterrupted.column("train/loss"), abs=1e-5)

@@ -97,6 +97,23 @@ def test_one_visible_gpu_a_task_is_told_to_its_launcher(launcher: str, advice: s
     ]
 
 
+@pytest.mark.parametrize(
+    ("place", "used", "advice"),
+    [
+        (Placement("slurm", nodes=2, devices_per_node=1), 1, ["type srun --ntasks-per-node=8"]),
+        (Placement("slurm", nodes=2, devices_per_node=8), 8, []),
+        (Placement("torchrun", nodes=2, devices_per_node=1), 1, []),
+        (ALONE, 1, ["type trainer.devices=8, or srun --ntasks-per-node=8"]),
+    ],
+)
+def test_gpus_that_srun_leaves_idle_are_told(
+    place: Placement, used: int, advice: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1" if place == ALONE else "16")
+    told = f"this node has 8 GPUs, and the run uses {used}: srun has started no more processes; "
+    assert list(devices.idle(used, place, EIGHT_GPUS)) == [told + typed for typed in advice]
+
+
 @pytest.mark.parametrize("trainer", [_trainer("gpu", 8), _trainer("auto", [7]), _trainer("auto", "auto")])
 def test_what_is_there_is_not_refused(trainer: dict[str, Any]) -> None:
     assert [*devices.wrong_counts(trainer), *devices.absent(trainer, ALONE, EIGHT_GPUS)] == []

@@ -27,6 +27,8 @@ PAIR = f"{RENDEZVOUS} WORLD_SIZE=2"
 STEP = "SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_NODEID=0 SLURM_NTASKS=4"
 TASK = f"SLURM_NODELIST=node[1-2] SLURM_JOB_ID=7 {STEP}"
 AGENT = f"TORCHELASTIC_RUN_ID=none {PAIR} RANK=0 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2"
+UNEVEN_TASKS = "SLURM_STEP_TASKS_PER_NODE=3,1"
+UNEVEN = f"{RENDEZVOUS} WORLD_SIZE=3 LOCAL_WORLD_SIZE=2 GROUP_WORLD_SIZE=3"
 REFUSED = {
     "MASTER_PORT=99999": f"MASTER_PORT: found '99999', {PORT}",
     "MASTER_PORT=abc": f"MASTER_PORT: found 'abc', {PORT}",
@@ -54,7 +56,7 @@ REFUSED = {
     f"{AGENT} RANK=1": "RANK=1 and LOCAL_RANK=0: 2 processes on each of 1 nodes must be numbered node by node; start",
     f"{TASK} SLURM_NODEID=1": "SLURM_PROCID=1 and SLURM_NODEID=1 and SLURM_LOCALID=1: 2 processes on each of 2 nodes m",
     f"{PAIR} RANK=0 LOCAL_WORLD_SIZE=3": "LOCAL_WORLD_SIZE=3 and WORLD_SIZE=2: a node can't have more processes than",
-    f"{RENDEZVOUS} WORLD_SIZE=3 RANK=0 LOCAL_WORLD_SIZE=2": "env started 3 (here 2) processes on 1 nodes, but each nod",
+    f"{RENDEZVOUS} WORLD_SIZE=3 RANK=0 LOCAL_WORLD_SIZE=2": "WORLD_SIZE=3 and LOCAL_WORLD_SIZE=2: nodes have differen",
     "NODE_RANK=x": f"NODE_RANK: found 'x', {FROM_0}",
     "NODE_RANK=1": "NODE_RANK=1: there is no MASTER_ADDR, MASTER_PORT; export them on each node, or type unset NODE_RA",
     f"{RENDEZVOUS} NODE_RANK=1": "NODE_RANK=1 and trainer.num_nodes=1: found a rank that is not in this run",
@@ -73,7 +75,9 @@ REFUSED = {
     f"{TASK} SLURM_NTASKS=8": "SLURM_NTASKS=8 and SLURM_STEP_NUM_TASKS=4: srun sets both to the same value; start",
     f"{TASK} SLURM_PROCID=4": "SLURM_PROCID=4 and SLURM_STEP_NUM_TASKS=4: export a SLURM_PROCID from 0 to 3",
     f"{TASK} SLURM_STEP_NUM_NODES=5": "SLURM_STEP_NUM_NODES=5 and SLURM_STEP_NUM_TASKS=4: a node has at least one task",
-    f"{TASK} SLURM_STEP_NUM_NODES=3": "slurm started 4 processes on 3 nodes, but each node must have the same number",
+    f"{TASK} SLURM_STEP_NUM_NODES=3": "SLURM_STEP_NUM_TASKS=4 and SLURM_STEP_NUM_NODES=3: nodes have different n",
+    f"{TASK} {UNEVEN_TASKS} SLURM_NODEID=1": "SLURM_STEP_NUM_TASKS=4 and SLURM_STEP_NUM_NODES=2 and SLURM_STEP_TAS",
+    f"{UNEVEN} RANK=1 LOCAL_RANK=0 GROUP_RANK=1": "WORLD_SIZE=3 and LOCAL_WORLD_SIZE=2 and GROUP_WORLD_SIZE=3 and RANK",
     f"{TASK} SLURM_JOB_ID=abc": "SLURM_JOB_ID=abc: expected a number, which determines the port",
     STEP: "SLURM_STEP_NUM_NODES=2: there is no SLURM_NODELIST, for the first node",
     "SLURM_ARRAY_JOB_ID=7": "SLURM_ARRAY_JOB_ID=7: there is no SLURM_ARRAY_TASK_ID, which each task of an array has",
@@ -96,6 +100,9 @@ RIGHT = (
         "CUDA_VISIBLE_DEVICES=GPU-1a-2b,MIG-3/4",
     ),
     *("SLURM_JOB_ID=7 SLURM_NTASKS=4 SLURM_PROCID=0", "SLURM_STEP_NUM_TASKS=1", "SLURM_STEP_NUM_NODES=2", TASK, AGENT),
+    f"{TASK} {UNEVEN_TASKS}",
+    f"{UNEVEN} GROUP_WORLD_SIZE=2 RANK=1 LOCAL_RANK=0 GROUP_RANK=1",
+    f"{UNEVEN} GROUP_WORLD_SIZE=2 RANK=1 LOCAL_RANK=1 GROUP_RANK=0",
     *(
         f"{PAIR} RANK=1",
         f"{PAIR} RANK=1 LOCAL_RANK=1",
@@ -176,12 +183,16 @@ def _answer(environ: Mapping[str, str]) -> list[str]:
     per_node = place.devices_per_node or 2
     assert 1 <= met.main_port < 2**16
     assert met.main_address.strip()
-    assert (met.node_rank() * per_node + met.local_rank() == 0) == (place.rank == 0)
+    assert (met.node_rank() == met.local_rank() == 0) == (place.rank == 0)
     assert not (_get_rank() and place.rank == 0)  # by which Lightning is silent
     if place.is_external:
+        assert met.global_rank() == place.rank < met.world_size() == (place.uneven or place.nodes * per_node)
+    if place.is_external and not place.uneven:
         assert met.node_rank() * per_node + met.local_rank() == place.rank
-        assert met.global_rank() == place.rank < met.world_size() == place.nodes * per_node
         met.validate_settings(num_devices=per_node, num_nodes=place.nodes)
+    if place.uneven:
+        assert met.node_rank() + met.local_rank() <= place.rank
+        assert place.nodes - met.node_rank() + per_node - met.local_rank() - 1 <= place.uneven - place.rank
     return []
 
 

@@ -81,16 +81,10 @@ def test_the_processes_of_one_torchrun_agree_by_their_parent() -> None:
     assert named.endswith(f"_{psutil.Process().pid}")
 
 
-def test_torchrun_on_several_nodes_needs_an_id() -> None:
-    with pytest.raises(
-        RefusedRequest, match=r"torchrun on several nodes without --rdzv-id.*give each the same run_id=NAME"
-    ):
-        new_run_id({**TORCHRUN, "WORLD_SIZE": "4"})
-
-
-def test_processes_started_one_by_one_need_an_id() -> None:
-    with pytest.raises(RefusedRequest, match=r"processes started one by one.*give each the same run_id=NAME"):
-        new_run_id(dict(EXPORTED))
+@pytest.mark.parametrize("nodes", ["1:2", "2"], ids=["elastic", "without a store that outlives a restart"])
+def test_torchrun_that_would_name_a_run_anew_when_it_restarts_it_needs_an_id(nodes: str) -> None:
+    with pytest.raises(RefusedRequest, match=r"torchrun without --rdzv-id: .*type --rdzv-id=NAME"):
+        new_run_id({**TORCHRUN, "WORLD_SIZE": "4", "PET_NNODES": nodes})
 
 
 def test_a_single_process_with_exported_variables_needs_none() -> None:

@@ -30,6 +30,17 @@ def test_nodes_train_the_run_of_one_process(
     trains_the_run(alone, script, "fsdp", 2, tasks_per_node, slurm_cluster, checkout)
 
 
+def test_an_srun_with_another_number_of_tasks_on_each_node_trains_the_run_of_one_process(
+    slurm_cluster: Cluster, checkout: Path, alone: Finished, python: Path
+) -> None:
+    typed = ("srun", "--nodes=2", "--ntasks=3", str(python), "train.py", *RUN, "strategy=fsdp")
+    run = slurm_cluster.run(*typed, cwd=checkout)
+    assert run.returncode == 0, run.stderr
+    assert "precision 32-true, 3 CPU on 2 nodes\n" in run.stdout
+    assert "go on      srun --nodes=2 --ntasks=3 python train.py " in run.stdout
+    is_the_run(Finished(0, run.stdout, "", checkout), alone)
+
+
 def trains_the_run(
     alone: Finished, script: str, strategy: str, nodes: int, tasks_per_node: int, cluster: Cluster, checkout: Path
 ) -> None:
@@ -40,6 +51,10 @@ def trains_the_run(
     spread = Finished(0, job.output(), "", checkout)
     assert spread.run_dir == checkout / "runs/plain" / job.id
     assert "can't reach the watchdog" not in job.output()
+    is_the_run(spread, alone)
+
+
+def is_the_run(spread: Finished, alone: Finished) -> None:
     for metric in ("train/loss", "val/loss", "test/accuracy"):
         expected, found = alone.column(metric), spread.column(metric)
         assert expected
