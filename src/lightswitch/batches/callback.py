@@ -142,6 +142,8 @@ class GlobalBatch(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._counter.start_epoch(trainer)
+        if trainer.current_epoch > 0 and not trainer.fit_loop.epoch_loop.restarting:  # new iterators are made
+            self._loaders.note_replaced(trainer)
         self._loaders.start_epoch(trainer.current_epoch)
         self._seed_alike(trainer, trainer.current_epoch)
 

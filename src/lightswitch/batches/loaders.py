@@ -67,6 +67,17 @@ class SharedLoaders:
         for loader in self.training.others:
             _set_epoch(loader, epoch)
 
+    def note_replaced(self, trainer: Trainer) -> None:
+        """Report, at an epoch's start, training loaders that the module has replaced, which now run unchanged."""
+        combined, ours = trainer.fit_loop._combined_loader, self.training.slices
+        loaders = [] if combined is None or not ours else combined.flattened
+        if all(getattr(one, "batch_sampler", None) in ours or isinstance(one, RankLoader) for one in loaders):
+            return
+        _say_what_does_not_hold(trainer, "the module has replaced it", training=True, splits=False)
+        self.training = Combined(lambda: _mode(trainer))
+        for loader in loaders:
+            self.training.add_other(loader)
+
     def compare_ranks(self, trainer: Trainer) -> None:
         """Check, once an epoch, that all ranks draw the same samples. Collective, after an epoch's first batch is read.
 

@@ -22,6 +22,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightswitch import patches
 from lightswitch.batches.plan import Position, saved_position
+from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.monitoring.step_results import Logged, Results, joined
 
@@ -247,7 +248,12 @@ class PlateauState(Callback):
             self._due = checkpoint.get(_PLATEAU_KEY, {}).get("due", [])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the scheduler steps that were due, with the metrics of the due validation, or else the saved metrics."""
+        """Take the scheduler steps that were due, with the metrics of the due validation, or else the saved metrics.
+
+        Raises:
+            Refused: a schedule reads a metric of validation in epochs without a validation.
+        """
+        _refuse_unvalidated(trainer)
         for index, config in _plateaus(trainer).items():
             metric = trainer.callback_metrics.get(str(config.monitor))
             if index in self._due and metric is not None:
@@ -260,6 +266,18 @@ def _plateaus(trainer: Trainer) -> dict[int, LRSchedulerConfig]:
     if not trainer.lightning_module.automatic_optimization:
         return {}
     return {index: config for index, config in enumerate(trainer.lr_scheduler_configs) if config.reduce_on_plateau}
+
+
+def _refuse_unvalidated(trainer: Trainer) -> None:
+    every = trainer.check_val_every_n_epoch or 1
+    for config in _plateaus(trainer).values():
+        of_validation = str(config.monitor).lower().startswith(("val", "eval"))
+        if config.interval == "epoch" and config.frequency % every and config.strict and of_validation:
+            raise Refused(
+                f"ReduceLROnPlateau reads {config.monitor} every {config.frequency} epochs, but validation "
+                f'runs every {every}; in configure_optimizers, write "frequency": {every} beside '
+                '"monitor", or type trainer.check_val_every_n_epoch=1'
+            )
 
 
 def _is_due(config: LRSchedulerConfig, trainer: Trainer, position: Position) -> bool:

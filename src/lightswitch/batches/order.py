@@ -342,7 +342,10 @@ class SeededSamples(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, key: tuple[int, int, list[Any]]) -> Any:
+    def __getitems__(self, key: Any) -> Any:
+        if not isinstance(key, tuple):  # of a loader that the module makes itself, with this dataset
+            whole = reads_batches(self.dataset)
+            return self.dataset.__getitems__(key) if whole else [self.dataset[index] for index in key]
         epoch, place, indices = key
         return self._read(epoch, range(place, place + len(indices)), indices)
 

@@ -208,10 +208,18 @@ def _shared(
 
 
 class BatchesAlone:
-    """Mixin that refuses to yield a `Cut` in place of a batch, as happens if the user's `__iter__` bypasses torch's."""
+    """Mixin that refuses a user's `__iter__` which bypasses torch's, so that a `Cut` would be a batch, or which fails
+    as its dataset is a `Reader`."""
 
     def __iter__(self) -> Any:
-        return map(self._batch, super().__iter__())  # type: ignore[misc]  # of the DataLoader that this is mixed into
+        try:
+            for batch in super().__iter__():  # type: ignore[misc]  # of the DataLoader that this is mixed into
+                yield self._batch(batch)
+        except (AttributeError, TypeError) as error:
+            raise Refused(
+                f"the data loader of a stream, {type(self).__name__}, fails ({type(error).__name__}: {error}); if it "
+                "asks of which class its dataset is, type data.sharded_by=dataset to leave the loader unchanged"
+            ) from error
 
     def _batch(self, batch: Any) -> Any:
         if isinstance(batch, Cut):
