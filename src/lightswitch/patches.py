@@ -132,7 +132,8 @@ PATCHES = (
         "torch.autograd",
         "_engine_run_backward",
         "(t_outputs, *args, **kwargs)",
-        "lets ranks use different parameters, and refuses second derivatives, under FSDP; restored after the pass",
+        "under FSDP, lets ranks use different parameters and refuses second derivatives; under manual optimization, "
+        "averages or refuses the gradients of `loss.backward()`; restored after the step",
         for_process=True,
     ),
     Patch(
