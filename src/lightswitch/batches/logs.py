@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
 
 from lightswitch import patches
 from lightswitch.mixins import Mixin, with_mixin
@@ -250,7 +251,8 @@ class RepeatedSamples:
             return
         for metric, states in self._metrics.items():
             for name, before in states.items():
-                setattr(metric, name, _without(getattr(metric, name), before))
+                is_cat = metric._reductions[name] is dim_zero_cat
+                setattr(metric, name, _without(getattr(metric, name), before) if is_cat else before)
         for key, item in self._results.items():
             if item.is_tensor and not item.has_reset:
                 _set_back(item, self._logged.get(key))

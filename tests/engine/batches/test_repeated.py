@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from lightning.pytorch import LightningDataModule
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric, MeanMetric
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchmetrics import MaxMetric, MeanMetric, Metric
 from torchmetrics.classification import MulticlassAUROC
 
+from lightswitch.errors import Refused
 from tests.engine.conftest import Train
 from tests.engine.curves import largest_difference, predictions
 from tests.engine.fits import Fit, Fits
-from tests.engine.plain import PlainData, PlainModel, Points
+from tests.engine.plain import Buckets, PlainData, PlainModel, Points
 from tests.night import at_night
+from tests.pool import RankFailed
 
 
 class FewData(PlainData):
@@ -77,6 +83,55 @@ def test_four_ranks_tell_of_three_samples_what_one_does(strategy: str, fits: Fit
     (alone,), ranks = fits(FEW), fits(replace(FEW, strategy=strategy), 4)
     for name in NAMES:
         assert largest_difference(ranks[0], alone, name) <= 1e-5, name
+
+
+class Entries(Metric):
+    """Keeps an entry for each sample, as metrics of texts and detections do, or for some samples."""
+
+    def __init__(self, every: int, reduction: Any = None) -> None:
+        super().__init__()
+        self.every = every
+        self.add_state("seen", default=[], dist_reduce_fx=reduction)
+
+    def update(self, values: Tensor) -> None:
+        self.seen += [value.reshape(-1) for value in values if value % self.every == 0]
+
+    def compute(self) -> Tensor:
+        seen = self.seen if isinstance(self.seen, Tensor) else torch.cat([torch.zeros(0), *self.seen])
+        return (seen.double() * torch.arange(1, len(seen) + 1)).sum()  # depends on their order
+
+
+class LogsEntries(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.each, self.some, self.joined = Entries(1), Entries(4), Entries(1, torch.cat)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for name in ("each", "some", "joined"):
+            getattr(self, name).update(batch[2])
+            self.log(f"val/{name}", getattr(self, name))
+
+
+class ElevenData(PlainData):
+    samples_to_validate = 11
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(Points(self.samples_to_validate, 1), batch_size=4)
+
+
+class ThreeData(ElevenData):
+    samples_to_validate = 3
+
+
+@pytest.mark.parametrize("data", [ElevenData, ThreeData])
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("ddp", 4), ("fsdp", 2)])
+def test_ranks_gather_metrics_whose_entries_differ_in_number(
+    strategy: str, ranks: int, data: type[PlainData], fits: Fits
+) -> None:
+    one = Fit(LogsEntries, data, steps=1)
+    (alone,), run = fits(one), fits(replace(one, strategy=strategy), ranks)[0]
+    for name in ("val/each", "val/some", "val/joined"):
+        assert run.column(name) == alone.column(name), name
 
 
 def test_what_is_predicted_of_another_ranks_sample_is_left_out(train: Train, tmp_path: Path) -> None:
