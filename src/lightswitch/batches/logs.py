@@ -64,6 +64,16 @@ class Connector(Mixin, _LoggerConnector):
         if isinstance(results := self.trainer._results, Results):
             results.of_batch = {}
 
+    def count(self, samples: int | None) -> None:
+        """Weight what the current batch logs by its number of samples; None lets Lightning guess it from the batch.
+
+        Lightning takes the first dimension of the first tensor that it finds, which may be the length of a sample.
+        """
+        if samples is not None and isinstance(results := self.trainer._results, Results):
+            results.count(samples)
+        elif samples is not None:
+            patches.replace(results, "batch_size", samples)
+
     def on_batch_end(self) -> None:
         super().on_batch_end()
         if self._repeated is not None:

@@ -371,3 +371,12 @@ def reads_batches(dataset: Any) -> bool:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
+
+
+def takes_one(loader: DataLoader[Any]) -> bool:
+    """Return whether a collate function returns the first of several samples, as for a dataset that makes batches."""
+    samples = [object(), object()]
+    try:
+        return bool(loader.collate_fn(samples) is samples[0]) and not reads_batches(loader.dataset)
+    except Exception:  # whatever it raises for objects that are no samples
+        return False

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.generators import KeptGenerators
+from lightswitch.batches.order import takes_one
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.batches.stream import (
     Cursor,
@@ -53,6 +54,7 @@ class RankLoader(DataLoader[Any]):
         order: the sampler arguments of DataLoader's constructor.
 
     Attributes:
+        makes_batches: each sample of its dataset is a batch.
         before_own: classes that precede the given loader's class in the method resolution order.
     """
 
@@ -67,6 +69,7 @@ class RankLoader(DataLoader[Any]):
         **order: Any,
     ) -> None:
         self._given = given
+        self.makes_batches = takes_one(given)
         # attributes that users read, but that DataLoader's constructor resets when it gets a batch sampler
         self._shown = {
             "sampler": order.get("sampler", order.get("batch_sampler")),
@@ -260,7 +263,7 @@ class Collate:
         if not cut.samples:
             return cut
         batch = self._kept.seeded(torch.initial_seed(), cut.place.turn, self.collate, cut.batch)
-        return cut._replace(batch=batch)
+        return cut._replace(batch=batch, own_samples=len(cut.batch))
 
 
 class Received:

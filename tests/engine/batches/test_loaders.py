@@ -16,7 +16,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from lightswitch.batches.loaders import evaluation_loader, obstacle, takes_one, training_loader
+from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
+from lightswitch.batches.order import takes_one
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.batches.rank_loader import training_stream
 from lightswitch.errors import Refused

@@ -134,6 +134,70 @@ def test_ranks_gather_metrics_whose_entries_differ_in_number(
         assert run.column(name) == alone.column(name), name
 
 
+class Series(Dataset):
+    """Series of other lengths, whose values are all the same."""
+
+    def __init__(self, count: int) -> None:
+        self.series = [torch.full((1 + at * 5 % 7, 2), float(at)) for at in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.series)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.series[index]
+
+
+class SeriesStream(IterableDataset):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(Series(10).series)
+
+
+class SeriesData(LightningDataModule):
+    """Batches without a dimension of samples."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Series(16), batch_size=8, shuffle=True, collate_fn=list)
+
+    def val_dataloader(self) -> DataLoader:
+        if self.how == "stream":
+            return DataLoader(SeriesStream(), batch_size=4, collate_fn=list)
+        if self.how == "formed":
+            return DataLoader(Series(10), batch_sampler=Buckets([1.0] * 10, 3.0), collate_fn=list)
+        return DataLoader(Series(10), batch_size=4, collate_fn=lambda some: {"scale": torch.ones(3), "some": some})
+
+    test_dataloader = val_dataloader
+
+
+class OverSeries(PlainModel):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.log("train/value", torch.stack([one.mean() for one in batch]).mean(), on_step=False, on_epoch=True)
+        return torch.stack([self.net(one).square().mean() for one in batch]).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        series = batch["some"] if isinstance(batch, dict) else batch
+        self.log("val/value", torch.stack([one.mean() for one in series]).mean())
+        self.log("val/of_rows", torch.cat(series).mean(), batch_size=sum(map(len, series)))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("how", ["in order", "stream", "formed"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_batch_weighs_its_samples_whatever_the_shape_of_its_tensors(how: str, ranks: int, fits: Fits) -> None:
+    strategy = "ddp" if ranks > 1 else "single"
+    series = Fit(OverSeries, partial(SeriesData, how), strategy, global_batch=11, micro_batch=None, steps=2)
+    run = fits(series, ranks)[0]
+    assert [*run.column("train/value").values()] == pytest.approx([7.5])
+    assert [*run.column("val/value").values()] == pytest.approx([4.5])
+    rows = torch.cat(Series(10).series)
+    assert [*run.column("val/of_rows").values()] == pytest.approx([float(rows.mean())])
+
+
 def test_what_is_predicted_of_another_ranks_sample_is_left_out(train: Train, tmp_path: Path) -> None:
     data = "data._target_=tests.engine.batches.test_repeated.FewToPredict"
     run = train("model._target_=tests.engine.plain.PlainModel", data, "trainer.max_steps=1", "trainer.accelerator=cpu")
