@@ -282,7 +282,9 @@ class DeepSpeed(Regrouping):
             return super().predict_step(*args, **kwargs)
 
     def _in_evaluation(self, step: str) -> AbstractContextManager[None]:
-        return self._writes.in_evaluation(step, self.around_hook) if self._writes else nullcontext()
+        assert self.lightning_module is not None
+        trainer, writes = self.lightning_module.trainer, self._writes
+        return writes.in_evaluation(step, trainer, self.around_hook) if writes else nullcontext()
 
     @property
     def handles_gradient_accumulation(self) -> bool:

@@ -206,3 +206,40 @@ def test_what_is_predicted_of_another_ranks_sample_is_left_out(train: Train, tmp
     one, four = (train(*model, *read, *words, ranks=ranks) for words, ranks in (((), 0), (("strategy=ddp",), 4)))
     assert len(predictions(four)) == 2
     assert torch.equal(predictions(four), predictions(one))
+
+
+class Generates(PlainModel):
+    """Validates by as many forward passes as a sample's number says, as where each generates until an end."""
+
+    def __init__(self, even: bool = False) -> None:
+        super().__init__()
+        self.even = even
+        self.net = nn.ModuleList(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)) for _ in range(2))
+        self.out = nn.Linear(2, 4)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return cross_entropy(self.out(self._passed(batch[0], 1)), batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        passes = 3 if self.even else 1 + int(batch[2].min()) % 3
+        self.log("val/loss", cross_entropy(self.out(self._passed(batch[0], passes)), batch[1]))
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        pass
+
+    def _passed(self, found: Tensor, passes: int) -> Tensor:
+        for _ in range(passes):
+            for part in self.net:
+                found = part(found)
+        return found
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3"])
+def test_ranks_that_run_sharded_parts_more_often_than_others_are_refused(strategy: str, fits: Fits) -> None:
+    pytest.importorskip("deepspeed")
+    one = Fit(Generates, ElevenData, strategy, steps=1)
+    with pytest.raises(RankFailed) as failed:
+        fits(one, 2)
+    assert isinstance(failed.value.error, Refused)
+    assert "ranks run another number of forward passes" in str(failed.value.error)
+    fits(replace(one, module=partial(Generates, even=True)), 2)
