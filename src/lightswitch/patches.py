@@ -132,7 +132,8 @@ PATCHES = (
         "torch.autograd",
         "_engine_run_backward",
         "(t_outputs, *args, **kwargs)",
-        "lets ranks use different parameters, and refuses second derivatives, under FSDP; restored after the pass",
+        "under FSDP, lets ranks use different parameters and refuses second derivatives; under manual optimization, "
+        "averages or refuses the gradients of `loss.backward()`; restored after the step",
         for_process=True,
     ),
     Patch(
@@ -301,6 +302,26 @@ PATCHES = (
         "devices that share a layer have read the same samples, and count once",
     ),
     Patch("torchmetrics.Metric", "_update_count", "int", "marks a restored metric as updated"),
+    Patch(
+        "lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection",
+        "batch_size",
+        "int | None",
+        "weights what an evaluation logs by its samples: Lightning takes the first dimension of the first tensor",
+    ),
+    Patch(
+        "torchmetrics.Metric",
+        "_sync_dist",
+        "(self, dist_sync_fn, process_group)",
+        "gathers lists of entries whole: torchmetrics gathers entry by entry, and waits for ever if ranks have more "
+        "than others",
+        for_process=True,
+    ),
+    Patch(
+        "torchmetrics.detection.mean_ap.MeanAveragePrecision",
+        "_gather_tuple_list",
+        "(list_to_gather, process_group)",
+        "does nothing: its lists are gathered whole, while this method leaves out entries of ranks that have more",
+    ),
     *(
         Patch("deepspeed.runtime.zero.utils", name, expected, _AGREED, for_process=True)
         for name, expected in (

@@ -76,6 +76,7 @@ ALLOWED = {
 }
 # Whose public properties with a setter are set as they are: by the last name left of the attribute
 WITH_SETTERS: dict[str, type] = {"trainer": Trainer, "strategy": Strategy}
+_STATES = "torchmetrics documents it: a metric's states"
 CALLS_ALLOWED = {
     "setattr(target, name, value)": "patches.replace itself",
     "object.__setattr__(target, name, value)": "patches.replace itself",
@@ -92,7 +93,9 @@ CALLS_ALLOWED = {
     "vars(metric).update(state)": "of a metric, or a value that was logged: as it was before a forward pass",
     "vars(item).update(before)": "of a value that was logged: as it was",
     "vars(item).update(_attributes(whole, item.value, self._share))": "of a logged value: as all ranks have it",
-    "setattr(metric, name, _without(getattr(metric, name), before))": "torchmetrics documents it: a metric's states",
+    "setattr(metric, name, _without(getattr(metric, name), before) if is_cat else before)": _STATES,
+    "setattr(metric, name, [])": _STATES,
+    "setattr(metric, name, reduction(whole) if whole and callable(reduction) else whole)": _STATES,
     "vars(self).update(dataset=dataset, cursor=cursor)": "of Reader, the engine's, past its own __setattr__",
     "vars(self).update(dataset=dataset, seed=seed, _kept=KeptGenerators((dataset, collate_fn)))": (
         "of SeededSamples, the engine's, past its own __setattr__"

@@ -78,6 +78,18 @@ def weight(loaders: Combined, plan: BatchPlan, micro_batch: int) -> float:
     return loaders.slices[0].weight(*divmod(micro_batch, plan.accumulation))
 
 
+def samples_in(loaders: Combined, plan: BatchPlan, micro_batch: int) -> int | None:
+    """Return the number of samples of a micro-batch on this rank; None if only the loaders know it.
+
+    Args:
+        micro_batch: index in the epoch, from 0.
+    """
+    if not loaders.slices or loaders.others or loaders.makes_batches:
+        return None
+    slices, (step, micro) = loaders.slices[0], divmod(micro_batch, plan.accumulation)
+    return max(1, round(slices.weight(step, micro) * slices.step_samples(step) / plan.slices))
+
+
 class CountedSamples:
     """Samples of an optimizer step, counted in the first micro-batch if loaders form batches themselves.
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightswitch.batches import accumulation
 from lightswitch.batches.accumulation import CountedSamples, Items
 from lightswitch.batches.combined import Fractions
-from lightswitch.batches.evaluation import Limits, repeats
+from lightswitch.batches.evaluation import Limits, repeats, samples_in
 from lightswitch.batches.generators import generators_of_run, mix, seed_generators, seed_own
 from lightswitch.batches.loaders import SharedLoaders, data_rank
 from lightswitch.batches.logs import Connector, LogsOfRanks, RepeatedSamples, StepLogs
@@ -142,6 +142,8 @@ class GlobalBatch(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._counter.start_epoch(trainer)
+        if trainer.current_epoch > 0 and not trainer.fit_loop.epoch_loop.restarting:  # new iterators are made
+            self._loaders.note_replaced(trainer)
         self._loaders.start_epoch(trainer.current_epoch)
         self._seed_alike(trainer, trainer.current_epoch)
 
@@ -151,6 +153,8 @@ class GlobalBatch(Callback):
             self._samples.count(trainer, batch, self._loaders.training)
         if self._repeated is not None and self._share_of_samples == 0:
             self._repeated.begin()
+        samples = accumulation.samples_in(self._loaders.training, self.plan, self._counter.micro_batches)
+        Connector.of(trainer).count(samples)
         self._seed(trainer)
 
     def _seed(self, trainer: Trainer, *of: int) -> None:
@@ -269,6 +273,9 @@ class GlobalBatch(Callback):
             and repeats(trainer._evaluation_loop._combined_loader, dataloader_idx, batch_idx)
         ):
             self._repeated.begin()
+        if not trainer.predicting:
+            samples = samples_in(trainer._evaluation_loop._combined_loader, dataloader_idx, batch_idx)
+            Connector.of(trainer).count(samples)
         seed_generators(mix(self.seed, dataloader_idx, batch_idx, data_rank(trainer)), trainer.strategy.root_device)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start

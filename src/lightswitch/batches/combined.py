@@ -67,11 +67,16 @@ class Combined:
         self.mode = mode
         self.slices: list[Slices] = []
         self.others: list[Any] = []  # loaders that run unchanged
+        self.makes_batches = False  # each sample of a dataset is a batch
 
     def add(self, slices: Slices) -> int:
         """Add the batch sampler of a copied loader; return its index, which is part of the loader's seeds."""
         self.slices.append(slices)
         return len(self.slices) + len(self.others) - 1
+
+    def note_batches(self, are_samples: bool) -> None:
+        """Record whether each sample of a loader's dataset is a batch."""
+        self.makes_batches |= are_samples
 
     def add_other(self, loader: Any) -> None:
         """Add a loader that runs unchanged, and only counts toward the length of an epoch."""

@@ -37,6 +37,10 @@ class Evaluated(Sampler[Any], ABC):
     def repeats(self, batch_idx: int) -> bool:
         """Return whether a batch is another rank's, because there is none left for this one; see `RepeatedSamples`."""
 
+    @abstractmethod
+    def samples_in(self, batch_idx: int) -> int:
+        """Return the number of samples of a batch."""
+
     def digest(self, dataset: Any) -> int:
         """Return a digest, below 2^63, of the samples of all ranks: equal on ranks that draw the same."""
         return digest(self.order, dataset)
@@ -79,10 +83,19 @@ class EvaluationSlices(Evaluated):
     def repeats(self, batch_idx: int) -> bool:
         return self._repeats
 
+    def samples_in(self, batch_idx: int) -> int:
+        begin, end = self._bounds(batch_idx)
+        return end - begin
+
     def __iter__(self) -> Iterator[list[Any]]:
         share = self.order[self.begin : self.end]
         for index in range(self.batches):
-            yield list(share[len(share) * index // self.batches : len(share) * (index + 1) // self.batches])
+            begin, end = self._bounds(index)
+            yield list(share[begin:end])
+
+    def _bounds(self, batch_idx: int) -> tuple[int, int]:
+        own = self.end - self.begin
+        return own * batch_idx // self.batches, own * (batch_idx + 1) // self.batches
 
 
 class Limits:
@@ -149,6 +162,14 @@ def repeats(loaders: Any, dataloader_idx: int, batch_idx: int) -> bool:
     """Return whether a batch of one of an evaluation's loaders consists of samples that another rank reads, too."""
     slices = unwrapped(getattr(loaders.flattened[dataloader_idx], "batch_sampler", None))
     return isinstance(slices, Evaluated) and slices.repeats(batch_idx)
+
+
+def samples_in(loaders: Any, dataloader_idx: int, batch_idx: int) -> int | None:
+    """Return the number of samples in a batch of one of an evaluation's loaders; None if only the loader knows it."""
+    loader = loaders.flattened[dataloader_idx]
+    slices = unwrapped(getattr(loader, "batch_sampler", None)) or getattr(loader, "sampler", None)
+    is_known = isinstance(loader, RankLoader) and not loader.makes_batches
+    return slices.samples_in(batch_idx) if is_known else None  # type: ignore[union-attr]  # of a RankLoader
 
 
 class EvaluatedSamples(SeededSamples):

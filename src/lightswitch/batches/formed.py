@@ -150,6 +150,9 @@ class FormedRounds(Evaluated):
     def repeats(self, batch_idx: int) -> bool:
         return batch_idx >= len(self._own)
 
+    def samples_in(self, batch_idx: int) -> int:
+        return len(self._batches[batch_idx])
+
     def digest(self, dataset: Any) -> int:
         return mix(super().digest(dataset), *self._sizes) >> 1
 

@@ -19,9 +19,9 @@ from lightswitch.batches.formed import FormedRounds, FormedSlices
 from lightswitch.batches.order import (
     SeededSamples,
     TrainingSlices,
-    reads_batches,
     sampler_of,
     samples_of,
+    takes_one,
     unwrapped,
 )
 from lightswitch.batches.plan import BatchPlan, Position
@@ -66,6 +66,17 @@ class SharedLoaders:
         self._is_complete, self._is_compared = True, False
         for loader in self.training.others:
             _set_epoch(loader, epoch)
+
+    def note_replaced(self, trainer: Trainer) -> None:
+        """Report, at an epoch's start, training loaders that the module has replaced, which now run unchanged."""
+        combined, ours = trainer.fit_loop._combined_loader, self.training.slices
+        loaders = [] if combined is None or not ours else combined.flattened
+        if all(getattr(one, "batch_sampler", None) in ours or isinstance(one, RankLoader) for one in loaders):
+            return
+        _say_what_does_not_hold(trainer, "the module has replaced it", training=True, splits=False)
+        self.training = Combined(lambda: _mode(trainer))
+        for loader in loaders:
+            self.training.add_other(loader)
 
     def compare_ranks(self, trainer: Trainer) -> None:
         """Check, once an epoch, that all ranks draw the same samples. Collective, after an epoch's first batch is read.
@@ -136,6 +147,7 @@ class SharedLoaders:
             _tell_replaced(unwrapped(loader.batch_sampler).batch_size, plan)
         if not is_stream(loader):
             shared: RankLoader = training_loader(loader, plan, rank, self._seed, self._start, self.training, pins)
+            self.training.note_batches(shared.makes_batches)
             self._start_slices()
             return shared
         shared = training_stream(loader, plan, rank, self._seed, self._start, gather, self.training, pins)
@@ -248,15 +260,6 @@ def obstacle(loader: object) -> str | None:
     if sized_len(sampler := unwrapped(loader.batch_sampler).sampler) is None:
         return f"its sampler, {type(sampler).__name__}, has no len()"
     return None
-
-
-def takes_one(loader: DataLoader[Any]) -> bool:
-    """Return whether a collate function returns the first of several samples, as for a dataset that makes batches."""
-    samples = [object(), object()]
-    try:
-        return bool(loader.collate_fn(samples) is samples[0]) and not reads_batches(loader.dataset)
-    except Exception:  # whatever it raises for objects that are no samples
-        return False
 
 
 def is_stream(loader: DataLoader[Any]) -> bool:

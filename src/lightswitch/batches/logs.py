@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
 
 from lightswitch import patches
 from lightswitch.mixins import Mixin, with_mixin
@@ -62,6 +63,16 @@ class Connector(Mixin, _LoggerConnector):
         super().on_batch_start(batch, dataloader_idx)
         if isinstance(results := self.trainer._results, Results):
             results.of_batch = {}
+
+    def count(self, samples: int | None) -> None:
+        """Weight what the current batch logs by its number of samples; None lets Lightning guess it from the batch.
+
+        Lightning takes the first dimension of the first tensor that it finds, which may be the length of a sample.
+        """
+        if samples is not None and isinstance(results := self.trainer._results, Results):
+            results.count(samples)
+        elif samples is not None:
+            patches.replace(results, "batch_size", samples)
 
     def on_batch_end(self) -> None:
         super().on_batch_end()
@@ -250,7 +261,8 @@ class RepeatedSamples:
             return
         for metric, states in self._metrics.items():
             for name, before in states.items():
-                setattr(metric, name, _without(getattr(metric, name), before))
+                is_cat = metric._reductions[name] is dim_zero_cat
+                setattr(metric, name, _without(getattr(metric, name), before) if is_cat else before)
         for key, item in self._results.items():
             if item.is_tensor and not item.has_reset:
                 _set_back(item, self._logged.get(key))

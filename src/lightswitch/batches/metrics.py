@@ -15,13 +15,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightswitch import patches
 from lightswitch.batches.plan import Position, saved_position
+from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.monitoring.step_results import Logged, Results, joined
 
@@ -53,6 +56,9 @@ class EpochMetrics(Callback):
         self._at_validation: dict[str, State] = {}  # states when validation began
         self._before: dict[str, Logged] = {}  # values of the resumed epoch, until training starts
         self._resumed: set[str] = set()  # names of restored metrics
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        gather_lists_whole()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
@@ -121,6 +127,45 @@ class EpochMetrics(Callback):
 
     def _going_on(self, module: LightningModule) -> Iterator[tuple[str, Metric]]:
         return ((name, metric) for name, metric in _metrics(module) if name in self._resumed)
+
+
+def gather_lists_whole() -> None:
+    """Let all torchmetrics of this process gather the lists of entries that they keep whole, in the order of ranks.
+
+    That is the order of one process, as each rank evaluates a contiguous share of the samples.
+    """
+    given: Callable[..., None] = vars(Metric)["_sync_dist"]
+    if given.__module__ == __name__:
+        return
+
+    def _sync_dist(
+        metric: Metric, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None
+    ) -> None:
+        lists = {
+            name: getattr(metric, name)
+            for name, reduction in metric._reductions.items()
+            if reduction is not dim_zero_cat and isinstance(getattr(metric, name), list)
+        }
+        if not lists or dist_sync_fn is not gather_all_tensors:
+            return given(metric, dist_sync_fn, process_group)
+        if hasattr(metric, "_gather_tuple_list"):
+            patches.replace(metric, "_gather_tuple_list", lambda list_to_gather, process_group=None: list_to_gather)
+        group = process_group or metric.process_group
+        of_ranks: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, apply_to_collection(lists, Tensor, lambda one: one.detach().cpu()), group)
+        for name in lists:
+            setattr(metric, name, [])  # nothing is left for torchmetrics to gather
+        given(metric, dist_sync_fn, process_group)
+        device = "cpu" if metric.compute_on_cpu else metric.device
+        for name in lists:
+            entries = [entry for of_rank in of_ranks for entry in of_rank[name]]
+            whole, reduction = (
+                apply_to_collection(entries, Tensor, lambda one: one.to(device)),
+                metric._reductions[name],
+            )
+            setattr(metric, name, reduction(whole) if whole and callable(reduction) else whole)
+
+    patches.replace(Metric, "_sync_dist", _sync_dist)
 
 
 def _over(trainer: Trainer, position: Position) -> set[int]:
@@ -247,7 +292,12 @@ class PlateauState(Callback):
             self._due = checkpoint.get(_PLATEAU_KEY, {}).get("due", [])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the scheduler steps that were due, with the metrics of the due validation, or else the saved metrics."""
+        """Take the scheduler steps that were due, with the metrics of the due validation, or else the saved metrics.
+
+        Raises:
+            Refused: a schedule reads a metric of validation in epochs without a validation.
+        """
+        _refuse_unvalidated(trainer)
         for index, config in _plateaus(trainer).items():
             metric = trainer.callback_metrics.get(str(config.monitor))
             if index in self._due and metric is not None:
@@ -260,6 +310,18 @@ def _plateaus(trainer: Trainer) -> dict[int, LRSchedulerConfig]:
     if not trainer.lightning_module.automatic_optimization:
         return {}
     return {index: config for index, config in enumerate(trainer.lr_scheduler_configs) if config.reduce_on_plateau}
+
+
+def _refuse_unvalidated(trainer: Trainer) -> None:
+    every = trainer.check_val_every_n_epoch or 1
+    for config in _plateaus(trainer).values():
+        of_validation = str(config.monitor).lower().startswith(("val", "eval"))
+        if config.interval == "epoch" and config.frequency % every and config.strict and of_validation:
+            raise Refused(
+                f"ReduceLROnPlateau reads {config.monitor} every {config.frequency} epochs, but validation "
+                f'runs every {every}; in configure_optimizers, write "frequency": {every} beside '
+                '"monitor", or type trainer.check_val_every_n_epoch=1'
+            )
 
 
 def _is_due(config: LRSchedulerConfig, trainer: Trainer, position: Position) -> bool:

@@ -342,7 +342,10 @@ class SeededSamples(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, key: tuple[int, int, list[Any]]) -> Any:
+    def __getitems__(self, key: Any) -> Any:
+        if not isinstance(key, tuple):  # of a loader that the module makes itself, with this dataset
+            whole = reads_batches(self.dataset)
+            return self.dataset.__getitems__(key) if whole else [self.dataset[index] for index in key]
         epoch, place, indices = key
         return self._read(epoch, range(place, place + len(indices)), indices)
 
@@ -368,3 +371,12 @@ def reads_batches(dataset: Any) -> bool:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
+
+
+def takes_one(loader: DataLoader[Any]) -> bool:
+    """Return whether a collate function returns the first of several samples, as for a dataset that makes batches."""
+    samples = [object(), object()]
+    try:
+        return bool(loader.collate_fn(samples) is samples[0]) and not reads_batches(loader.dataset)
+    except Exception:  # whatever it raises for objects that are no samples
+        return False

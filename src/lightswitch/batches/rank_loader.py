@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.generators import KeptGenerators
+from lightswitch.batches.order import takes_one
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.batches.stream import (
     Cursor,
@@ -53,6 +54,7 @@ class RankLoader(DataLoader[Any]):
         order: the sampler arguments of DataLoader's constructor.
 
     Attributes:
+        makes_batches: each sample of its dataset is a batch.
         before_own: classes that precede the given loader's class in the method resolution order.
     """
 
@@ -67,6 +69,7 @@ class RankLoader(DataLoader[Any]):
         **order: Any,
     ) -> None:
         self._given = given
+        self.makes_batches = takes_one(given)
         # attributes that users read, but that DataLoader's constructor resets when it gets a batch sampler
         self._shown = {
             "sampler": order.get("sampler", order.get("batch_sampler")),
@@ -208,10 +211,18 @@ def _shared(
 
 
 class BatchesAlone:
-    """Mixin that refuses to yield a `Cut` in place of a batch, as happens if the user's `__iter__` bypasses torch's."""
+    """Mixin that refuses a user's `__iter__` which bypasses torch's, so that a `Cut` would be a batch, or which fails
+    as its dataset is a `Reader`."""
 
     def __iter__(self) -> Any:
-        return map(self._batch, super().__iter__())  # type: ignore[misc]  # of the DataLoader that this is mixed into
+        try:
+            for batch in super().__iter__():  # type: ignore[misc]  # of the DataLoader that this is mixed into
+                yield self._batch(batch)
+        except (AttributeError, TypeError) as error:
+            raise Refused(
+                f"the data loader of a stream, {type(self).__name__}, fails ({type(error).__name__}: {error}); if it "
+                "asks of which class its dataset is, type data.sharded_by=dataset to leave the loader unchanged"
+            ) from error
 
     def _batch(self, batch: Any) -> Any:
         if isinstance(batch, Cut):
@@ -252,7 +263,7 @@ class Collate:
         if not cut.samples:
             return cut
         batch = self._kept.seeded(torch.initial_seed(), cut.place.turn, self.collate, cut.batch)
-        return cut._replace(batch=batch)
+        return cut._replace(batch=batch, own_samples=len(cut.batch))
 
 
 class Received:

@@ -56,6 +56,7 @@ class Cut(NamedTuple):
     state: Any = None  # packed state of the dataset after this step, or UnsavableState
     digest: int | None = None  # of this reader's first samples in a pass; only with its first micro-batch
     skipped: tuple[int, float] | None = None  # samples that a resumed run skipped, and the seconds that took
+    own_samples: int = 0  # of this micro-batch, once it is collated
 
 
 class UnsavableState(NamedTuple):

@@ -159,6 +159,7 @@ class StreamRounds(Sampler[Any]):
         self.plan = plan
         self.batch_size = plan.micro_batch
         self._turn = 0
+        self._own: dict[int, int] = {}  # samples of this rank's last batches, which a loader makes ahead
 
     def __len__(self) -> int:
         if self.samples is None:
@@ -173,7 +174,13 @@ class StreamRounds(Sampler[Any]):
             yield Place(self._turn, 0, 0, 0, step, 0)
 
     def note(self, cut: Cut) -> None:
-        """Do nothing: in an evaluation, each batch counts with its own number of samples."""
+        """Record the number of samples of a batch, which counts with it in an evaluation."""
+        self._own = {step: own for step, own in self._own.items() if step > cut.place.step - _UNFINISHED_STEPS}
+        self._own[cut.place.step] = cut.own_samples
+
+    def samples_in(self, batch_idx: int) -> int:
+        """Return the number of samples of a batch that is being evaluated."""
+        return self._own[batch_idx]
 
     def end(self, cut: Cut) -> None:
         """Do nothing: all ranks have made the same number of batches."""

@@ -32,6 +32,7 @@ from lightswitch.errors import Refused, listed
 from lightswitch.mixins import callbacks_of
 from lightswitch.strategies.elementwise import refuse_in_pieces
 from lightswitch.strategies.kernels import fuse
+from lightswitch.strategies.manual_gradients import around_passes
 from lightswitch.strategies.replicas import broadcast_in_place, fill_with_nothing, placeholders
 from lightswitch.strategies.sharded import set_timeouts
 
@@ -242,13 +243,30 @@ class DeepSpeed(Regrouping):
         patches.replace(zero, "external_loss_scale", zero.loss_scale / factor.item())
         patches.replace(zero, "custom_loss_scaler", True)
 
+    _is_in_backward = False  # a backward pass of Lightning's is running
+
+    def _refuse_own_pass(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._is_in_backward:
+            raise Refused(
+                f"training_step of {type(self.lightning_module).__name__} calls backward() on a tensor itself, but "
+                "DeepSpeed only reduces and steps the gradients of self.manual_backward(loss); call that, or use "
+                "strategy=ddp or fsdp"
+            )
+        return run(*args, **kwargs)
+
     # Weights that are written to outside of the optimizer
 
     def whole_weights(self, hook: str) -> AbstractContextManager[None]:
         return self._writes.whole_weights(hook) if self._writes else super().whole_weights(hook)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.looks.step(), self._writes.in_step(self.around_hook) if self._writes else nullcontext():
+        assert self.lightning_module is not None
+        is_automatic = self.lightning_module.automatic_optimization
+        with (
+            self.looks.step(),
+            self._writes.in_step(self.around_hook) if self._writes else nullcontext(),
+            nullcontext() if is_automatic else around_passes(self._refuse_own_pass),
+        ):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -264,7 +282,9 @@ class DeepSpeed(Regrouping):
             return super().predict_step(*args, **kwargs)
 
     def _in_evaluation(self, step: str) -> AbstractContextManager[None]:
-        return self._writes.in_evaluation(step, self.around_hook) if self._writes else nullcontext()
+        assert self.lightning_module is not None
+        trainer, writes = self.lightning_module.trainer, self._writes
+        return writes.in_evaluation(step, trainer, self.around_hook) if writes else nullcontext()
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -292,8 +312,11 @@ class DeepSpeed(Regrouping):
         assert isinstance(self.model, deepspeed.DeepSpeedEngine)
         if not self.model.managed_gradient_accumulation():
             self.model.optimizer.clear_backward_seen_flag()  # or stage 3 accumulates only after a forward pass
+        self._is_in_backward = True
         with self.outside_of_hooks():
-            return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+            output = super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+        self._is_in_backward = False  # no try/finally: an error ends the run
+        return output
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         with self.outside_of_hooks():  # a callback's hook may save: reads below must not gather weights

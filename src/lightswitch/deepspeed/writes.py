@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -91,16 +92,22 @@ class EngineWrites:
             self._gather_first(hook, names)  # for another rank, which is still in the hook
         self._let_go()
 
+    @contextmanager
     def in_evaluation(
-        self, step: str, whole_weights: Callable[[str], AbstractContextManager[None]]
-    ) -> AbstractContextManager[None]:
-        """Return the context of an evaluation step, which may swap weights for averages.
+        self, step: str, trainer: Trainer, whole_weights: Callable[[str], AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        """Context of an evaluation step, which may swap weights for averages.
 
         Args:
             step: name of the step.
             whole_weights: as in `in_step`.
         """
-        return whole_weights(step) if self._is_in_parts and self._looks_into_steps else nullcontext()
+        if not (self._is_in_parts and self._looks_into_steps):
+            yield
+            return
+        gathering = {name: part for name, part in self._module.named_modules() if part._parameters}
+        with whole_weights(step), self._rounds.in_evaluation(step, trainer, gathering):
+            yield
 
     @contextmanager
     def in_step(self, whole_weights: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:

@@ -33,6 +33,7 @@ STEPS = 3  # number of a process's steps that count as its first
 _KINDS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
 _OTHERS = (torch.OutOfMemoryError, torch.distributed.DistError, NeedsValues)  # reported with messages of their own
 _SKIPPED = "by returning"  # in Lightning's errors about a step that returns None
+_READY_TWICE = "Expected to mark a variable ready only once"  # in torch's error about a gradient
 _LIBRARIES = ("torch", "deepspeed", "lightning")
 
 Arguments = OrderedDict[str, Any]  # of `training_step`
@@ -79,6 +80,14 @@ def _refused(error: Exception, trainer: Trainer, steps: int) -> Refused | None:
             "batch; return a loss (to skip a batch, 0 times its loss), or set self.automatic_optimization = False if "
             "it steps manually",
         )
+    if _is_of_reentrant_checkpoint(error) and trainer.world_size > 1:
+        is_ddp = isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
+        return _told(
+            error,
+            f"the backward pass of {name} computes gradients several times, as reentrant checkpoints do, and "
+            f"{type(trainer.strategy).__name__} expects each once; call torch.utils.checkpoint.checkpoint with "
+            "use_reentrant=False" + (", or type trainer.strategy.static_graph=true" if is_ddp else ""),
+        )
     is_whole = isinstance(trainer.strategy, SingleDeviceStrategy) or (
         isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
     )
@@ -95,6 +104,19 @@ def _refused(error: Exception, trainer: Trainer, steps: int) -> Refused | None:
         f"{name} fails in its first steps under {type(trainer.strategy).__name__}, which shards parameters over "
         f"devices{_place(error)}: {message}; use strategy=ddp, which does not shard them. If it also fails there, the "
         "error is in the module. The traceback is in train.log",
+    )
+
+
+def _is_of_reentrant_checkpoint(error: Exception) -> bool:
+    """Return whether a backward pass within another has failed, which `use_reentrant=True` starts for each block."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    places = {(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in frames}
+    return _READY_TWICE in str(error) or (
+        isinstance(error, RuntimeError | AssertionError)
+        and ("torch.utils.checkpoint", "backward") in places
+        and _package(frames[-1].f_globals.get("__name__")) in _LIBRARIES
+        and not is_of_another_rank_or_device(error)
+        and not isinstance(error, _OTHERS)
     )
 
 

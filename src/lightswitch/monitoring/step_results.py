@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -49,6 +50,7 @@ class Results(_ResultCollection):
 
     _of_step: _METRICS | None = None
     before: Mapping[str, Logged] = MappingProxyType({})
+    _is_naming = False
     _named: frozenset[str] = frozenset()  # keys that this process has not logged itself
 
     def __init__(self, training: bool) -> None:
@@ -71,8 +73,11 @@ class Results(_ResultCollection):
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Log a value as Lightning does, and keep this rank's own for `of_batch`, which `sync_dist` would average."""
         self._of_step = None
-        super().update_metrics(key, value, batch_size)
         item = self[key]
+        if self._is_naming and isinstance(item, Value) and item.is_tensor:
+            item.name(value)
+        else:
+            super().update_metrics(key, value, batch_size)
         own = value.clone() if item.is_tensor and item.meta.sync.should else item._forward_cache
         if item.meta.on_step and item.meta.logger and isinstance(own, Tensor) and own.numel() == 1:
             self.of_batch[key] = own.detach()
@@ -94,6 +99,20 @@ class Results(_ResultCollection):
         """Log, at an epoch's end, what was logged in it before the run was resumed, and not since."""
         for earlier in tuple(self.before.values()):
             earlier.log_name(self, trainer)
+
+    def count(self, samples: int) -> None:
+        """Weight what the current batch logs by its number of samples, which Lightning would guess."""
+        self.batch_size = samples
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Context in which this rank logs names, with neutral values, that other ranks may not log now.
+
+        With `sync_dist` and `on_step`, Lightning averages a value over the ranks as soon as it is logged.
+        """
+        self._is_naming = True
+        yield
+        self._is_naming = False
 
     def forget_after_epoch(self, key: str) -> None:
         """Forget a name with the epoch: in the next one, the process may log it itself, with other arguments."""
@@ -127,6 +146,11 @@ class Value(_ResultMetric):
             return self
         super().to(*args, **kwargs)
         return self
+
+    def name(self, neutral: Tensor) -> None:
+        """Count as logged, with a neutral value, which is not reduced over ranks."""
+        self.has_reset, self._forward_cache = False, neutral
+        self._update_count, self._computed = 1, None  # as by `update`
 
     def put(self, value: float) -> None:
         """Replace the value logged for a step."""
@@ -197,27 +221,20 @@ class Logged:
         return replace(self, value=self.value + other.value, samples=self.samples + other.samples)
 
     def log_name(self, results: _ResultCollection, trainer: Trainer) -> None:
-        """Log the name with a neutral value, or the metric: Lightning then knows what this process has not logged.
-
-        Other ranks may not do the same, so `sync_dist` takes effect only afterwards: with `on_step`, Lightning averages
-        a value over the ranks as soon as it is logged.
-        """
+        """Log the name with a neutral value, or the metric: Lightning then knows what this process has not logged."""
         arguments = {key: value for key, value in asdict(self).items() if key not in ("value", "samples", "reduce_fx")}
         strategy, metric = trainer.strategy, self.metric_attribute
         neutral = torch.tensor(_NEUTRAL[self.reduce_fx], device=strategy.root_device)
-        key = f"{self.fx}.{self.name}"
-        if self.add_dataloader_idx and results.dataloader_idx is not None:
-            key += f".{results.dataloader_idx}"
-        results.pop(key, None)  # of an earlier epoch
-        results.log(
-            value=neutral if metric is None else cast(Metric, trainer.lightning_module.get_submodule(metric)),
-            reduce_fx=getattr(torch, self.reduce_fx),
-            batch_size=0,
-            **arguments,
-        )
-        results[key].meta.sync = replace(results[key].meta.sync, fn=strategy.reduce)
+        with results.naming() if isinstance(results, Results) else nullcontext():
+            results.log(
+                value=neutral if metric is None else cast(Metric, trainer.lightning_module.get_submodule(metric)),
+                reduce_fx=getattr(torch, self.reduce_fx),
+                sync_dist_fn=strategy.reduce,
+                batch_size=0,
+                **arguments,
+            )
         if isinstance(results, Results):
-            results.forget_after_epoch(key)
+            results.forget_after_epoch(f"{self.fx}.{self.name}")
 
 
 def logged(results: _ResultCollection) -> dict[str, _ResultMetric]:

@@ -46,7 +46,7 @@ from lightswitch.strategies.gathered_writes import (
 )
 from lightswitch.strategies.renormed import renorm_over_ranks
 from lightswitch.strategies.replicas import broadcast_metric_states, broadcast_weights
-from lightswitch.strategies.rounds import FIRST, Rounds
+from lightswitch.strategies.rounds import FIRST, MOST_ASKED, Rounds
 from lightswitch.strategies.sharded import (
     ClipsOverMeshes,
     Originals,
@@ -66,7 +66,6 @@ from lightswitch.strategies.units import called_parts, find_units
 log = logging.getLogger(__name__)
 
 _ROUNDS_TO = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_MOST_ASKED = 64  # ranks that tell each other what they read: each of them asks for the answers of all others
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -343,7 +342,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             Refused: a rank reads a weight alone.
         """
         self._calls[hook] += 1
-        is_asked = self._calls[hook] <= FIRST and self.world_size <= _MOST_ASKED
+        is_asked = self._calls[hook] <= FIRST and self.world_size <= MOST_ASKED
         together = partial(self._rounds.together, hook) if is_asked else None
         with WholeBesideShards(hook, together):
             yield
@@ -357,15 +356,22 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self._redirected("validation_step", *args, **kwargs)
+            return self._evaluated("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self._redirected("test_step", *args, **kwargs)
+            return self._evaluated("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            return self._redirected("predict_step", *args, **kwargs)
+            return self._evaluated("predict_step", *args, **kwargs)
+
+    def _evaluated(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        assert self.model is not None
+        assert self.lightning_module is not None
+        parts = {name: part for name, part in self.model.named_modules() if FSDPModule in type(part).__mro__}
+        with self._rounds.in_evaluation(step, self.lightning_module.trainer, parts):
+            return self._redirected(step, *args, **kwargs)
 
     def _redirected(self, step: str, *args: Any, **kwargs: Any) -> Any:
         assert self.model is not None

@@ -6,16 +6,22 @@ A file of its own, because fsdp and DeepSpeed both import it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightswitch.errors import Refused
 
-FIRST = 3  # calls of a hook in which ranks wait for each other at its end
+FIRST = 3  # calls of a hook, or batches of an evaluation, in which ranks wait for each other
+MOST_ASKED = 64  # ranks that tell each other what they read: each of them asks for the answers of all others
 
 
 class Rounds:
@@ -73,6 +79,42 @@ class Rounds:
         others = [rank for rank, name in found.items() if name is None]
         if reading and others:
             raise self._refusal(hook, found[reading[0]], reading[0], others[0])
+
+    @contextmanager
+    def in_evaluation(self, step: str, trainer: Trainer, parts: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Context of an evaluation step, in whose first batches ranks are compared: all have to call the same parts.
+
+        Args:
+            parts: modules that gather their parameters before a forward pass, by name.
+
+        Raises:
+            Refused: the ranks call different parts, or one of them more often.
+        """
+        loop: Any = trainer._active_loop
+        is_compiled = any(getattr(part, "_compiled_call_impl", None) is not None for part in parts.values())
+        if loop.batch_progress.current.ready > FIRST or trainer.world_size > MOST_ASKED or is_compiled:
+            yield
+            return
+        hooks = [
+            part.register_forward_pre_hook(partial(self._call, step, name or "the module"), prepend=True)
+            for name, part in parts.items()
+        ]
+        yield  # no try/finally: an error ends the run
+        for hook in hooks:
+            hook.remove()
+        self._call(step, None)
+
+    def _call(self, step: str, part: str | None, *_: Any) -> None:
+        found = self.agree(step, part, self.timeout_seconds)
+        calls = {name: rank for rank, name in found.items() if name is not None}
+        if calls and len({*found.values()}) > 1:
+            name, rank = next(iter(calls.items()))
+            other = next(other for other, its in found.items() if its != name)
+            raise Refused(
+                f"{step} calls {name} on rank {rank} when rank {other} does not, and {self._sharded_by} has a shard of "
+                "it on each: ranks run another number of forward passes, as if each generates until an end in its own "
+                f"samples; run as many on all ranks, or use strategy={self._instead}"
+            )
 
     def _refusal(self, hook: str, wanted: str | None, rank: int, other: int) -> Refused:
         return Refused(

@@ -32,6 +32,7 @@ from lightswitch.checkpoints import names
 from lightswitch.errors import Refused, listed
 from lightswitch.mixins import Mixin
 from lightswitch.monitoring.grad_norm import by_mesh, gradient_norm
+from lightswitch.strategies.manual_gradients import own_weight, weighted
 from lightswitch.strategies.replicas import broadcast_in_place, left_on_meta
 from lightswitch.strategies.uneven import UnevenUse
 from lightswitch.strategies.writes import CarriesWrites
@@ -53,6 +54,7 @@ class Sharded(CarriesWrites, ParallelStrategy):
     """Base of sharded strategies; among the bases of a class, list it before Lightning's strategy."""
 
     uses: UnevenUse  # of a strategy whose model is sharded
+    _is_in_backward = False  # a backward pass of Lightning's is running
 
     @abstractmethod
     def free_gathered(self) -> None:
@@ -96,8 +98,11 @@ class Sharded(CarriesWrites, ParallelStrategy):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         is_within_step = not self.lightning_module.automatic_optimization
+        self._is_in_backward = True
         with nullcontext() if is_within_step else self.in_passes():
-            return super().backward(*args, **kwargs)
+            output = super().backward(*args, **kwargs)
+        self._is_in_backward = False  # no try/finally: an error ends the run
+        return output
 
     @contextmanager
     def in_passes(self) -> Iterator[None]:
@@ -121,7 +126,11 @@ class Sharded(CarriesWrites, ParallelStrategy):
                 )
             is_inner = torch._C._current_graph_task_id() != -1  # of a checkpoint that runs a pass of its own
             accumulates = kwargs.get("accumulate_grad") and not is_inner
-            with self.uses.in_pass() if accumulates else nullcontext():
+            is_own = accumulates and not self._is_in_backward  # `loss.backward()`, whose loss Lightning does not get
+            with (
+                self.uses.in_pass() if accumulates else nullcontext(),
+                weighted(outputs, own_weight(self) if is_own else 1.0),
+            ):
                 return run(outputs, gradients, keep, create_graph, *args, **kwargs)
 
         patches.replace(torch.autograd, "_engine_run_backward", run_once)

@@ -12,10 +12,11 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.utils.data import DataLoader
 
 from lightswitch.batches.callback import GlobalBatch
+from lightswitch.batches.metrics import PlateauState
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
 from tests.engine.fits import local_trainer
-from tests.engine.plain import PlainData, PlainModel, Points
+from tests.engine.plain import PlainData, PlainModel, PlateauModel, Points
 
 
 def test_a_batch_that_was_cut_for_other_devices_is_refused(tmp_path: Path) -> None:
@@ -64,3 +65,42 @@ def test_one_process_reduces_nothing_in_double_precision(tmp_path: Path) -> None
     trainer.state.fn = TrainerFn.FITTING
     batch.setup(trainer, trainer.lightning_module, "fit")
     assert trainer.strategy.reduce(torch.tensor(3)).dtype == torch.int64
+
+
+class ReplacesLoaders(PlainModel):
+    """Makes its loaders anew when training starts, of the same datasets, as diffusion language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def on_train_start(self) -> None:
+        combined = self.trainer.fit_loop._combined_loader
+        combined.flattened = [DataLoader(one.dataset, batch_size=4, shuffle=True) for one in combined.flattened]
+
+    def on_train_batch_start(self, batch: tuple[torch.Tensor, ...], batch_idx: int) -> None:
+        self.sizes.append(len(batch[0]))
+
+
+def test_loaders_that_a_module_replaces_run_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """From the next epoch on, as in a plain Trainer."""
+    batch = GlobalBatch(BatchPlan.derive(global_batch=8, micro_batch=None, replicas=1), seed=0)
+    module = ReplacesLoaders()
+    local_trainer(tmp_path, batch, max_epochs=2).fit(module, PlainData(16))
+    assert module.sizes == [8, 8, 4, 4]
+    (line,) = (line for line in caplog.messages if "because the module has replaced it" in line)
+    assert "it sets its own batch size and order, and a resumed run restarts its epoch" in line
+
+
+@pytest.mark.parametrize("frequency", [1, 2])
+def test_a_schedule_that_reads_a_metric_which_is_not_there_is_refused_before_training(
+    frequency: int, tmp_path: Path
+) -> None:
+    batch = GlobalBatch(BatchPlan.derive(global_batch=8, micro_batch=None, replicas=1), seed=0)
+    trainer = local_trainer(tmp_path, batch, PlateauState(), max_epochs=2, check_val_every_n_epoch=2)
+    if frequency == 2:
+        trainer.fit(PlateauModel(frequency=2), PlainData(16))
+        return
+    with pytest.raises(Refused, match='write "frequency": 2 beside "monitor"'):
+        trainer.fit(PlateauModel(), PlainData(16))
+    assert trainer.global_step == 0

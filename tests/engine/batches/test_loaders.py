@@ -16,7 +16,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from lightswitch.batches.loaders import evaluation_loader, obstacle, takes_one, training_loader
+from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
+from lightswitch.batches.order import takes_one
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.batches.rank_loader import training_stream
 from lightswitch.errors import Refused
@@ -164,6 +165,21 @@ class Counting(IterableDataset):
 def test_a_streams_loader_has_its_own_iterator_too() -> None:
     stream = training_stream(Doubling(Counting(), 2), PLAN, 1, 1, Position(), lambda digest: [digest])
     assert next(iter(stream)).tolist() == [12, 14, 16, 18, 20, 22]
+
+
+class AsksForItsDataset(DataLoader):
+    """As litdata's loader, which knows its own datasets alone."""
+
+    def __iter__(self):
+        if not isinstance(self.dataset, Counting):
+            self.dataset.of_another_class()
+        yield from super().__iter__()
+
+
+def test_a_loader_that_asks_of_which_class_its_dataset_is_gets_a_line() -> None:
+    stream = training_stream(AsksForItsDataset(Counting(), 5), PLAN, 0, 1, Position(), lambda digest: [digest])
+    with pytest.raises(Refused, match=r"AsksForItsDataset, fails .*; if it asks .* type data.sharded_by=dataset to"):
+        next(iter(stream))
 
 
 class PastSuper(DataLoader):

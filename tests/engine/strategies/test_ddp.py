@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,15 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightswitch.errors import Refused
 from lightswitch.strategies.ddp import DDP, auto
 from tests.engine.curves import largest_difference
-from tests.engine.fits import LANGUAGE, PLAIN, Fits
+from tests.engine.fits import LANGUAGE, PLAIN, Fit, Fits
 from tests.engine.plain import PlainModel
 from tests.pool import Pool, RankFailed
 
 SHORT = replace(PLAIN, steps=3)
+UNCLIPPED = "gradient_clip_val=null"
 
 
 class WithUnused(PlainModel):
@@ -171,3 +174,107 @@ def on_a_stream() -> str:
 def test_the_model_is_wrapped_on_the_stream_of_its_steps(pool: Pool) -> None:
     """Lightning opens another, which fails where CUDA can't be opened."""
     assert "device_ids [0]" in pool(1)(on_a_stream)[0]
+
+
+class ByHand(PlainModel):
+    """Manual optimization with gradients that Lightning does not see: of half of the model, or of all of it."""
+
+    def __init__(self, how: str, optimizers: int = 1) -> None:
+        super().__init__()
+        self.automatic_optimization, self.how, self.number = False, how, optimizers
+        self.net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        optimizers = [self.optimizers()] if self.number == 1 else self.optimizers()
+        for number, optimizer in enumerate(optimizers):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            self._differentiate(loss, [one for group in optimizer.param_groups for one in group["params"]], number)
+            optimizer.step()
+        return loss
+
+    def _differentiate(self, loss: Tensor, parameters: list[Tensor], number: int) -> None:
+        if self.how == "manual" or (self.how == "first by hand" and number):
+            self.manual_backward(loss)
+        elif self.how in ("backward", "first by hand"):
+            loss.backward()
+        elif self.how == "halves":
+            (0.25 * loss).backward(retain_graph=True)
+            self.manual_backward(0.75 * loss)
+        elif self.how == "clipped":
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 0.1)
+        elif self.how == "inputs":
+            torch.autograd.backward(loss, inputs=parameters)
+        elif self.how == "accumulated":
+            with getattr(self.trainer.strategy, "block_backward_sync", nullcontext)():
+                self.manual_backward(0.5 * loss, retain_graph=True)
+                (0.5 * loss).backward()
+        else:
+            gradients = torch.autograd.grad(loss, parameters)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if self.how == "added":
+                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad += gradient
+                else:
+                    parameter.grad = gradient
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        layers = [self.net] if self.number == 1 else [self.net[0], self.net[2:]]
+        return [torch.optim.SGD(part.parameters(), lr=0.2, momentum=0.9) for part in layers]
+
+
+HANDS = ("manual", "backward", "halves", "clipped", "inputs", "accumulated", "added", "assigned")
+BY_HAND = [(how, 1) for how in HANDS] + [(how, 2) for how in ("backward", "first by hand", "inputs", "assigned")]
+
+
+@pytest.mark.parametrize(("how", "optimizers"), BY_HAND)
+def test_an_optimizer_steps_by_gradients_of_all_samples_however_they_came(
+    how: str, optimizers: int, fits: Fits
+) -> None:
+    """Of 25 samples, a rank has 13 or 12, or 9 and 8."""
+    one = Fit(partial(ByHand, how, optimizers), PLAIN.data, global_batch=25, micro_batch=None, arguments=UNCLIPPED)
+    ways = [("ddp", 2)] + [("ddp", 3)] * (how == "backward") + [("fsdp", 2)] * (how == "backward")
+    (alone,) = fits(one)
+    for strategy, ranks in ways:
+        for run in fits(replace(one, strategy=strategy), ranks):
+            assert largest_difference(run, alone) <= 1e-5, strategy
+            assert max(float((run.end[name] - tensor).abs().max()) for name, tensor in alone.end.items()) <= 1e-5
+
+
+def test_zero_refuses_them_by_name(fits: Fits) -> None:
+    one = Fit(partial(ByHand, "backward"), PLAIN.data, micro_batch=None, arguments=UNCLIPPED)
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(one, strategy="deepspeed_stage_2"), 2)
+    assert isinstance(failed.value.error, Refused)
+    assert "DeepSpeed only reduces and steps the gradients of self.manual_backward(loss)" in str(failed.value.error)
+
+
+class Reentrant(PlainModel):
+    """Recomputes a block that it calls twice, by passes of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4))
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        found = self.net[:2](batch[0])
+        for _ in range(2):
+            found = checkpoint(self.net[2], found, use_reentrant=True)
+        return nn.functional.cross_entropy(self.net[3](found), batch[1])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_3"])
+def test_reentrant_checkpoints_are_refused_with_what_helps(strategy: str, fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(SHORT, module=Reentrant, strategy=strategy), 2)
+    assert isinstance(failed.value.error, Refused)
+    assert "with use_reentrant=False" in str(failed.value.error)
+    assert "strategy=ddp" not in str(failed.value.error)
+    assert ("static_graph=true" in str(failed.value.error)) == (strategy == "ddp")
+
+
+def test_reentrant_checkpoints_train_with_a_static_graph(fits: Fits) -> None:
+    one = replace(SHORT, module=Reentrant, micro_batch=None)
+    static = replace(one, strategy="ddp static_graph=true")
+    assert largest_difference(fits(static, 2)[0], fits(one)[0]) <= 1e-5
