@@ -178,7 +178,15 @@ class SaveAt(Callback):
         ((b"step", b"\xfe\xff"), ["29"]),
         ((b"step,samples", b"9,64"), ["29"]),
     ],
-    ids=["no text", "a zero byte", "two rows in a line", "two rows joined by zeros", "two rows joined", "no header", "a header that is lost"],
+    ids=[
+        "no text",
+        "a zero byte",
+        "two rows in a line",
+        "two rows joined by zeros",
+        "two rows joined",
+        "no header",
+        "a header that is lost",
+    ],
 )
 def test_a_file_with_lines_that_are_no_rows_is_kept_beside(
     harm: tuple[bytes, bytes], steps: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
