@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import io
 import os
 import re
 import signal
@@ -56,6 +57,13 @@ class ExitCode(enum.IntEnum):
     def of_signal(number: int) -> int:
         """Return the exit code that a shell reports for a process that a signal has killed."""
         return 128 + number
+
+
+def encode_any_text() -> None:
+    """Let stdout and stderr replace characters that their encoding lacks, as ASCII lacks ×, instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 class Refused(Exception):
@@ -234,6 +242,7 @@ class Command(argparse.ArgumentParser):
 
     def __init__(self, name: str, description: str | None) -> None:
         sys.excepthook = _report
+        encode_any_text()
         super().__init__(
             f"python -m {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )

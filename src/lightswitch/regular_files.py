@@ -24,6 +24,9 @@ from lightswitch.errors import IrregularFile, Refused, shown
 
 _MOST_BYTES = 32 << 20  # of a JSON file: the index of a model with a hundred thousand tensors takes a third of it
 _MOST_YAML_BYTES = 256 << 10  # takes seconds to parse
+_LINK = "lightswitch link to "  # begins a file that stands for a symbolic link
+_LONGEST_PATH_BYTES = 4096
+_UNSYNCED = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)  # fsync of a directory; POSIX allows the first
 _MOST_LEVELS = 64  # of nested mappings and lists
 _LARGEST = 1 << 63  # of an integer
 _MOST_INTERPOLATIONS = 32  # of one value: OmegaConf takes milliseconds for each
@@ -94,6 +97,50 @@ def write_text(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.partial")
     create_text(partial, text)
     partial.replace(path)
+
+
+def make_link(path: Path, target: str) -> None:
+    """Make a symbolic link at a free path or, on a file system without them, a small file that `linked` follows.
+
+    Raises:
+        OSError: neither can be written.
+    """
+    try:
+        path.symlink_to(target)
+    except OSError:
+        create_text(path, f"{_LINK}{target}\n")
+
+
+def linked(path: Path) -> Path:
+    """Return the path that a file of `make_link` points to; any other path unchanged."""
+    target = _target_of(path)
+    return path if target is None else path.resolve().parent / target
+
+
+def is_link(path: Path) -> bool:
+    """Return whether a path is a symbolic link or a file of `make_link`."""
+    return path.is_symlink() or _target_of(path) is not None
+
+
+def _target_of(path: Path) -> str | None:
+    try:
+        with check(path).open("rb") as file:
+            found = file.read(len(_LINK) + _LONGEST_PATH_BYTES)
+    except (OSError, IrregularFile):
+        return None
+    return os.fsdecode(found[len(_LINK) :]).strip() if found.startswith(_LINK.encode()) else None
+
+
+def to_disk(path: Path) -> None:
+    """Wait until a file or a directory is on the disk; file systems that can't sync a directory keep it anyway."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in _UNSYNCED):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -276,7 +323,8 @@ def is_own_tree(path: Path) -> bool:
 
 
 def _why_not(path: Path) -> str | None:
-    for kept, name in ((Path.cwd(), "the working directory"), (Path("~").expanduser(), "the home directory")):
+    home = os.path.expanduser("~")  # unchanged for a user without a home
+    for kept, name in ((Path.cwd(), "the working directory"), (Path(home), "the home directory")):
         if path.resolve() in (kept.resolve(), *kept.resolve().parents):
             return f"it is {name}, or contains it"
     if path.is_symlink():

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import ast
 import builtins
+import os
 import pickle
 import re
+import subprocess
+import sys
+
+import pytest
 
 from lightswitch.errors import RefusedRequest
+from tests.engine.conftest import CHECKOUT
 from tests.engine.test_layout import ENGINE, _package, _tree
 
 
@@ -69,3 +75,26 @@ def test_a_process_ends_with_an_exit_code_by_its_name() -> None:
 def test_all_problems_of_a_request_come_back_from_another_process() -> None:
     there = pickle.loads(pickle.dumps(RefusedRequest(["no data", "no model"], "a traceback")))
     assert (str(there), there.problems, there.details) == ("no data\nno model", ["no data", "no model"], "a traceback")
+
+
+ASKED = {  # a command beside train.py, and train.py's own line on a terminal
+    "command": "from lightswitch.errors import Command\nCommand('x', '2 nodes × 3').parse_args(['--help'])",
+    "train.py": """
+import logging, sys
+from lightswitch.launch.entry import entry
+sys.argv[:] = ["train.py", "--version"]
+def main(cfg, run): ...
+try:
+    entry("conf", "config")(main)()
+except BaseException:
+    pass
+print("2 nodes × 3")
+""",
+}
+
+
+@pytest.mark.parametrize("code", ASKED.values(), ids=ASKED)
+def test_what_a_terminal_has_no_character_for_is_replaced(code: str) -> None:
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONHASHSEED": "0"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, cwd=CHECKOUT)
+    assert "2 nodes ? 3" in ran.stdout, ran.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 from pathlib import Path
 
@@ -75,3 +76,10 @@ def test_nothing_else_removes_directories() -> None:
         if path.suffix in (".py", ".sh") and re.search(r"rmtree\(|removedirs\(|\brm -\w*r", path.read_text())
     ]  # fmt: skip
     assert {path.name for path in found} == {"regular_files.py"}
+
+
+def test_a_tree_is_removed_for_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # no entry: KeyError
+    remove_tree(make_tree(tmp_path / "tree"))
+    assert not (tmp_path / "tree").exists()

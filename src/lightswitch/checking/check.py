@@ -15,6 +15,7 @@ from lightswitch.checking.causes import UNKNOWN, Cause, Evidence
 from lightswitch.checking.comparison import EPS_32, Comparison, states
 from lightswitch.checking.runs import Ended, Measured, Starter, Way, exports
 from lightswitch.checking.table import DIAGNOSED, Cell, Found, cells, cells_in_brief
+from lightswitch.regular_files import linked
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class Check:
         checkpoint = killed.run_dir / "checkpoints" / "last.ckpt"
         resumed = elsewhere = None
         if checkpoint.exists():
-            checkpoint = checkpoint.resolve()
+            checkpoint = linked(checkpoint).resolve()
             if way != SINGLE:
                 elsewhere = self.start(SINGLE, f"{way.name}_elsewhere", resume=checkpoint)
             resumed = self.start(way, "resumed", resume=checkpoint)

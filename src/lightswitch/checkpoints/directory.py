@@ -36,8 +36,8 @@ from lightswitch.checkpoints.index import Index
 from lightswitch.checkpoints.ranks import CollectiveError, Ranks, UnansweredCollective, describe_failure, first_line
 from lightswitch.checkpoints.saver import with_own_storage
 from lightswitch.checkpoints.shards import Piece
-from lightswitch.errors import LostRank, Refused, UnwrittenCheckpoint
-from lightswitch.regular_files import is_own_tree, make_tree, remove_tree
+from lightswitch.errors import LostRank, Refused, UnwrittenCheckpoint, shown
+from lightswitch.regular_files import is_link, is_own_tree, linked, make_link, make_tree, remove_tree, to_disk
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is damaged, or would run code.
     """
-    return safe.checked_state(safe.load(path / STATE), STATE)
+    return safe.checked_state(safe.load(linked(path) / STATE), STATE)
 
 
 def read_index(path: Path, part: slice) -> Index:
@@ -133,7 +133,7 @@ def finish_changes(folder: Path) -> None:
     else remove it. Leave anything that the engine has not made.
     """
     for path in sorted(folder.glob("*.ckpt.*")):
-        if not (left := _LEFT.fullmatch(path.name)) or not (path.is_symlink() or is_own_tree(path)):
+        if not (left := _LEFT.fullmatch(path.name)) or not (is_link(path) or is_own_tree(path)):
             continue
         whole = folder / left["name"]
         if left["what"] == "previous" and path.is_dir() and not os.path.lexists(whole):
@@ -152,7 +152,7 @@ def vacant(path: Path) -> Path:
     numbered = (path.with_name(f"{path.name}_{number}") for number in itertools.count(1))
     for candidate in itertools.chain([path], numbered):
         with contextlib.suppress(OSError, Refused):
-            if candidate.is_symlink():
+            if is_link(candidate):
                 candidate.unlink()
             else:
                 remove_tree(candidate)
@@ -164,12 +164,49 @@ def vacant(path: Path) -> Path:
 def put(new: Path, path: Path) -> None:
     """Rename a directory or a link into place, and remove the engine's checkpoint that was there."""
     before = previous(path)
-    if os.path.lexists(path) and not (path.is_symlink() and new.is_symlink()):
+    if os.path.lexists(path) and not (is_link(path) and is_link(new)):
         before = vacant(before)
         os.replace(path, before)
     os.replace(new, path)
-    _to_disk(path.parent)
+    to_disk(path.parent)
     remove(before)
+
+
+def link(path: Path, target: str) -> None:
+    """Make ``path`` a link to a path relative to its folder, in place of the link or the checkpoint that was there.
+
+    Raises:
+        OSError: it can't be written; what was there stays.
+    """
+    beside = vacant(_beside(path, "partial"))
+    try:
+        make_link(beside, target)
+        put(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
+
+
+def try_out(folder: Path) -> None:
+    """Save, replace, link and remove a small checkpoint, so that a disk that can't hold one is found before training.
+
+    Raises:
+        Refused: it can't.
+    """
+    trial, alias = folder / "trial.ckpt", folder / "trial_link.ckpt"
+    try:
+        for _ in range(2):
+            write(trial, {"trial": torch.zeros(1)}, {}, None)
+        link(alias, trial.name)
+        alias.unlink()
+        remove_tree(trial)
+    except OSError as error:
+        remove(trial)
+        raise Refused(f"{shown(folder)}: {error}; choose a folder on another disk by hydra.run.dir=FOLDER") from error
+    finally:
+        with contextlib.suppress(OSError):  # of a run that goes on
+            folder.rmdir()
 
 
 def remove(path: Path) -> None:
@@ -178,7 +215,7 @@ def remove(path: Path) -> None:
     A checkpoint is renamed first, so that readers, and a start after a kill, find it complete or not at all.
     """
     try:
-        if path.is_symlink():
+        if is_link(path):
             path.unlink()
         elif os.path.lexists(path):
             remove_tree(_set_aside(path))
@@ -275,17 +312,9 @@ def _finish(path: Path, partial: Path, state: dict[str, Any], sums: list[dict[st
     whole |= {name: manifest.of_file(partial / name) for name in (index.INDEX, STATE)}
     manifest.write(partial, whole)
     for name in (STATE, manifest.SUMS):
-        _to_disk(partial / name)
-    _to_disk(partial)
+        to_disk(partial / name)
+    to_disk(partial)
     put(partial, path)
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _together(ranks: Ranks | None, what: str, action: Callable[[], Any], heard: Iterable[int] = ()) -> list[Any]:

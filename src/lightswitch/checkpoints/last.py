@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -20,6 +19,7 @@ from lightswitch.checkpoints.ranks import describe_failure
 from lightswitch.checkpoints.reader import Reader, is_foreign, is_hub, read_foreign, unreadable, why
 from lightswitch.errors import UnfitCheckpoint, UnwrittenCheckpoint, shown
 from lightswitch.mixins import callbacks_of
+from lightswitch.regular_files import linked
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class LastCheckpoints(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         own, resumed = self._path(trainer), trainer.ckpt_path
-        is_own = resumed is not None and Path(resumed).resolve() == own.resolve()
+        is_own = resumed is not None and linked(Path(resumed)).resolve() == own.resolve()
         self._counted_step = self._batch_start = trainer.global_step
         self._is_saved = is_own or resumed is None
         if is_own and trainer.is_global_zero:
@@ -119,25 +119,15 @@ class LastCheckpoints(Checkpoint):
     def _point_to(self, path: Path) -> None:
         try:
             try:
-                self._link_to(path)
+                directory.link(self.folder / "last.ckpt", path.name)
             except OSError:  # retried once, as a checkpoint's files are, in case the disk error was transient
-                self._link_to(path)
+                directory.link(self.folder / "last.ckpt", path.name)
         except OSError as error:
             message = describe_failure(error, rank=0)
             raise UnwrittenCheckpoint(f"last.ckpt could not be made to point to {path.name}: {message}") from error
         for old in self._outdated(path):
             self._removed.add(old)  # otherwise a checkpoint that can't be removed would be reported at each save
             directory.remove(old)
-
-    def _link_to(self, path: Path) -> None:
-        beside = directory.vacant(self.folder / "last.ckpt.partial")
-        try:
-            beside.symlink_to(path.name)
-            directory.put(beside, self.folder / "last.ckpt")
-        except OSError:
-            with contextlib.suppress(OSError):
-                beside.unlink()
-            raise
 
     def _outdated(self, newest: Path) -> list[Path]:
         """Return the checkpoints to remove, including those of earlier starts, but none after the step of `newest`."""
@@ -240,6 +230,7 @@ def position_of(path: Path) -> Position | None:
     Raises:
         UnfitCheckpoint: it can't be read. Its tensors are not checked.
     """
+    path = linked(path)
     before = directory.identity(path)
     try:
         if is_foreign(path):

@@ -61,7 +61,7 @@ class Reader:
         advice: str = _OF_A_RESUME,
         live: Collection[str] = (),
     ) -> None:
-        self.path = path
+        self.path = path = regular_files.linked(path)
         self._live = live
         self.advice = advice
         self._files = path.resolve()  # a link such as last.ckpt may change during the read

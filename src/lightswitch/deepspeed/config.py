@@ -336,7 +336,11 @@ def operator_problems(op: str, purpose: str) -> Iterator[str]:
 def _folders(op: str) -> Iterator[Path]:
     """Yield the folders of an operator in torch's extension cache and in the installed DeepSpeed package."""
     cache = os.environ.get("TORCH_EXTENSIONS_DIR")
-    root = Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "torch_extensions")
+    root = (
+        Path(cache)
+        if cache
+        else Path(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "torch_extensions")
+    )
     yield from (path for path in (root / op, *root.glob(f"*/{op}")) if path.is_dir())
     spec = importlib.util.find_spec("deepspeed")
     if spec is not None and spec.origin:

@@ -35,6 +35,7 @@ from lightswitch.cluster.placement import Placement
 from lightswitch.config.confidential import Cleaner
 from lightswitch.errors import ExitCode, Failure, LostRank, Refused, shown
 from lightswitch.process import Process, ended_by
+from lightswitch.runs import lock
 
 _LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters sent to the hub: an error message can have any length
 # Errors of a rank that has lost its connection to another rank, from gloo, NCCL and the rendezvous store
@@ -88,7 +89,11 @@ def failure(error: BaseException, cfg: DictConfig, rank: Rank, steps_have_begun:
     """
     whole: Any = HydraConfig.instance().cfg or cfg  # includes the hydra node, such as hydra.run.dir
     cleaned = Cleaner.of(whole).cleaned
-    if not (problems := problems_of(error, cfg, steps_have_begun)):
+    problems = problems_of(error, cfg, steps_have_begun)
+    run_dir = Path(OmegaConf.select(whole, "hydra.runtime.output_dir") or ".")
+    if steps_have_begun and isinstance(error, FileNotFoundError) and lock.is_removed(run_dir):
+        problems = [lock.removed(run_dir)]
+    if not problems:
         bug = Failure(str(error), full_traceback(error)) if isinstance(error, LostRank) else failure_of(rank, error)
         return replace(bug, line=cleaned(bug.line), details=cleaned(bug.details))
     lines = "\n".join(f"error: {cleaned(problem)}" for problem in problems)
@@ -158,7 +163,7 @@ def is_of_disk(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _OF_DISKS and _file_of(error) is not None
 
 
-def keep_disk_errors_of_threads(process: Process) -> None:
+def keep_disk_errors_of_threads(process: Process, run_dir: Path) -> None:
     """Store disk errors of library threads, such as TensorBoard's, instead of letting Python print their traceback.
 
     If the main thread does not raise the same error, the stored one is raised at the end of the run.
@@ -166,7 +171,8 @@ def keep_disk_errors_of_threads(process: Process) -> None:
     report = threading.excepthook
 
     def store(raised: threading.ExceptHookArgs) -> None:
-        if raised.exc_value is not None and is_of_disk(raised.exc_value):
+        is_removed = isinstance(raised.exc_value, FileNotFoundError) and lock.is_removed(run_dir)
+        if raised.exc_value is not None and (is_removed or is_of_disk(raised.exc_value)):
             process.disk_error = process.disk_error or raised.exc_value
         else:
             report(raised)

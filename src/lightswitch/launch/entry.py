@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightswitch.errors import ExitCode
+from lightswitch.errors import ExitCode, encode_any_text
 
 if TYPE_CHECKING:
     from lightswitch.launch.hydra_entry import Main
@@ -33,6 +33,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         @functools.wraps(main)
         def run() -> None:
             _open_closed_streams()
+            encode_any_text()
             if main.__module__ == "__main__":
                 _fix_hashes()
             show_first_line(sys.argv[1:])

@@ -117,8 +117,8 @@ class Entry:
             gc.enable()
             return job.run(self.typed, cfg, found)
         self.is_composed = True
-        classify.keep_disk_errors_of_threads(self.process)
         run = RunContext.of(cfg, HydraConfig.get(), found, self.process, self.signals)
+        classify.keep_disk_errors_of_threads(self.process, run.run_dir)
         if cfg.get("mode") == "fit":
             _resume_restarted(cfg, run)
         if not OmegaConf.is_missing(run.hydra.job, "num"):

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lightswitch import regular_files
-from lightswitch.errors import NoExperiment
+from lightswitch.errors import NoExperiment, Refused, shown
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +117,8 @@ class Table:
     def put(self, step: int, values: Mapping[str, str]) -> None:
         """Merge values, as text by column, into the row of a step, or add the row where its step belongs."""
         if _size(self._path) != self._size:
+            if not self._path.exists():
+                raise Refused(f"{shown(self._path)} was removed while the run wrote to it; start the run again")
             self._load()  # another process has written since
         if self._own.get("step") != str(step):
             self._own = {"step": str(step)}
@@ -186,7 +188,8 @@ class Table:
 
     def _replace(self, rows: Iterable[Mapping[str, str]]) -> None:
         header = dict(zip(self._columns, self._columns, strict=True))
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._size:  # of a run in progress, a directory that is missing was removed
+            self._path.parent.mkdir(parents=True, exist_ok=True)
         regular_files.write_text(self._path, _csv(self._columns, [header, *rows]))
         self._load()
 

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from lightswitch import regular_files
 from lightswitch.errors import Refused, UnwrittenCheckpoint
 from lightswitch.monitoring import objective
 
@@ -131,12 +132,12 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
         """Let best.ckpt, from which runs are evaluated and exported, be a link to the best checkpoint."""
         of_run = Path(trainer.default_root_dir, "checkpoints")
         link = (of_run if of_run.is_dir() else Path(best).parent) / f"best{self.FILE_EXTENSION}"
-        if not self._is_first or link == Path(best) or (link.exists() and not link.is_symlink()):
+        if not self._is_first or link == Path(best) or (link.exists() and not regular_files.is_link(link)):
             return
         beside = link.with_name(f"{link.name}.partial")
         try:
             beside.unlink(missing_ok=True)
-            beside.symlink_to(os.path.relpath(best, link.parent))
+            regular_files.make_link(beside, os.path.relpath(best, link.parent))
             os.replace(beside, link)
         except OSError as error:
             message = f"{link.name} could not be made to point to {Path(best).name}: {error.strerror}"

@@ -63,6 +63,9 @@ class Lock:
         while not self._released.wait(pause_seconds):
             pause_seconds = _BEAT_SECONDS
             with contextlib.suppress(OSError, ValueError):  # the file system may be unavailable for a while
+                if is_removed(self.path.parent):
+                    self._on_lost(removed(self.path.parent))
+                    return
                 text = regular_files.read_text(self.path)
                 if text != self._text and (other := parse(text)) is not None:
                     self._on_lost(f"{other} has taken over the run directory, so this process ends")
@@ -70,6 +73,16 @@ class Lock:
                 os.utime(self.path, follow_symlinks=False)
                 self.path.with_name(_ASKED).unlink()  # raises unless another process has requested the end
                 self._on_asked()
+
+
+def is_removed(run_dir: Path) -> bool:
+    """Return whether the directory of a run in progress was removed; a logger may have made an empty one since."""
+    return not any((run_dir / name).exists() for name in (FILE, "config.yaml"))
+
+
+def removed(run_dir: Path) -> str:
+    """Return the line that ends a run whose directory was removed."""
+    return f"{shown(run_dir)} was removed while the run wrote to it; start the run again, from its beginning"
 
 
 def take(

@@ -46,7 +46,7 @@ class RunLog(logging.FileHandler):
     """File handler that writes only once the run has begun, so that a refused start adds nothing to an earlier log."""
 
     def __init__(self, filename: str, mode: str = "a", encoding: str | None = "utf-8", delay: bool = True) -> None:
-        super().__init__(filename, mode, encoding, delay=True)
+        super().__init__(filename, mode, encoding, delay=True, errors="replace")  # a name may be no text
         self._held: list[str] | None = []
 
     def _open(self) -> TextIOWrapper:

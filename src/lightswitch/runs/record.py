@@ -139,6 +139,8 @@ class RunRecord(Callback):
         _open(logger for logger in trainer.loggers if not isinstance(logger, _LOCAL))  # one may fail to connect
         earlier = starts.read(self.run_dir) if trainer.is_global_zero and self.resume != "never" else []
         own = self._start(trainer) if trainer.is_global_zero and self.mode == "fit" else None
+        if own and trainer.checkpoint_callbacks and not getattr(trainer, "fast_dev_run", False):
+            directory.try_out(self.run_dir / "checkpoints")
         if trainer.is_global_zero:
             self._write([*earlier, *([own] if own else [])], partial(self._set_aside, trainer))
         _open(logger for logger in trainer.loggers if isinstance(logger, _LOCAL))

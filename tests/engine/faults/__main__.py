@@ -3,6 +3,7 @@
 python -m tests.engine.faults fsdp:kill:meet:30          # 30 of some 800 operations of two processes
 python -m tests.engine.faults single:ENOSPC:miss:0 ddp:tear:stop:9 --seed 3   # every operation; and nine
 python -m tests.engine.faults single:EIO:meet:symlink      # every symbolic link
+python -m tests.engine.faults single:lacks:meet:both       # a disk without symbolic links and syncs of directories
 """
 
 from __future__ import annotations
@@ -101,8 +102,9 @@ def meet(way: str, how: str, points: str, seed: int, cadence: str, folder: Path)
     """Yield each operation at which a run met a fault, and what then differs from a run that met none.
 
     Args:
-        how: "kill", "tear" or the name of an error.
-        points: how many operations, drawn at random, 0 for all; or the name of one, "symlink", for all of its kind.
+        how: "kill", "tear", the name of an error, or "lacks".
+        points: what the disk lacks, see inject.c; else how many operations, drawn at random, 0 for all; or the name
+            of one, "symlink", for all of its kind.
         folder: for the runs, empty.
     """
     from tests.runs import runs_in
@@ -114,6 +116,17 @@ def meet(way: str, how: str, points: str, seed: int, cadence: str, folder: Path)
     log, where = folder / "operations", folder / "whole"
     seen = {"FAULT_UNDER": f"{where}/runs", "FAULT_LOG": str(log)}
     whole = ended(train(*arguments, ranks=ranks, folder=where, environment=seen).run_dir)
+    if how == "lacks":
+        lacking = {"FAULT_UNDER": f"{folder}/lacking/runs", "FAULT_LACKS": points}
+        at = {"ranks": ranks, "folder": folder / "lacking", "environment": lacking, "check": False}
+        ran = train(*arguments, **at)
+        differs = ended(ran.run_dir).difference(whole) if ran.returncode == 0 else ran.err[-600:]
+        tested = train(*arguments, "mode=test", "ckpt_path=last", **at)
+        yield (
+            f"{way}, {cadence}: a disk without {points}",
+            differs or (tested.err[-600:] if tested.returncode else None),
+        )
+        return
     logged = log.read_text().splitlines() if log.exists() else []
     for rank in range(max(1, ranks)):
         operations = [line.partition(" ")[2] for line in logged if line.startswith(f"{rank} ")]
@@ -156,8 +169,8 @@ def main() -> int:
         "faults",
         nargs="+",
         metavar="WAY:HOW:CADENCE:POINTS",
-        help=f"{', '.join(WAYS)}; kill, tear, {', '.join(ERRORS)}; {', '.join(CADENCES)}; how many operations, 0: all, "
-        "or the name of one",
+        help=f"{', '.join(WAYS)}; kill, tear, lacks, {', '.join(ERRORS)}; {', '.join(CADENCES)}; how many "
+        "operations, 0: all, or the name of one",
     )
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()

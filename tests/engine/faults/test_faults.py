@@ -23,6 +23,7 @@ _draw = random.Random(SEED).choice
 FAULTS = {
     "killed": (f"single:kill:{_draw([*CADENCES])}:3", f"single:tear:{_draw([*CADENCES])}:2"),
     "refused by the disk": (f"single:{_draw(ERRORS)}:{_draw([*CADENCES])}:3", "single:EIO:meet:symlink"),
+    "on a disk that lacks links and syncs": ("single:lacks:meet:both", "fsdp:lacks:miss:both"),
     "several ranks": (_draw(("ddp:kill:meet:2", "fsdp:ENOSPC:miss:2", "deepspeed:kill:stop:2")),),
 }
 

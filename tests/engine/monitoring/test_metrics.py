@@ -1,5 +1,6 @@
 import csv
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 
+from lightswitch.errors import Refused
 from lightswitch.monitoring.metrics import MetricsFile
 from tests.engine.monitoring.tiny import BATCH, Engine, Regression, loader, trainer
 
@@ -178,7 +180,15 @@ class SaveAt(Callback):
         ((b"step", b"\xfe\xff"), ["29"]),
         ((b"step,samples", b"9,64"), ["29"]),
     ],
-    ids=["no text", "a zero byte", "two rows in a line", "two rows joined by zeros", "two rows joined", "no header", "a header that is lost"],
+    ids=[
+        "no text",
+        "a zero byte",
+        "two rows in a line",
+        "two rows joined by zeros",
+        "two rows joined",
+        "no header",
+        "a header that is lost",
+    ],
 )
 def test_a_file_with_lines_that_are_no_rows_is_kept_beside(
     harm: tuple[bytes, bytes], steps: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -195,3 +205,12 @@ def test_a_file_with_lines_that_are_no_rows_is_kept_beside(
     assert [record.getMessage() for record in caplog.records] == [
         f"{path} has lines that can't be read; saved a copy as metrics_damaged_1.csv and removed those lines"
     ]
+
+
+def test_a_table_that_was_removed_is_not_begun_anew(tmp_path: Path) -> None:
+    logger = MetricsFile(tmp_path / "run")
+    logger.log_metrics({"train/loss": 1.0}, 0)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(Refused, match=r"metrics\.csv was removed while the run wrote to it; start the run again"):
+        logger.log_metrics({"train/loss": 0.5}, 1)
+    assert not (tmp_path / "run").exists()

@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import queue
 import shutil
 import signal
 import subprocess
@@ -284,3 +285,14 @@ def _left_by(folder: Path, **other: object) -> Path:
     left = dataclasses.replace(own, **({"pid": 17, "started": "1", "since": "2026-11-21 10:00:00"} | other))
     path.write_text(json.dumps(dataclasses.asdict(left)))
     return path
+
+
+def test_a_run_whose_directory_is_removed_is_told_though_a_logger_makes_it_anew(tmp_path: Path) -> None:
+    told: queue.Queue[str] = queue.Queue()
+    held = lock.take(tmp_path / "run", on_lost=told.put)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run" / "tensorboard").mkdir(parents=True)
+    assert told.get(timeout=60).endswith(
+        "run was removed while the run wrote to it; start the run again, from its beginning"
+    )
+    held.release()
