@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
@@ -309,3 +310,83 @@ def test_what_began_to_be_written_before_a_validation_is_refused_and_not_saved(p
         pool(2)(with_the_best, late, tmp_path)
     assert str(failed.value.error).startswith(LATE)
     assert list(tmp_path.iterdir()) == []
+
+
+class Kernel(nn.Module):
+    """Changes a weight in its first forward pass, and notes that in a buffer, as S4 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+        self.register_buffer("length", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.length.item() == 0:
+            with torch.no_grad():
+                self.weight.copy_(self.weight * 0.5 + 0.1)
+            self.length = self.length + 8
+        return x @ self.weight
+
+
+class WrittenByTheSanityCheck(writing.PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 16), Kernel(), nn.Tanh(), nn.Linear(16, 4))
+
+
+class Merged(nn.Linear):
+    """A layer whose update is merged into its weight by `eval()`, and taken out of it by `train()`, as in loralib."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.weight.requires_grad, self.is_merged = False, False
+        self.into, self.out = nn.Parameter(torch.randn(2, 16) / 4), nn.Parameter(torch.zeros(16, 2))
+
+    def train(self, mode: bool = True) -> Merged:
+        super().train(mode)
+        if mode == self.is_merged:
+            self.weight.data += (self.out @ self.into) * (-1 if mode else 1)
+            self.is_merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        update = 0 if self.is_merged else x @ self.into.t() @ self.out.t()
+        return super().forward(x) + update
+
+
+class MergesInEvaluation(writing.PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 16), Merged(), nn.Tanh(), nn.Linear(16, 4))
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.net.train()  # Lightning restores `training` after a validation without calling it
+        return super().training_step(batch, batch_idx)
+
+
+def curve_with_validations(fit: Fit) -> dict[int, float]:
+    """Validate before the first step, and every fourth one."""
+    curve = Curve()
+    pl.seed_everything(42, workers=True, verbose=False)
+    trainer = fit.trainer(logger=curve)
+    trainer.val_check_interval = 4
+    trainer.fit(fit.module(), fit.data())
+    return curve.columns["train/loss"]
+
+
+@pytest.mark.xfail(strict=True, reason="what an evaluation writes into gathered weights is lost")
+@pytest.mark.parametrize(
+    ("module", "strategy"),
+    [(WrittenByTheSanityCheck, "fsdp"), (WrittenByTheSanityCheck, "deepspeed_stage_3"), (MergesInEvaluation, "fsdp")],
+)
+def test_a_write_in_an_evaluation_or_in_the_step_after_it_is_carried_or_refused(
+    module: type[pl.LightningModule], strategy: str, pool: Pool
+) -> None:
+    one = replace(PLAIN, module=module, micro_batch=None, steps=12, arguments="gradient_clip_val=null")
+    (alone,) = pool(1)(curve_with_validations, one)
+    try:
+        run = pool(2)(curve_with_validations, replace(one, strategy=strategy))[0]
+    except RankFailed as failed:
+        assert isinstance(failed.error, Refused)  # noqa: PT017  # a run that holds is as good
+    else:
+        assert run == pytest.approx(alone, rel=1e-4)
