@@ -26,6 +26,7 @@ from yaml.reader import ReaderError  # type: ignore[import-untyped]  # nor has t
 
 from lightswitch.config import aliases
 from lightswitch.config.overrides import CONSTRUCTED, GROUPS, key_and_value
+from lightswitch.config.values import ALLOWED
 from lightswitch.errors import RefusedRequest, listed, nearest
 
 _KEY = re.compile(r"[+~]*[^\W\d][\w@/-]*(\.[\w@/-]+)*( *=|$)")
@@ -35,42 +36,6 @@ _MOST_DIGITS = 4300  # that Python converts to an integer
 Takes = Callable[[str], Iterable[str]]
 NO_YAML = (YAMLError, UnicodeDecodeError)  # errors of reading a config file that is not valid YAML
 
-_STRATEGIES = {  # Lightning's names of strategies, and what to type here
-    "dp": "Lightning no longer supports DataParallel; use strategy=ddp, which starts a process for each device",
-    **{
-        f"ddp_{start}": "use strategy=ddp, which starts each rank by the command of the run"
-        for start in ("fork", "notebook", "spawn")
-    },
-    "ddp_find_unused_parameters_true": "use strategy=ddp with trainer.strategy.find_unused_parameters=true",
-    "deepspeed_stage_3_offload_optimizer": "use strategy=deepspeed_stage_3_offload",
-    "deepspeed_stage_3_offload_nvme": "it was removed, because checkpoints can't hold its state; use "
-    "strategy=deepspeed_stage_3_offload",
-    "fsdp1": "use strategy=fsdp, torch's successor of FullyShardedDataParallel, which reads its checkpoints",
-    "fsdp2": "use strategy=fsdp, which is FSDP2",
-    "fsdp_cpu_offload": "use strategy=fsdp_offload",
-    "fsdp_native": "use strategy=fsdp",
-    "model_parallel": "use strategy=fsdp, or strategy=fsdp_tp for tensor parallelism",
-    "single_device": "use strategy=single",
-    "tpu": "TPUs are not supported",
-    "xla": "TPUs are not supported",
-}
-_DEVICES = {  # nanoGPT and others use device= for the accelerator; here device= is the device of a plan
-    **{kind: f"use trainer.accelerator={kind}" for kind in ("cpu", "gpu", "mps")},
-    "cuda": "use trainer.accelerator=gpu",
-}
-
-
-_OF_TRAINER = {  # config files of lightning-hydra-template
-    "cpu": "use trainer.accelerator=cpu",
-    "gpu": "use trainer.accelerator=gpu",
-    "mps": "use trainer.accelerator=mps",
-    "ddp": "use strategy=ddp trainer.devices=N",
-    "ddp_sim": "use strategy=ddp trainer.devices=2 trainer.accelerator=cpu",
-}
-
-
-_PLACE = ("cluster.node_rank", "cluster.main_address", "cluster.main_port")
-_OF_CONFIGS = {"eval": "type mode=test ckpt_path=PATH", "train": "leave it out"}  # of lightning-hydra-template
 _SETS = ("callbacks", "logger")  # groups of which a run can have several choices
 _OF_EXTRAS = {  # Hydra plugins, and the extra that installs each
     "hydra/sweeper/optuna": "optuna",
@@ -79,14 +44,20 @@ _OF_EXTRAS = {  # Hydra plugins, and the extra that installs each
 }
 
 
-def check_flags(arguments: list[str]) -> None:
+def check_flags(arguments: list[str], typed: list[str]) -> None:
     """Check the command line's words, to report problems without Hydra's usage text or traceback.
+
+    Args:
+        arguments: the words as `normalised` returns them.
+        typed: the words in the order in which they were typed.
 
     Raises:
         RefusedRequest: a flag does not exist, lacks its value or `--cfg`, or would make Hydra unpickle a file; or Hydra
             can't parse a setting.
     """
-    found = _Flags(add_help=False, parents=[get_args_parser()]).parse_args(arguments)
+    found, unknown = _Flags(add_help=False, parents=[get_args_parser()]).parse_known_args(arguments)
+    if unknown:
+        raise RefusedRequest([_unknown_flag(flag, typed) for flag in unknown])
     if found.experimental_rerun is not None:
         raise RefusedRequest(
             [
@@ -119,22 +90,20 @@ def _beyond_reading(override: str) -> Iterator[str]:
 
 class _Flags(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        flags = re.findall(r"--?([\w.-]+=\S+)", message.removeprefix("unrecognized arguments: "))
-        typed = f"type {_as_settings(flags)}" if flags else "a setting is KEY=VALUE"
-        raise RefusedRequest([f"{message}; {typed}, and --help lists all settings"])
+        raise RefusedRequest([f"{message}; a setting is KEY=VALUE, and --help lists all settings"])
 
 
-def _as_settings(words: Iterable[str]) -> str:
-    """Return the settings for words such as `num_nodes=2`, which other programs take, in one line to type.
-
-    The place of a node among those of a run belongs to cluster=manual.
-    """
-    pairs = [word.partition("=") for word in words]
-    typed = [f"""{aliases.setting(key) or key}={value.strip("'")}""" for key, _, value in pairs]  # Hydra needs quotes
-    first = next((number for number, word in enumerate(typed) if word.startswith("cluster.")), None)
-    if first is not None and not any(word.startswith("cluster=") for word in typed):
-        typed.insert(first, "cluster=manual")
-    return " ".join(typed)
+def _unknown_flag(flag: str, typed: list[str]) -> str:
+    """Return the message for a flag of other frameworks: `--learning_rate 1e-4`, `--max-steps=9` or `--fp16`."""
+    key, equals, value = flag.lstrip("-").partition("=")
+    after = next((word for before, word in pairwise(typed) if before == flag), "-")
+    if not equals and not re.search("^-|=", after):
+        flag, value = f"{flag} {after}", after
+    if known := aliases.instead(key, value or "true"):
+        meant = aliases.advice(known)
+    else:
+        meant = f"type {key}={value}" if value else "a setting is KEY=VALUE"
+    return f"unrecognized arguments: {flag}; {meant}, and --help lists all settings"
 
 
 def problems_of_composition(error: BaseException, takes: Takes = lambda target: ()) -> list[str]:
@@ -156,8 +125,8 @@ def problems_of_composition(error: BaseException, takes: Takes = lambda target: 
     if isinstance(error, MissingConfigException) and (folder := re.search(r"directory '(.+)' exists", str(error))):
         return [f"--config-path: there is no folder {folder[1]}; leave it out, or type --config-dir=FOLDER to add one"]
     if isinstance(error, MissingConfigException) and "/" not in (name := error.missing_cfg_file or ""):
-        instead = _OF_CONFIGS.get(name.removesuffix(".yaml"), "leave it out")
-        return [f"--config-name={name}: there is no such config; {instead}"]
+        instead = aliases.instead(f"config={name.removesuffix('.yaml')}") or "leave it out"
+        return [f"--config-name={name}: there is no such config; {aliases.advice(instead)}"]
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
         return [_missing_choice(error)]
     if isinstance(error, OverrideParseException):
@@ -168,7 +137,9 @@ def problems_of_composition(error: BaseException, takes: Takes = lambda target: 
         return [f"{error.full_key}: {str(error).splitlines()[0]}; add that key to the config"]
     cause = error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
-        return [f"{cause.full_key}: there is no such key.{_meant(str(cause.full_key), cause.parent_node, takes)}"]
+        root: Any = cause.parent_node._get_root()
+        lacking = {str(cause.full_key): cause.parent_node, **dict.fromkeys(_others_keys(root), root)}
+        return [f"{key}: there is no such key.{_meant(key, node, takes)}" for key, node in lacking.items()]
     if added := re.match(r"Could not append to config. An item is already at '(.+?)'", str(error)):
         return [f"+{added[1]}: the config already has that key; type {added[1]}=VALUE"]
     if group := re.match(r"Could not override '(.+?)'\.", str(error)):
@@ -208,7 +179,8 @@ def _unparsed(override: str, error: OverrideParseException) -> str:
         before = next((typed for typed, word in pairwise(sys.argv) if word == override), "")
         if re.fullmatch(r"[\w.]+=", before):
             return f"{before} {override}: a setting has no spaces; type {before}{override}"
-        return f"{override}: it has no value; type {override}=VALUE"
+        is_mode = override in ALLOWED["mode"]  # as in LightningCLI: train.py fit
+        return f"{override}: it has no value; type {f'mode={override}' if is_mode else f'{override}=VALUE'}"
     if (mark := _unclosed(override)) is not None:
         return f"{override}: found an unmatched {mark}; type the matching bracket"
     if quoted := _in_quotes(override):
@@ -241,34 +213,38 @@ def _in_quotes(override: str) -> str | None:
     return shlex.quote(f"{key}=[{line}]" if value.startswith("[") else f"{key}={line}")
 
 
-def _meant(key: str, node: DictConfig, takes: Takes) -> str:
-    """Return a hint such as ' Did you mean X?' for a key that a node lacks, or an empty string.
+def _others_keys(root: Any) -> list[str]:
+    """Return all typed top-level keys that only other frameworks have: Hydra reports the first missing key."""
+    typed = (key_and_value(word)[0] for word in sys.argv[1:] if re.match(r"[\w.]+=", word))
+    nodes = {key.partition(".")[0]: key for key in typed}
+    return [node for node, key in nodes.items() if node not in _keys(root, at_top=True) and aliases.instead(key)]
 
-    X is the equivalent of another framework's name, else a key of the same name elsewhere in the config, else the most
+
+def _meant(key: str, node: DictConfig, takes: Takes) -> str:
+    """Return a hint such as ' Type X=3' for another framework's key, or an empty string.
+
+    Without an equivalent, it is ' Did you mean X?' with a key of the same name elsewhere in the config, else the most
     similar key.
     """
     *above, name = key.split(".")
-    if line := aliases.instead(_typed(key)):
-        return f" Type {line}"
-    root = node._get_root()
+    root, (typed, value) = node._get_root(), _typed(key)
+    known = aliases.instead(typed, value) or ""
+    if own := _of_model(root, known.partition("=")[0], takes):
+        return f" Type {own}={value}"
     if above and above[0] in CONSTRUCTED:  # typed keys are added, so this one is in a sweep's params
         return f" In a sweep's params, a new key begins with +: +{key}"
-    other = aliases.setting(key)
-    if other in _PLACE:  # cluster=manual needs all of these: answer with all that was typed of them
-        of_place = (*_PLACE, "trainer.num_nodes")
-        words = [word for word in sys.argv[1:] if aliases.setting(key_and_value(word)[0]) in of_place]
-        return f" Type {_as_settings(words or [f'{key}=VALUE'])}"
-    if other:
-        return f" Did you mean {_of_model(root, other, takes) or other}?"
+    if known:
+        meant = aliases.advice(known)
+        return f" {meant[0].upper()}{meant[1:]}"
     if elsewhere := sorted(f"{group}.{name}" for group in root if name in _raw_keys(root._get_node(group))):
         return f" Did you mean {listed(elsewhere, separator=' or ')}?"
     return nearest(name, _keys(node, at_top=not above), alike=0.5 if above else 0.65)
 
 
-def _typed(key: str) -> str:
-    """Return a missing key in full, as typed: for `paths.log_dir`, Hydra reports only `paths`."""
-    typed = (word.lstrip("+").partition("=")[0] for word in sys.argv)
-    return next((word for word in typed if f"{word}.".startswith(f"{key}.")), key)
+def _typed(key: str) -> tuple[str, str]:
+    """Return a missing key in full and its value, as typed: for `paths.log_dir=x`, Hydra reports only `paths`."""
+    typed = (key_and_value(word) for word in sys.argv[1:])
+    return next(((word, value) for word, value in typed if f"{word}.".startswith(f"{key}.")), (key, "VALUE"))
 
 
 def _of_model(root: Any, key: str, takes: Takes) -> str | None:
@@ -302,21 +278,15 @@ def _refusal_behind(error: BaseException | None) -> RefusedRequest | None:
 
 def _missing_choice(error: MissingConfigException) -> str:
     group, _, choice = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
-    if group == "device" and choice in _DEVICES:
-        return f"device={choice}: {_DEVICES[choice]}"
-    if group == "strategy" and choice in _STRATEGIES:
-        return f"strategy={choice}: {_STRATEGIES[choice]}"
-    if group == "trainer" and choice in _OF_TRAINER:
-        return f"trainer={choice}: {_OF_TRAINER[choice]}"
     if group == "num_nodes" and choice.isdecimal():
         return f"num_nodes={choice}: there is no file of that number; type trainer.num_nodes={choice}"
-    if line := aliases.choice_instead(group, choice):
-        return f"{group}={choice}: there is no such {group}; type {line}"
+    choices = sorted(error.options or _files_of(group, str(error)))
+    other = aliases.choice(group, choice)
+    if (typed := aliases.instead(f"{group}={choice}")) and not other:
+        return f"{group}={choice}: there is no such {group}; {aliases.advice(typed)}"
     if extra := _OF_EXTRAS.get(f"{group}/{choice}"):
         return f"{group}={choice}: its package is not installed; type pip install -e '.[{extra}]'"
-    choices = sorted(error.options or _files_of(group, str(error)))
     found = next((word for word in sys.argv if word.startswith(f"{group}=") and "oc.env" in word), f"{group}={choice}")
-    other = aliases.choice(group, choice)
     hint = f" Did you mean {other}?" if other in choices else nearest(choice, choices)
     if choice and not hint and group in _SETS:
         hint = f" For your own class: {group}.{choice}._target_=my.Class."

@@ -32,6 +32,7 @@ MOVED = {
     "lightswitch.strategies.single": "lightswitch.strategies.ddp",
 }
 DROPPED = {"start_method": "each rank starts by the command of the run"}  # arguments that the engine's classes had
+_DROPPED_IF_NULL = ("auto_wrap_policy", "activation_checkpointing_policy")  # Lightning's defaults, and so the engine's
 UNTIL = "0.3"
 ADDED = {"compare": False, "matmul_precision": "highest", "on_nan": "stop", "tags": []}  # as in conf/config.yaml
 
@@ -61,10 +62,11 @@ def replace(cfg: DictConfig) -> tuple[dict[str, str], list[str]]:
     nodes = [(path, values, name) for path, values, name in _nodes(cfg) if today(name).startswith("lightswitch.")]
     renamed = {path: name for path, _, name in nodes if today(name) != name}
     dropped = [f"{path}.{key}" for path, values, _ in nodes for key in values if key in DROPPED]
+    of_null = [f"{path}.{key}" for path, values, _ in nodes for key in _DROPPED_IF_NULL if values.get(key, 0) is None]
     with read_write(cfg), open_dict(cfg):
         for path, name in renamed.items():
             OmegaConf.update(cfg, f"{path}._target_", today(name))
-        for removed in dropped:
+        for removed in (*dropped, *of_null):
             path, _, key = removed.rpartition(".")
             del OmegaConf.select(cfg, path)[key]
     return renamed, dropped

@@ -180,14 +180,22 @@ class _Composed(Mixin, ConfigLoaderImpl):
 
 
 def check_names(cfg: DictConfig) -> None:
-    """Check a run's name and run_id before they become directory names.
+    """Check a run's name, run_id and folder before anything is created.
 
     Raises:
-        RefusedRequest: they are not valid directory names.
+        RefusedRequest: they are not valid directory names, or the folder is an address, such as s3://bucket/run.
     """
+    folder = "sweep" if cfg.hydra.mode == RunMode.MULTIRUN else "run"
     try:
         given = {key: cfg[key] for key in ("name", "run_id") if key in cfg}
+        address = re.match(r"\w[\w.+-]*://", str(cfg.hydra[folder].dir))
     except OmegaConfBaseException:  # Hydra or the run reports it later
         return
-    if problems := list(name_problems(given)):
+    problems = list(name_problems(given))
+    if address and not problems:
+        problems.append(
+            f"hydra.{folder}.dir={cfg.hydra[folder].dir}: found an address, and a run's folder is on a file system; "
+            f"type hydra.{folder}.dir=FOLDER, of a mounted bucket or a local disk, and copy it when the run has ended"
+        )
+    if problems:
         raise RefusedRequest(Cleaner.of(cfg).cleaned(problems))

@@ -99,8 +99,9 @@ class Entry:
 
             print(help_text(about, Path(sys.argv[0]), Path(sys.argv[0]).parent / config_path))
             return
-        sys.argv[1:] = normalised(sys.argv[1:], found.rank)
-        check_flags(sys.argv[1:])
+        typed = sys.argv[1:]
+        sys.argv[1:] = normalised(typed, found.rank)
+        check_flags(sys.argv[1:], typed)
         self.typed = [str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
 
         @functools.wraps(self.main)  # so that Hydra finds the script, and conf/ beside it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -17,12 +18,14 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.cluster import placement
 from lightswitch.cluster.placement import Placement
 from lightswitch.config import moved
-from lightswitch.config.overrides import key_and_value, quoted, typed_overrides
+from lightswitch.config.overrides import key_and_value, quoted, typed_keys, typed_overrides
 from lightswitch.config.values import AUTO, files_of_group, name_problems
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest, listed
 from lightswitch.preflight import devices, environment, planned, root_keys, strategies, targets, trainer
 from lightswitch.runs import saved
+
+log = logging.getLogger(__name__)
 
 _LOG_BYTES = 1 << 20  # what a run writes before its first checkpoint
 
@@ -46,6 +49,9 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     if is_checked := plain["mode"] == planned.CHECK:
         _raise(planned.checked_problems(plain, run.placement, files_of_group(run.hydra, "strategy")))
     _raise(environment.unfit_packages())
+    _raise(environment.of_accelerate(typed_keys(run.hydra), lambda: devices.accelerator(plain["trainer"])))
+    if (timeout := os.environ.get("NCCL_TIMEOUT")) and run.is_first and "timeout_seconds" not in str(plain["trainer"]):
+        log.info("advice     NCCL_TIMEOUT has no effect; type trainer.strategy.timeout_seconds=%s instead", timeout)
     _raise(devices.other_counts(plain["trainer"], run.placement), devices.absent_processes(plain, run.placement))
     _raise(devices.separate(plain, run.placement))
     _raise(

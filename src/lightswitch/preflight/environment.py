@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 from lightswitch import versions
 from lightswitch.cluster import placement
+from lightswitch.config import aliases
 from lightswitch.errors import RefusedRequest
 
 _LEAST = {  # integers, each with its smallest valid value
@@ -64,6 +65,12 @@ _MEND_UNEVENLY = {
     "GROUP_WORLD_SIZE (how many nodes there are) for each process",
 }
 _OF_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # for its child processes
+_SHARDINGS = {  # accelerate's names and numbers of them, and what it calls offloading
+    **dict.fromkeys(("shard_grad_op", "2"), "fsdp_grad_op"),
+    **dict.fromkeys(("no_shard", "3"), "ddp"),
+    **dict.fromkeys(("hybrid_shard", "4"), "fsdp_hybrid"),
+    "offload": "fsdp_offload",
+}
 _INDEX = "https://download.pytorch.org/whl"
 _BUILD = re.compile(r"cpu|cu\d+|rocm[\d.]+|xpu")  # PyTorch's builds, after the + of a version
 
@@ -230,6 +237,49 @@ def _unset(launcher: str, environ: Mapping[str, str]) -> str:
 def _set(environ: Mapping[str, str], names: Sequence[str]) -> str:
     shown = (f"{environ[name]}" if re.fullmatch(r"[\w.:-]+", environ[name]) else repr(environ[name]) for name in names)
     return " and ".join(f"{name}={value}" for name, value in zip(names, shown, strict=True))
+
+
+def of_accelerate(
+    typed: Set[str], accelerator: Callable[[], str], environ: Mapping[str, str] = os.environ
+) -> Iterator[str]:
+    """Yield a problem if `accelerate launch` has exported settings that the command line does not have.
+
+    Args:
+        typed: the keys on the command line, which decide.
+        accelerator: returns the one in use, cpu, cuda or mps, which may have to import torch.
+    """
+    asked = {name: meant for name, meant in _of_accelerate(environ) if meant.partition("=")[0] not in typed}
+    if "ACCELERATE_USE_CPU" in asked and accelerator() == "cpu":
+        del asked["ACCELERATE_USE_CPU"]
+    if asked:
+        yield (
+            f"{_set(environ, [*asked])}: accelerate launch has exported what a run takes from its config; type "
+            f"{' '.join(asked.values())}"
+        )
+
+
+def _of_accelerate(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the variables of `accelerate launch` that change a run, each with what to type."""
+    values = {name: value.lower() for name, value in environ.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+    if (precision := values.get("ACCELERATE_MIXED_PRECISION", "no")) != "no":
+        yield "ACCELERATE_MIXED_PRECISION", aliases.instead("mixed_precision", precision) or "precision=bf16-mixed"
+    if values.get("ACCELERATE_USE_CPU") == "true":
+        yield "ACCELERATE_USE_CPU", "trainer.accelerator=cpu"
+    if values.get("ACCELERATE_DYNAMO_BACKEND", "no") != "no":
+        yield "ACCELERATE_DYNAMO_BACKEND", "compile=true"
+    if values.get("ACCELERATE_USE_FSDP") == "true":
+        is_offloaded = values.get("FSDP_OFFLOAD_PARAMS") == "true"
+        sharding = "offload" if is_offloaded else values.get("FSDP_SHARDING_STRATEGY", "")
+        yield "ACCELERATE_USE_FSDP", f"strategy={_SHARDINGS.get(sharding, 'fsdp')}"
+        if values.get("FSDP_ACTIVATION_CHECKPOINTING") == "true":
+            yield "FSDP_ACTIVATION_CHECKPOINTING", "trainer.strategy.activation_checkpointing=true"
+    if values.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        file, stage = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), values.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)
+        meant = aliases.instead("deepspeed_config", file) if file else aliases.instead("zero_stage", str(stage))
+        yield "ACCELERATE_USE_DEEPSPEED", str(meant)
+    for name, default in (("gradient_clipping", "none"), ("gradient_accumulation_steps", "1")):
+        if (value := values.get(variable := f"ACCELERATE_{name.upper()}", default)) not in (default, "auto", "none"):
+            yield variable, str(aliases.instead(name, value))
 
 
 def unfit_packages() -> Iterator[str]:

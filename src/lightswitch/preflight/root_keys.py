@@ -64,13 +64,11 @@ def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
         overrides: as typed.
     """
     for override in overrides:
-        key, _ = key_and_value(override)
+        key, value = key_and_value(override)
         if override.startswith("+") and "." not in key and "@" not in key and "/" not in key:
-            other = aliases.setting(key)
+            other = aliases.instead(key, value) if aliases.setting(key) else None
             hint = "" if key in GROUPS else nearest(key, GROUPS, alike=0.85)
-            hint = (
-                f" Did you mean {other}?" if other else hint or nearest(key, [known for known in cfg if known != key])
-            )
+            hint = f" Type {other}" if other else hint or nearest(key, [known for known in cfg if known != key])
             if hint:
                 yield f"{key}: there is no such key.{hint}"
 

@@ -57,10 +57,11 @@ def _unfinished_nodes(group: str, nodes: Any, choices: Container[str]) -> Iterat
         return
     whole = [name for name, node in nodes.items() if node is None or (isinstance(node, dict) and "_target_" in node)]
     for name in (name for name in nodes if name not in whole):
-        if name in choices:
+        key, value = next(iter(nodes[name].items()), ("", "")) if isinstance(nodes[name], dict) else ("", "")
+        if message := aliases.instead(f"{group}.{name}.{key}", as_typed(value)):
+            yield f"{group}.{name}.{key}: there is no such key; {aliases.advice(message)}"
+        elif name in choices:
             yield f"{group}.{name} is not switched on. To switch it on: {group}=[default,{name}]"
-        elif message := aliases.instead(f"{group}.{name}"):
-            yield f"{group}.{name}: there is no such key; type {message}"
         else:
             hint = nearest(name, whole, alike=0.65)
             yield f"{group}.{name} names no class.{hint} For your own class: {group}.{name}._target_=my.Class"
@@ -116,16 +117,19 @@ def _unknown(path: str, key: str, accepted: Signature, node: dict[str, Any], cfg
     Code with **kwargs passes unknown arguments on, often to be ignored silently; for such code, only a likely
     misspelling is refused.
     """
-    if (message := aliases.instead(f"{path}.{key}")) and not accepted.open_ended:
-        yield f"{path}.{key}: {_short(node)} takes no {key}; type {message}"
+    value = as_typed(node[key])
+    argument = aliases.argument(path, key, accepted.parameters)
+    other = f"{path}.{argument}" if argument else _of_group(path, key, node, accepted, cfg)
+    known = f"{other}={value}" if other else None if accepted.open_ended else _elsewhere(f"{path}.{key}", value)
+    if known:
+        yield f"{path}.{key}: {_short(node)} takes no {key}; {aliases.advice(known)}"
         return
-    other = aliases.argument(path, key, accepted.parameters) or _of_group(path, key, node, accepted, cfg)
     own = [one for one in accepted.parameters if one not in accepted.passed_on and not _are_numbered(one, key)]
-    hint = f" Did you mean {other}?" if other else nearest(key, own, alike=0.85)
+    hint = nearest(key, own, alike=0.85)
     if key in GIVEN and accepted.parameters and not accepted.open_ended:
         hint = f" Its arguments: {listed([f'{path}.{one}' for one in accepted.parameters], shown=6)}"
     elif not (hint or accepted.open_ended):
-        hint = _of_strategies(path, key) or nearest(key, accepted.parameters)
+        hint = nearest(key, accepted.parameters)
         if not hint and path in ("model", "data"):
             hint = f" Its arguments: {listed([f'{path}.{one}' for one in accepted.parameters], shown=6)}"
     if hint or not accepted.open_ended:
@@ -156,13 +160,15 @@ def _of_group(path: str, key: str, node: dict[str, Any], accepted: Signature, cf
     return setting if node.get(group) in (None, cfg.get(group)) else f"{path}.{setting}"
 
 
-def _of_strategies(path: str, key: str) -> str:
-    """Return a sentence that names a strategy with this option; an empty string if there is none."""
-    if path != "trainer.strategy":
-        return ""
-    takers = (name for name, target in _STRATEGIES.items() if (of := signature(target)) and key in of.parameters)
-    name = next(takers, None)
-    return f" It is an option of strategy={name}." if name else ""
+def _elsewhere(key: str, value: str) -> str | None:
+    """Return what to type for an argument of another framework, or of another strategy; None if it is unknown."""
+    known = aliases.instead(key, value)
+    setting = known or f"{key}={value}"
+    option = setting.removeprefix("trainer.strategy.").partition("=")[0]
+    for strategy, target in _STRATEGIES.items() if setting.startswith("trainer.strategy.") else ():
+        if option in parameters(target):
+            return f"strategy={strategy} {setting}"
+    return known
 
 
 def _short(node: dict[str, Any]) -> str:
@@ -186,3 +192,10 @@ def _misfit(value: Any, parameter: Parameter) -> str:
 def names(kinds: tuple[type, ...]) -> str:
     """Return the names of types as a user writes them: null for None."""
     return " or ".join(sorted("null" if kind is type(None) else kind.__name__ for kind in kinds))
+
+
+def as_typed(value: object) -> str:
+    """Return a value as it is typed on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(as_typed, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

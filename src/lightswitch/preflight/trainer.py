@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
+from lightswitch.config import aliases
 from lightswitch.preflight.planned import MODES
 from lightswitch.preflight.signatures import signature
 
 _DERIVED = {  # what sets each argument
-    "accumulate_grad_batches": "the batch: type micro_batch_size=N",
+    "accumulate_grad_batches": "the batch: type {}",
     "callbacks": "the group callbacks: type callbacks=[default,early_stopping] or ~callbacks.throughput",
     "logger": "the group logger: type logger=[default,mlflow] or ~logger.tensorboard",
     "plugins": "the group cluster: type cluster=torchrun or another of its choices",
@@ -33,7 +34,8 @@ def problems(trainer: Mapping[str, Any], typed: Set[str]) -> Iterator[str]:
     """
     for argument, source in _DERIVED.items():
         if argument in trainer:
-            yield f"trainer.{argument} is set by {source} instead"
+            meant = aliases.instead(argument, str(trainer[argument]))
+            yield f"trainer.{argument} is set by {source.format(meant)}"
     for argument, reason in _REFUSED.items():
         if trainer.get(argument):
             yield f"trainer.{argument}={_shown(trainer[argument])}: {reason}"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
+from inspect import signature
 from itertools import chain
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from lightswitch.errors import Refused, listed
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.manual_gradients import ManualGradients, own_weight
 from lightswitch.strategies.renormed import renorm_over_ranks
+from lightswitch.strategies.replicas import broadcast_in_place
 from lightswitch.strategies.trained import Trained
 from lightswitch.strategies.writes import CarriesWrites, share, take_rank_0s
 
@@ -53,6 +55,8 @@ class Single(PortableCheckpoints, SingleDeviceStrategy):
         return self.parallel_devices[0] if self.parallel_devices else self._root_device
 
 
+_NAMES = ("forward_sync_buffers", "broadcast_buffers")  # from torch 2.13, which warns of the other, and before
+_BROADCASTS_BUFFERS = next(name for name in _NAMES if name in signature(DistributedDataParallel).parameters)
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"  # from torch's long error message
 
 
@@ -66,6 +70,7 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         gradient_as_bucket_view: make gradients views of the communication buckets, instead of copies that take memory
             beside them.
         static_graph: the same parameters have gradients in every step.
+        broadcast_buffers: broadcast rank 0's buffers before each forward pass; without that, only before an evaluation.
         bucket_cap_mb: size of the buckets in which gradients are sent, in MiB; None for torch's 25.
         process_group_backend: backend of torch.distributed; None for the device's default.
         comm_hook: compression of the gradients that are sent: fp16 and bf16 round them, powersgd sends products of two
@@ -82,6 +87,7 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         find_unused_parameters: bool | None = None,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        broadcast_buffers: bool = True,
         bucket_cap_mb: float | None = None,
         comm_hook: Literal["fp16", "bf16", "powersgd"] | None = None,
         matrix_approximation_rank: int = 1,
@@ -97,6 +103,9 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
             static_graph=static_graph,
             bucket_cap_mb=bucket_cap_mb,
         )
+        self.broadcast_buffers = broadcast_buffers
+        if not broadcast_buffers:
+            self._ddp_kwargs[_BROADCASTS_BUFFERS] = False
         self.comm_hook = comm_hook
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powersgd_iter = start_powerSGD_iter
@@ -154,6 +163,24 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
                 _average_gradients(parameter for parameter in changed.values() if not parameter.requires_grad)
             self._trained.refuse_none(self.lightning_module)
             self._wrap_anew()
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._share_buffers()
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._share_buffers()
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """Give every rank rank 0's buffers, which a checkpoint has, unless each forward pass does so. Collective."""
+        assert self.lightning_module is not None
+        if not self.broadcast_buffers:
+            broadcast_in_place(self.lightning_module.buffers())
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Check that the trained parameters are the ones whose gradients are averaged.

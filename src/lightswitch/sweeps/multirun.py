@@ -23,7 +23,7 @@ from lightswitch.config import moved
 from lightswitch.config.confidential import Cleaner
 from lightswitch.config.overrides import check_names, quoted, typed_overrides
 from lightswitch.errors import ExitCode, Refused, RefusedRequest
-from lightswitch.preflight import check, root_keys
+from lightswitch.preflight import check, devices, root_keys
 from lightswitch.process import Process
 from lightswitch.runs import claim, finished
 from lightswitch.sweeps import record
@@ -141,7 +141,14 @@ def _problems(cfg: DictConfig) -> Iterator[str]:
             "hydra/launcher=submitit_slurm: this machine has no sbatch; start the sweep on a machine of the cluster, "
             "or leave the launcher out"
         )
-    if str(launcher._target_).endswith("submitit_launcher.LocalLauncher") and launcher.tasks_per_node > 1:
+    is_local = str(launcher._target_).endswith("submitit_launcher.LocalLauncher")
+    if is_local and devices.accelerator({"accelerator": cfg.trainer.get("accelerator", "auto")}) == "cuda":
+        yield (
+            "hydra/launcher=submitit_local starts all jobs at once, and exports the same CUDA_VISIBLE_DEVICES to each: "
+            "no GPU, or the first hydra.launcher.gpus_per_node; leave it out, and the jobs run one after another, or "
+            "type trainer.accelerator=cpu"
+        )
+    if is_local and launcher.tasks_per_node > 1:
         yield (
             f"hydra.launcher.tasks_per_node={launcher.tasks_per_node}: only tasks of Slurm can connect to each other; "
             f"leave it out and use trainer.devices={launcher.tasks_per_node}"

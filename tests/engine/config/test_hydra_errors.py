@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,12 @@ from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
-from lightswitch.config import hydra_errors
+from lightswitch.config import aliases, hydra_errors
 from lightswitch.preflight import targets
+from tests.engine.config.habits import GUIDES, GUIDES_ALONE, GUIDES_CHOICES
 from tests.engine.config.mistaken import Answer, answers, joined
 from tests.engine.conftest import CHECKOUT, PLAIN
 
-PRECISIONS = "16-mixed, 16-true, 32-true, 64-true, bf16-mixed, bf16-true"
 STRATEGIES = ", ".join(sorted(path.stem for path in (CHECKOUT / "conf" / "strategy").glob("*.yaml")))
 READ = ("seed", "mode", "objective", "resume", "meet_timeout_seconds", "global_batch_size", "lr_scaling", "watch")
 READ = (*READ, "lr_scaling.rule", "watch.lost_after_seconds", "trainer.devices", "trainer.num_nodes")
@@ -35,13 +36,13 @@ MISTAKES = {
     "Choices: anomaly, limit, one_batch, overfit, profiler",
     "trainer.strategy=fdsp": f"strategy=fdsp: there is no such strategy. Did you mean fsdp? Choices: {STRATEGIES}",
     **{
-        f"{word}=3": f"{word}: there is no such key. Did you mean {key}?"
-        for word, key in {
-            "lr": "model.lr",
-            "learning_rate": "model.lr",
-            "batch_size": "global_batch_size",
-            "stratgy": "strategy",
-            "debg": "debug",
+        f"{word}=3": f"{word}: there is no such key.{hint}"
+        for word, hint in {
+            "lr": " Type model.lr=3",
+            "learning_rate": " Type model.lr=3",
+            "batch_size": " Type global_batch_size=3",
+            "stratgy": " Did you mean strategy?",
+            "debg": " Did you mean debug?",
         }.items()
     },
     "cluster=slurm": "cluster=slurm, but slurm did not start this process; start it with srun python train.py or leave "
@@ -51,7 +52,7 @@ MISTAKES = {
     "model._target_=tests.engine.plain.PartialModel model.optimizer.lr=3": "model.optimizer: found lr but no _target_; "
     "type optimizer.lr=VALUE",
     "model._target_=tests.engine.plain.PartialModel model.optimizer=${optimizer} model.lr=3": "model.lr: PartialModel "
-    "takes no lr. Did you mean optimizer.lr?",
+    "takes no lr; type optimizer.lr=3",
     "strategy=ddp trainer.strategy.bucket_cap=50": "trainer.strategy.bucket_cap: DDP takes no bucket_cap. "
     "Did you mean bucket_cap_mb?",
     "strategy=fsdp trainer.strategy.sharding_strategy=full_shrd": "trainer.strategy.sharding_strategy=full_shrd: "
@@ -131,12 +132,10 @@ MISTAKES = {
     "type hydra.run.dir=FOLDER",
 }
 # What preflight finds: it tells all at once, where none is hidden by another
-PLACE_FLAGS = "--num_nodes=2 --node_rank=0 --master_addr=10.0.0.1 --master_port=12345"
-PLACE = "trainer.num_nodes=2 cluster=manual cluster.node_rank=0 cluster.main_address=10.0.0.1 cluster.main_port=12345"
 AT_ONCE = {
-    "trainer.gpus=3": "trainer.gpus: Trainer takes no gpus. Did you mean devices?",
-    "trainer.epochs=3": "trainer.epochs: Trainer takes no epochs. Did you mean max_epochs?",
-    "optimizer.learning_rate=3": "optimizer.learning_rate: AdamW takes no learning_rate. Did you mean lr?",
+    "trainer.gpus=3": "trainer.gpus: Trainer takes no gpus; type trainer.devices=3",
+    "trainer.epochs=3": "trainer.epochs: Trainer takes no epochs; type trainer.max_epochs=3",
+    "optimizer.learning_rate=3": "optimizer.learning_rate: AdamW takes no learning_rate; type optimizer.lr=3",
     "optimizer.lr=-1e-3": "optimizer.lr=-0.001: expected a number of at least 0",
     "optimizer.lr=abc": "optimizer.lr=abc: expected a number of at least 0",
     "+seeed=3": "seeed: there is no such key. Did you mean seed?",
@@ -177,10 +176,8 @@ AT_ONCE = {
     "+stratgy=ddp": "stratgy: there is no such key. Did you mean strategy?",
     "+watch.lost_after=3": "watch.lost_after: there is no such key. Did you mean lost_after_seconds?",
     "+lr_scaling.reference=3": "lr_scaling.reference: there is no such key. Did you mean reference_batch_size?",
-    "trainer.strategy.prefetch=2": "trainer.strategy.prefetch: auto takes no prefetch. "
-    "It is an option of strategy=fsdp.",
-    "trainer.strategy.find_unused_parameters=true": "trainer.strategy.find_unused_parameters: auto takes no "
-    "find_unused_parameters. It is an option of strategy=ddp.",
+    "trainer.strategy.prefetch=2": "trainer.strategy.prefetch: auto takes no prefetch; type "
+    "strategy=fsdp trainer.strategy.prefetch=2",
     "trainer.deterministic=maybe": "trainer.deterministic=maybe: found str, expected warn, bool or null",
     "trainer.gradient_clip_val=high": "trainer.gradient_clip_val=high: found str, expected float or int or null",
     "trainer.num_nodes=1.5": "trainer.num_nodes=1.5: found float, expected int",
@@ -205,12 +202,7 @@ AT_ONCE = {
 
 # What is typed by those who come from elsewhere: a choice that is not there, and the one that was meant
 MEANT = {
-    "precision": {"fp16": "16-mixed", "half": "16-mixed", "fp32": "32-true", "float32": "32-true"},
-    "strategy": {
-        **{"DDP": "ddp", "ddp2": "ddp", "horovod": "ddp", "ddp_sharded": "fsdp_grad_op", "fsdp_full": "fsdp"},
-        **{"zero": "deepspeed_stage_2", "zero2": "deepspeed_stage_2", "deepspeed_stage3": "deepspeed_stage_3"},
-        **{"deepspeed_3": "deepspeed", "shard_grad_op": "fsdp_grad_op", "hsdp": "fsdp_hybrid", "tp": "fsdp_tp"},
-    },
+    "strategy": {"DDP": "ddp", "deepspeed_stage3": "deepspeed_stage_3", "deepspeed_3": "deepspeed"},
     "logger": {"wandbb": "wandb", "tensorbord": "tensorboard"},
     "optimizer": {"AdamW": "adamw", "adamW": "adamw"},
     "scheduler": {"cosin": "cosine"},
@@ -236,79 +228,26 @@ NO_CHOICES |= {
     choice: f"{choice}: there is no such {(group := choice.partition('=')[0])}. Choices: {_choices(group)}"
     for choice in UNMEANT
 }
-NO_CHOICES |= {
-    "strategy=deepspeed_stage_3_offload_nvme": "strategy=deepspeed_stage_3_offload_nvme: it was removed, because "
-    "checkpoints can't hold its state; use strategy=deepspeed_stage_3_offload",
-    "strategy=dp": "strategy=dp: Lightning no longer supports DataParallel; use strategy=ddp, which starts a process "
-    "for each device",
-    "strategy=fsdp2": "strategy=fsdp2: use strategy=fsdp, which is FSDP2",
-    "precision=bf16": f"precision=bf16: there is no such precision. Did you mean bf16-mixed? Choices: {PRECISIONS}",
-    "precision=16": f"precision=16: there is no such precision. Did you mean 16-mixed? Choices: {PRECISIONS}",
-    "strategy=zero3": "strategy=zero3: there is no such strategy. Did you mean deepspeed_stage_3? "
-    f"Choices: {STRATEGIES}",
-    "strategy=tpu": "strategy=tpu: TPUs are not supported",
-    "strategy=ddp_notebook": "strategy=ddp_notebook: use strategy=ddp, which starts "
-    "each rank by the command of the run",
-    "strategy=ddp_find_unused_parameters_true": "strategy=ddp_find_unused_parameters_true: use strategy=ddp with "
-    "trainer.strategy.find_unused_parameters=true",
-    "strategy=model_parallel": "strategy=model_parallel: use strategy=fsdp, or strategy=fsdp_tp for tensor parallelism",
-    "strategy=single_device": "strategy=single_device: use strategy=single",
-    "device=cpu": "device=cpu: use trainer.accelerator=cpu",
-    "device=cuda": "device=cuda: use trainer.accelerator=gpu",
-    "debug=fdr": f"debug=fdr: there is no such debug. Did you mean one_batch? Choices: {_choices('debug')}",
-}
 NO_KEYS = {
     word: f"{word}: there is no such key. Did you mean {key}?"
-    for key, words in {
-        "optimizer.weight_decay": ("wd", "weight_decay"),
-        "optimizer.momentum": ("momentum",),
-        "scheduler.warmup_fraction": ("warmup_steps",),
-        "data.num_workers": ("num_workers", "workers"),
-        "global_batch_size": ("batch", "bs", "train_batch_size"),
-        "micro_batch_size": (
-            "micro_batch",
-            "grad_accum",
-            "gradient_accumulation_steps",
-            "per_device_train_batch_size",
-            "accumulate_grad_batches",
-        ),
-        "watch.lost_after_seconds": ("lost_after_seconds",),
-        "trainer.gradient_clip_val": ("max_grad_norm",),
-        "trainer.max_epochs": ("epoch", "epochs", "n_epochs", "num_train_epochs"),
-        "trainer.max_steps": ("steps", "max_steps", "max_iters"),
-        "trainer.devices": ("devices", "gpus"),
-        "trainer.num_nodes": ("nodes", "nnodes"),
-        "trainer.accelerator": ("accelerator",),
-        "trainer.check_val_every_n_epoch": ("check_val_every_n_epoch", "eval_strategy"),
-        "trainer.strategy.activation_checkpointing": ("gradient_checkpointing",),
-        "seed": ("random_seed",),
-        "name": ("output_dir", "save_dir", "log_dir", "task_name"),
-        "logger": ("wandb",),
-        "ckpt_path": ("checkpoint", "ckpt"),
-        "resume": ("resume_from_checkpoint",),
-        "init_from": ("pretrained",),
-        "precision": ("bf16", "fp16", "amp", "dtype"),
-        "matmul_precision": ("tf32",),
-        "strategy": ("fsdp", "deepspeed"),
-        "experiment": ("hparams_search",),
-        "mode": ("eval", "do_train"),
-        "callbacks=[default,early_stopping]": ("early_stopping",),
-        "callbacks.best_checkpoint.monitor": ("monitor", "metric_for_best_model"),
-        "callbacks.early_stopping.patience": ("patience",),
-        "callbacks.last_checkpoint.keep": ("save_total_limit",),
-        "trainer.limit_val_batches": ("eval_iters",),
+    for word, key in {
+        "micro_batch": "micro_batch_size",
+        "lost_after_seconds": "watch.lost_after_seconds",
+        "check_val_every_n_epoch": "trainer.check_val_every_n_epoch",
+        "ckpt": "ckpt_path",
     }.items()
-    for word in words
 }
 # What is like nothing, and would only mislead: lora is no logger
 NO_KEYS |= {word: f"{word}: there is no such key." for word in ("lora", "n_layer")}
 NO_KEYS["data.mine"] = "data.mine: there is no such key. In a sweep's params, a new key begins with +: +data.mine"
 AT_ONCE |= {
-    f"trainer.{word}=3": f"trainer.{word}: Trainer takes no {word}. Did you mean {argument}?"
-    for word, argument in {
-        **{"num_gpus": "devices", "nodes": "num_nodes", "max_epoch": "max_epochs", "log_every": "log_every_n_steps"},
-        **{"gradient_clip": "gradient_clip_val", "clip": "gradient_clip_val", "val_interval": "val_check_interval"},
-        **{"progress_bar_refresh_rate": "enable_progress_bar"},
+    f"trainer.{word}=3": f"trainer.{word}: Trainer takes no {word}{hint}"
+    for word, hint in {
+        **{"num_gpus": "; type trainer.devices=3", "nodes": "; type trainer.num_nodes=3"},
+        **{"max_epoch": ". Did you mean max_epochs?", "log_every": ". Did you mean log_every_n_steps?"},
+        **{"gradient_clip": ". Did you mean gradient_clip_val?", "clip": "; type trainer.gradient_clip_val=3"},
+        **{"val_interval": ". Did you mean val_check_interval?"},
+        **{"progress_bar_refresh_rate": ". Did you mean enable_progress_bar?"},
     }.items()
 }
 MISTAKES |= {
@@ -319,10 +258,11 @@ MISTAKES |= {
     "strategy=deepspeed_stage_2 trainer.strategy.stag=3": "trainer.strategy.stag: DeepSpeed takes no stag. "
     "Did you mean stage?",
     "strategy=deepspeed_stage_2 trainer.strategy.activation_checkpointing=true": "trainer.strategy."
-    "activation_checkpointing: DeepSpeed takes no activation_checkpointing. It is an option of strategy=fsdp.",
-    "trainer=gpu": "trainer=gpu: use trainer.accelerator=gpu",
+    "activation_checkpointing: DeepSpeed takes no activation_checkpointing; type strategy=fsdp "
+    "trainer.strategy.activation_checkpointing=true",
+    "trainer=gpu": "trainer=gpu: there is no such trainer; type trainer.accelerator=gpu",
     "modle.width=3": "modle: there is no such key. Did you mean model?",
-    "trainer=ddp": "trainer=ddp: use strategy=ddp trainer.devices=N",
+    "trainer=ddp": "trainer=ddp: there is no such trainer; type strategy=ddp trainer.devices=N",
     "--trainer.max_steps=10": "unrecognized arguments: --trainer.max_steps=10; type trainer.max_steps=10, and --help "
     "lists all settings",
     "trainer.devices=-2": "trainer.devices=-2: use a number from 1, a list of GPUs such as [0,1], -1 or auto",
@@ -336,8 +276,8 @@ MISTAKES |= {
     "mode=dry_run dry_run.rank=99": "dry_run.rank=99: the world has one rank, 0",
     "meet_timeout_seconds=soon": "meet_timeout_seconds=soon: found str, expected float or int",
     "num_nodes=3": "num_nodes=3: there is no file of that number; type trainer.num_nodes=3",
-    PLACE_FLAGS: f"unrecognized arguments: {PLACE_FLAGS}; type {PLACE}, and --help lists all settings",
-    PLACE_FLAGS.replace("--", ""): f"node_rank: there is no such key. Type {PLACE}",
+    "--node_rank=1": "unrecognized arguments: --node_rank=1; type cluster=manual cluster.node_rank=1, and --help lists "
+    "all settings",
     "node_rank=1": "node_rank: there is no such key. Type cluster=manual cluster.node_rank=1",
     "master_addr=10.0.0.1": "master_addr: there is no such key. Type cluster=manual cluster.main_address=10.0.0.1",
     "master_port=12355": "master_port: there is no such key. Type cluster=manual cluster.main_port=12355",
@@ -450,7 +390,8 @@ def test_an_option_is_of_the_strategies_that_are_named() -> None:
 
 
 def test_there_are_as_many_mistakes_as_were_found_to_be_typed() -> None:
-    assert len(MISTAKES) + len(AT_ONCE) + len(NO_CHOICES) + len(NO_KEYS) >= 250
+    guides = sum(map(len, (*GUIDES.values(), GUIDES_ALONE, GUIDES_CHOICES)))
+    assert len(MISTAKES) + len(AT_ONCE) + len(NO_CHOICES) + len(NO_KEYS) + guides >= 250
 
 
 def test_a_choice_from_the_environment_is_named_without_its_value(answered: dict[str, Answer]) -> None:
@@ -493,9 +434,9 @@ def test_help_shows_commands_and_choices_and_imports_no_torch(answered: dict[str
     assert " ".join(answer.out.split()).count(STRATEGIES.replace(",", "")) == 1
 
 
-def test_what_is_named_in_place_of_lightnings_strategies_is_there() -> None:
-    named = {name for told in hydra_errors._STRATEGIES.values() for name in re.findall(r"strategy=(\w+)", told)}
-    assert named <= set(STRATEGIES.split(", "))
+def test_a_word_stands_in_the_table_once() -> None:
+    words = [word for words in aliases._WORDS.values() for word in words.split()]
+    assert [word for word, times in Counter(words).items() if times > 1] == []
 
 
 def test_a_config_can_be_shown_without_a_run(answered: dict[str, Answer]) -> None:

@@ -316,7 +316,7 @@ HABITS = (
 # What other tests hold: the file, and what is to be found in it
 ELSEWHERE = {
     "lr=, batch_size=, epochs=, gpus=, --strategy=ddp": ("config/test_hydra_errors.py", '"--strategy=ddp"'),
-    "precision=bf16, strategy=dp": ("config/test_hydra_errors.py", '"precision=bf16"'),
+    "precision=bf16, strategy=dp": ("config/habits.py", '"precision=bf16"'),
     "trainer.accumulate_grad_batches": ("launch/test_trainer_arguments.py", '"accumulate_grad_batches"'),
     "trainer.profiler=simple": ("launch/test_launchers.py", '"trainer.profiler=simple"'),
     "on_nan=stop": ("failures/test_not_finite.py", "def test_a_run_stops_with_step_and_samples"),

@@ -41,12 +41,12 @@ REFUSED = {
     "lr_scaling.rule=linear": "lr_scaling.rule=linear scales optimizer.lr, which nothing in model refers to; set the "
     "model's rate with 'model.lr=${optimizer.lr}' (or the model's name for it), or leave lr_scaling out",
     "trainer.accumulate_grad_batches=2": "trainer.accumulate_grad_batches is set by the batch: "
-    "type micro_batch_size=N instead",
+    "type micro_batch_size=N, where N is global_batch_size / (devices × 2)",
     "trainer.logger=false": "trainer.logger is set by the group logger: type logger=[default,mlflow] or "
-    "~logger.tensorboard instead",
+    "~logger.tensorboard",
     "trainer.max_steps=???": "trainer.max_steps: there is no default; type trainer.max_steps=VALUE",
     "strategy=ddp trainer.strategy.tensor_parallel_size=2": "trainer.strategy.tensor_parallel_size: DDP takes no "
-    "tensor_parallel_size. It is an option of strategy=fsdp_tp.",
+    "tensor_parallel_size; type strategy=fsdp_tp trainer.strategy.tensor_parallel_size=2",
     "mode=test": "mode=test needs ckpt_path=PATH of a checkpoint",
     "mode=test ckpt_path=nowhere.ckpt": "ckpt_path=nowhere.ckpt: there is no such file",
     "run_id=mine mode=test ckpt_path=best": "ckpt_path=best refers to run_id=mine, which has no such file; type "

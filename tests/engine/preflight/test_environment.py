@@ -229,3 +229,34 @@ def test_a_folder_whose_name_a_config_would_take_for_a_reference_is_told(
     monkeypatch.chdir(tmp_path / "${x}")
     with pytest.raises(RefusedRequest, match=r"has \$\{ in its name, which a config takes for a reference; rename it"):
         environment.check({})
+
+
+LAUNCHED = {  # what `accelerate launch` of 1.15 exports, as far as it changes a run
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_USE_CPU": "True",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+}
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_CLIPPING": "1.0"}
+
+
+@pytest.mark.parametrize(
+    ("exported", "typed", "told"),
+    [
+        ({}, set(), ""),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, set(), "type precision=bf16-mixed"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, set(), "type precision=16-mixed"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {"precision"}, ""),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"}, set(), "type strategy=fsdp_offload"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "4"}, set(), "type strategy=fsdp_hybrid"),
+        ({"FSDP_SHARDING_STRATEGY": "4"}, set(), ""),
+        (DEEPSPEED, set(), "type strategy=deepspeed_stage_2 trainer.gradient_clip_val=1.0"),
+        (DEEPSPEED, {"strategy", "trainer.gradient_clip_val"}, ""),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, set(), "type compile=true"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, set(), "type micro_batch_size=N, where N is "),
+    ],
+)
+def test_what_accelerate_launch_exports_is_typed_or_told(exported: dict[str, str], typed: set[str], told: str) -> None:
+    lines = list(environment.of_accelerate(typed, lambda: "cpu", LAUNCHED | exported))
+    assert (len(lines), told in "".join(lines)) == (bool(told), True)
+    assert len(list(environment.of_accelerate(set(), lambda: "cuda", LAUNCHED))) == 1  # accelerate launch --cpu

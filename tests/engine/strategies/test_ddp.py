@@ -18,7 +18,7 @@ from lightswitch.errors import Refused
 from lightswitch.strategies.ddp import DDP, auto
 from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE, PLAIN, Fit, Fits
-from tests.engine.plain import PlainModel
+from tests.engine.plain import NormedModel, PlainModel
 from tests.pool import Pool, RankFailed
 
 SHORT = replace(PLAIN, steps=3)
@@ -66,6 +66,13 @@ OPTIONS = ("find_unused_parameters=true bucket_cap_mb=0.01", "gradient_as_bucket
 def test_an_option_keeps_the_losses(option: str, fits: Fits) -> None:
     (alone,), run = fits(LANGUAGE), fits(replace(LANGUAGE, strategy=f"ddp {option}"), 2)[0]
     assert largest_difference(run, alone) <= 1e-5
+
+
+def test_an_evaluation_has_rank_0s_buffers_where_no_forward_pass_broadcasts_them(fits: Fits) -> None:
+    normed = replace(PLAIN, module=NormedModel)
+    usual, run = (fits(replace(normed, strategy=f"ddp broadcast_buffers={on}"), 2)[0] for on in ("true", "false"))
+    for metric in ("train/loss", "val/loss", "test/loss"):
+        assert largest_difference(run, usual, metric) <= 1e-6
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])

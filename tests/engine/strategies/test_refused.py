@@ -29,10 +29,11 @@ OPTIONS = {
     "ddp comm_hook=powersgd start_powerSGD_iter=1": "trainer.strategy.start_powerSGD_iter=1: ddp rebuilds its buckets "
     "after the first step, and PowerSGD can only start after that; use 2 or more",
     "ddp comm_hook=powersgd matrix_approximation_rank=0": "trainer.strategy.matrix_approximation_rank=0: use 1 or more",
-    "ddp timeout=60": "trainer.strategy.timeout: DDP takes no timeout. Did you mean timeout_seconds?",
+    "ddp timeout=60": "trainer.strategy.timeout: DDP takes no timeout; type trainer.strategy.timeout_seconds=60",
     "fsdp sharding_strategy=FULL": "trainer.strategy.sharding_strategy=FULL: found str, expected "
     "FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP. Did you mean FULL_SHARD?",
-    "fsdp auto_wrap_policy=[Block]": "trainer.strategy.auto_wrap_policy: FSDP takes no auto_wrap_policy.",
+    "fsdp auto_wrap_policy=[Block]": "trainer.strategy.auto_wrap_policy: FSDP takes no auto_wrap_policy; type "
+    "trainer.strategy.units=[Block]",
 }
 
 
