@@ -35,13 +35,17 @@ _MOST_DIGITS = 4300  # that Python converts to an integer
 Takes = Callable[[str], Iterable[str]]
 NO_YAML = (YAMLError, UnicodeDecodeError)  # errors of reading a config file that is not valid YAML
 
+_DDP = {"ddp": "ddp", "ddp_notebook": "ddp", "ddp_spawn": "ddp_spawn", "ddp_fork": "ddp_spawn"}
 _STRATEGIES = {  # Lightning's names of strategies, and what to type here
     "dp": "Lightning no longer supports DataParallel; use strategy=ddp, which starts a process for each device",
+    "ddp_notebook": "use strategy=ddp, which starts its ranks from a notebook, too",
+    "ddp_fork": "use strategy=ddp_spawn: a forked process can't use CUDA if its parent has",
+    **dict.fromkeys(("mp_spawn", "spawn"), "use strategy=ddp_spawn"),
     **{
-        f"ddp_{start}": "use strategy=ddp, which starts each rank by the command of the run"
-        for start in ("fork", "notebook", "spawn")
+        f"{name}_find_unused_parameters_{flag}": f"use strategy={ours} trainer.strategy.find_unused_parameters={flag}"
+        for name, ours in _DDP.items()
+        for flag in ("false", "true")
     },
-    "ddp_find_unused_parameters_true": "use strategy=ddp with trainer.strategy.find_unused_parameters=true",
     "deepspeed_stage_3_offload_optimizer": "use strategy=deepspeed_stage_3_offload",
     "deepspeed_stage_3_offload_nvme": "it was removed, because checkpoints can't hold its state; use "
     "strategy=deepspeed_stage_3_offload",

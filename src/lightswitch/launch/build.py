@@ -24,6 +24,7 @@ from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import InitialWeights, TransientBuffers
 from lightswitch.checkpoints.reconfiguration import Reconfiguration
+from lightswitch.cluster import environments
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
@@ -79,8 +80,10 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     record = RunRecord(cfg, run, plan)  # records the request, so it comes before the learning rate is scaled
     cfg = _with_scaled_learning_rate(cfg, plan)
     refusals = instantiation.refused_optimizers(cfg)
-    model, data, named, loggers, cluster, compilation = (
-        instantiated(cfg, name, refusals) for name in ("model", "data", "callbacks", "logger", "cluster", "compile")
+    if (cluster := instantiated(cfg, "cluster", refusals)) is not None:
+        environments.export(cluster, cfg.trainer.num_nodes, devices.count(cfg.trainer))
+    model, data, named, loggers, compilation = (
+        instantiated(cfg, name, refusals) for name in ("model", "data", "callbacks", "logger", "compile")
     )
     raise_all(refusals)
     raise_all(list(problems_of_parts(model, data, cfg, run, plan)))

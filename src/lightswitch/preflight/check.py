@@ -46,7 +46,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         _raise(planned.checked_problems(plain, run.placement, files_of_group(run.hydra, "strategy")))
     _raise(environment.unfit_packages())
     _raise(devices.other_counts(plain["trainer"], run.placement), devices.absent_processes(plain, run.placement))
-    _raise(devices.separate(plain, run.placement))
+    _raise(devices.separate(plain, run.placement), devices.started_twice(plain, run.placement))
     _raise(
         _batch(plain),
         root_keys.unscaled_rate(cfg, plain),

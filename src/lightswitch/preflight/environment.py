@@ -52,7 +52,6 @@ _MEND = {
     "env": "export LOCAL_WORLD_SIZE, the number of processes on a node, and leave out the others",
     "slurm": "start it with srun --distribution=block",
 }
-_OF_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # for its child processes
 _INDEX = "https://download.pytorch.org/whl"
 _BUILD = re.compile(r"cpu|cu\d+|rocm[\d.]+|xpu")  # PyTorch's builds, after the + of a version
 
@@ -160,8 +159,10 @@ def _of_others(environ: Mapping[str, str]) -> Iterator[str]:
 
     Lightning trusts them: the process would print nothing, write no checkpoint, or wait for the other ranks.
     """
-    if "RANK" not in environ and environ.keys() >= set(_OF_LIGHTNING):
-        return  # a child process that Lightning has started
+    if placement.is_child(environ):
+        return
+    if environ.get("RANK") == "0" and environ.get("WORLD_SIZE") == "1":  # inherited from a run of one process
+        return
     if placed := [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK") if name in environ]:
         missing = [name for name in _NEEDED["env"] if name not in environ]
         mend = f"type unset {' '.join(placed)}, or {_SIGNS['env'][1]}"

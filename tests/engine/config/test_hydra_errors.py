@@ -245,10 +245,20 @@ NO_CHOICES |= {
     "strategy=zero3": "strategy=zero3: there is no such strategy. Did you mean deepspeed_stage_3? "
     f"Choices: {STRATEGIES}",
     "strategy=tpu": "strategy=tpu: TPUs are not supported",
-    "strategy=ddp_notebook": "strategy=ddp_notebook: use strategy=ddp, which starts "
-    "each rank by the command of the run",
-    "strategy=ddp_find_unused_parameters_true": "strategy=ddp_find_unused_parameters_true: use strategy=ddp with "
-    "trainer.strategy.find_unused_parameters=true",
+    "strategy=ddp_notebook": "strategy=ddp_notebook: use strategy=ddp, which starts its ranks from a notebook, too",
+    "strategy=ddp_fork": "strategy=ddp_fork: use strategy=ddp_spawn: a forked process can't use CUDA if its parent has",
+    "strategy=mp_spawn": "strategy=mp_spawn: use strategy=ddp_spawn",
+    **{
+        f"strategy={word}_find_unused_parameters_{flag}": f"strategy={word}_find_unused_parameters_{flag}: use "
+        f"strategy={ours} trainer.strategy.find_unused_parameters={flag}"
+        for word, ours in {
+            "ddp": "ddp",
+            "ddp_notebook": "ddp",
+            "ddp_spawn": "ddp_spawn",
+            "ddp_fork": "ddp_spawn",
+        }.items()
+        for flag in ("false", "true")
+    },
     "strategy=model_parallel": "strategy=model_parallel: use strategy=fsdp, or strategy=fsdp_tp for tensor parallelism",
     "strategy=single_device": "strategy=single_device: use strategy=single",
     "device=cpu": "device=cpu: use trainer.accelerator=cpu",

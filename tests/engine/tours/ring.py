@@ -22,6 +22,7 @@ RING = {  # ranks=0 starts its processes itself
     "deepspeed_stage_1 × 2": WAYS["deepspeed_stage_1 × 2"],
     "ddp × 2 by script": Way(("strategy=ddp", "trainer.devices=2"), 0),
     "deepspeed_stage_2_offload × 2": _offloads(2),
+    "ddp_spawn × 2": WAYS["ddp_spawn × 2"],
     "fsdp_hybrid 2 × 2": WAYS["fsdp_hybrid 2 × 2"],
     "ddp × 3": Way(("strategy=ddp", "micro_batch_size=4"), 3),
     "deepspeed_stage_3 × 2": WAYS["deepspeed_stage_3 × 2"],
