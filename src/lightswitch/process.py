@@ -198,7 +198,7 @@ class Process:
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
 
     def end_with_parent(self) -> None:
-        """End this rank, which torchrun has started, when its parent has ended.
+        """End this process, which torchrun or a notebook has started, when its parent has ended.
 
         A killed torchrun agent sends nothing, and the other agents' rendezvous blocks while its rank trains on.
         """

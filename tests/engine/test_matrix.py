@@ -35,8 +35,13 @@ def test_nothing_fails_or_diverges() -> None:
     assert [found for row in TABLE.values() for found in row.values() if found.startswith(odd)] == []
 
 
-def _refused_by_place(strategy: str, nodes: int, devices: int) -> set[str]:
+def _refused_by_place(strategy: str, place: Placement, devices: int) -> set[str]:
     """At any precision."""
+    nodes, starter = place.nodes, {"torchrun": "torchrun", "slurm": "srun"}.get(place.launcher)
+    if strategy == "ddp_spawn" and starter:
+        return {f"strategy=ddp_spawn starts the ranks itself, and {starter} has started them; use strategy=ddp"}
+    if strategy == "ddp_spawn" and nodes > 1:
+        return {f"strategy=ddp_spawn starts the ranks of one machine, not of {nodes} nodes; use strategy=ddp"}
     if strategy == "single" and nodes * devices > 1:
         return {f"strategy=single uses one device, but {nodes} × {devices} are requested; use strategy=ddp"}
     if strategy == "fsdp_hybrid" and devices < 2:
@@ -55,5 +60,5 @@ def test_a_request_is_accepted_or_refused_in_the_same_lines_by_any_launcher(stra
         for precision, found in TABLE[strategy].items():
             for name, (place, devices) in PLACES.items() if precision == PRECISIONS[0] else [("two", PLACES["two"])]:
                 request.cfg.trainer.update(precision=precision, devices=devices)
-                expected = _refused_by_place(strategy, place.nodes, devices) | {found} - {"trains"}
+                expected = _refused_by_place(strategy, place, devices) | {found} - {"trains"}
                 assert problems(request, place) == expected, f"{precision}, {name}"

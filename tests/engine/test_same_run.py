@@ -29,6 +29,7 @@ RUN = (
 SWITCHES = {  # words, and the ranks that are started
     "two devices": (("strategy=ddp",), 2),
     "three devices": (("strategy=ddp",), 3),
+    "three spawned": (("strategy=ddp_spawn", "trainer.devices=3"), 0),
     "accumulation": (("strategy=single", "micro_batch_size=6"), 0),
     "accumulation and two devices": (("strategy=ddp", "micro_batch_size=4"), 2),
     "loader workers": (("strategy=single", "data.workers=2"), 0),
@@ -40,7 +41,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return runs_in(tmp_path_factory.mktemp("alone"))(*RUN, "strategy=single")
 
 
-@pytest.mark.parametrize("switch", ["accumulation and two devices", "loader workers", *at_night(*list(SWITCHES)[:3])])
+@pytest.mark.parametrize(
+    "switch",
+    ["three spawned", "accumulation and two devices", "loader workers", *at_night(*list(SWITCHES)[:2], "accumulation")],
+)
 def test_a_switch_keeps_samples_losses_metrics_and_weights(switch: str, alone: Finished, train: Train) -> None:
     words, ranks = SWITCHES[switch]
     switched = train(*RUN, *words, ranks=ranks)

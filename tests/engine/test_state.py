@@ -34,6 +34,8 @@ READ_BY_OTHERS = {
     "MASTER_ADDR": "torch, for env://",
     "MASTER_PORT": "torch, for env://",
     "WORLD_SIZE": "torch, for env://",
+    "RANK": "modules written for torchrun",
+    "LOCAL_WORLD_SIZE": "modules written for torchrun",
     "NODE_RANK": "Lightning's LightningEnvironment, in ranks that are started by script",
     "LOCAL_RANK": "Lightning's LightningEnvironment, and DeepSpeed",
     "TORCHELASTIC_USE_AGENT_STORE": "torch, for env://",

@@ -17,6 +17,7 @@ WAYS = {
     "single": Way(("strategy=single",)),
     "ddp × 2": Way(("strategy=ddp",), 2),
     "ddp × 4": Way(("strategy=ddp",), 4),
+    "ddp_spawn × 2": Way(("strategy=ddp_spawn", "trainer.devices=2"), 0),
     "fsdp × 2": Way(("strategy=fsdp",), 2),
     "fsdp × 4": Way(("strategy=fsdp",), 4),
     "fsdp_grad_op × 2": Way(("strategy=fsdp_grad_op",), 2),

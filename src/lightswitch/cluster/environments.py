@@ -33,8 +33,33 @@ def detect() -> ClusterEnvironment:
     return LocalEnvironment()
 
 
+def export(cluster: ClusterEnvironment, nodes: int, devices: int) -> None:
+    """Set the variables that torchrun sets in each rank, which a module may read, in a rank that has none of them."""
+    rank, world_size = cluster.global_rank(), cluster.world_size()
+    if isinstance(cluster, LocalEnvironment):  # it learns them later
+        rank, world_size = cluster.node_rank() * devices + cluster.local_rank(), nodes * devices
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(devices))
+    elif type(cluster) is LightningEnvironment:  # it would take LOCAL_RANK for a sign that others have been started
+        return
+    os.environ.setdefault("RANK", str(rank))
+    os.environ.setdefault("LOCAL_RANK", str(cluster.local_rank()))
+    os.environ.setdefault("WORLD_SIZE", str(world_size))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(devices))
+
+
 class LocalEnvironment(LightningEnvironment):
     """The environment of a process that starts the other ranks itself, at a port reserved against other processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_started = placement.is_child()
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return self._is_started  # not by LOCAL_RANK, as Lightning, because every rank exports it
+
+    def teardown(self) -> None:
+        """Keep WORLD_SIZE, which Lightning would unset."""
 
     @property
     def main_port(self) -> int:
@@ -98,4 +123,4 @@ def by_hand(node_rank: int, main_address: str, main_port: int) -> ClusterEnviron
         main_port: a free port there.
     """
     os.environ.update(NODE_RANK=str(node_rank), MASTER_ADDR=main_address, MASTER_PORT=str(main_port))
-    return LightningEnvironment()
+    return LocalEnvironment()

@@ -12,6 +12,8 @@ from pathlib import Path
 # 1 for elastic runs: otherwise torchrun's agents, in torch 2.4 to 2.13, keep the first group's address
 NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
+_OF_CHILDREN = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -56,6 +58,11 @@ def detect(environ: Mapping[str, str] = os.environ) -> Placement:
     if found != "local":
         return _from_counts(found, environ)
     return Placement("local", rank=int(environ.get("LOCAL_RANK", 0)) + int(environ.get("NODE_RANK", 0)))
+
+
+def is_child(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether rank 0 of this node, which is no launcher's process, has started this one."""
+    return "RANK" not in environ and environ.keys() >= _OF_CHILDREN
 
 
 def elastic_nodes(environ: Mapping[str, str] = os.environ) -> range | None:

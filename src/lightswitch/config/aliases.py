@@ -59,16 +59,22 @@ _WORDS = {
     ),
     # Strategies and their options
     "strategy": "distributed_strategy",
-    "strategy=ddp": "ddp distributed strategy=horovod strategy=dist strategy=distributed strategy=ddp2 "
-    "strategy=ddp_find_unused_parameters_false zero_stage=0",
-    "strategy=ddp, which starts each rank by the command of the run": "strategy=ddp_fork strategy=ddp_notebook "
-    "strategy=ddp_spawn",
+    "strategy=ddp": "ddp distributed strategy=horovod strategy=dist strategy=distributed strategy=ddp2 zero_stage=0",
+    "strategy=ddp, which starts its ranks from a notebook, too": "strategy=ddp_notebook",
+    "strategy=ddp_spawn": "strategy=mp_spawn strategy=spawn",
+    "strategy=ddp_spawn, as a forked process can't use CUDA if its parent has": "strategy=ddp_fork",
     "strategy=ddp, which starts a process for each device; Lightning no longer supports DataParallel": "strategy=dp "
     "strategy=data_parallel strategy=dataparallel data_parallel dataparallel",
     "strategy=ddp, which averages gradients without a parameter server": "strategy=ps strategy=parameter_server",
     "strategy=ddp trainer.devices=N": "trainer=ddp",
     "strategy=ddp trainer.devices=2 trainer.accelerator=cpu": "trainer=ddp_sim",
-    "strategy=ddp trainer.strategy.find_unused_parameters=true": "strategy=ddp_find_unused_parameters_true",
+    **{
+        f"strategy={ours} trainer.strategy.find_unused_parameters={flag}": " ".join(
+            f"strategy={word}_find_unused_parameters_{flag}" for word in theirs
+        )
+        for ours, theirs in {"ddp": ("ddp", "ddp_notebook"), "ddp_spawn": ("ddp_spawn", "ddp_fork")}.items()
+        for flag in ("false", "true")
+    },
     "strategy=ddp trainer.strategy.find_unused_parameters={value}": "find_unused_parameters ddp_find_unused_parameters",
     "strategy=ddp trainer.strategy.broadcast_buffers={value}": "broadcast_buffers ddp_broadcast_buffers",
     "strategy=fsdp": "fsdp strategy=full_shard strategy=fsdp_full strategy=fsdp_native",

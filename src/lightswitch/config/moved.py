@@ -31,45 +31,34 @@ MOVED = {
     "lightswitch.strategies.fsdp1.FSDP1": "lightswitch.strategies.fsdp.FSDP",
     "lightswitch.strategies.single": "lightswitch.strategies.ddp",
 }
-DROPPED = {"start_method": "each rank starts by the command of the run"}  # arguments that the engine's classes had
 _DROPPED_IF_NULL = ("auto_wrap_policy", "activation_checkpointing_policy")  # Lightning's defaults, and so the engine's
 UNTIL = "0.3"
 ADDED = {"compare": False, "matmul_precision": "highest", "on_nan": "stop", "tags": []}  # as in conf/config.yaml
 
 
 def follow(cfg: DictConfig, run: RunContext) -> None:
-    """Update an older config in place as `replace` does, and log advice on its names and arguments on rank 0."""
-    renamed, dropped = replace(cfg)
-    if run.placement.rank != 0:
-        return
-    if renamed:
+    """Update an older config in place as `replace` does, and log advice on its names on rank 0."""
+    renamed = replace(cfg)
+    if renamed and run.placement.rank == 0:
         changes = [
             f"{_file(name, run) or key} names {name}, which moved to {today(name)}" for key, name in renamed.items()
         ]
         log.info("advice     %s; change it: lightswitch %s drops the old name", "; ".join(changes), UNTIL)
-    for key in dropped:
-        log.info("advice     %s is ignored; leave it out: %s", key, DROPPED[key.rpartition(".")[2]])
 
 
-def replace(cfg: DictConfig) -> tuple[dict[str, str], list[str]]:
-    """Update old names and missing keys of a composed config in place, and remove arguments that classes had.
-
-    Returns:
-        the old names by their nodes' paths, and the paths of the removed arguments.
-    """
+def replace(cfg: DictConfig) -> dict[str, str]:
+    """Update old names and missing keys of a composed config in place; return the old names by their nodes' paths."""
     with open_dict(cfg):
         cfg.update({key: value for key, value in ADDED.items() if key not in cfg})
     nodes = [(path, values, name) for path, values, name in _nodes(cfg) if today(name).startswith("lightswitch.")]
     renamed = {path: name for path, _, name in nodes if today(name) != name}
-    dropped = [f"{path}.{key}" for path, values, _ in nodes for key in values if key in DROPPED]
-    of_null = [f"{path}.{key}" for path, values, _ in nodes for key in _DROPPED_IF_NULL if values.get(key, 0) is None]
+    of_null = [(path, key) for path, values, _ in nodes for key in _DROPPED_IF_NULL if values.get(key, 0) is None]
     with read_write(cfg), open_dict(cfg):
         for path, name in renamed.items():
             OmegaConf.update(cfg, f"{path}._target_", today(name))
-        for removed in (*dropped, *of_null):
-            path, _, key = removed.rpartition(".")
+        for path, key in of_null:
             del OmegaConf.select(cfg, path)[key]
-    return renamed, dropped
+    return renamed
 
 
 def in_folder(folder: Path) -> Iterator[str]:

@@ -152,13 +152,16 @@ def add_report(error: BaseException, own: Failure, rank: Rank, location: str, re
             error.add_note(f"crash report: {os.path.relpath(report.folder)}")
 
 
-def print_once(lines: str) -> bool:
+def print_once(lines: str, is_alone: bool = False) -> bool:
     """Print lines to stderr unless another process of the same start has printed them; return whether this one did.
 
     The first process creates a folder in the working directory and waits until the others have seen it: as soon as a
     process ends, its launcher kills the others, and their exit codes are lost.
+
+    Args:
+        is_alone: whether no launcher has started other processes, although the variables of a rank are exported.
     """
-    lines, processes = printable(lines), _started_together(os.environ)
+    lines, processes = printable(lines), None if is_alone else _started_together(os.environ)
     if processes is None:
         print(lines, file=sys.stderr, flush=True)
         return True

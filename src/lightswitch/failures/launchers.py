@@ -35,7 +35,7 @@ class Scripts(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         if not self.run.placement.is_external:  # else preflight has compared them; each node may have its own number
             self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally:
+        if not (self.cluster_environment.creates_processes_externally or self.procs):  # a test has those of the fit
             self._call_children_scripts()
             threading.Thread(target=self._observe, name="ranks", daemon=True).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
@@ -53,6 +53,7 @@ class Scripts(_SubprocessScriptLauncher):
         command = [sys.executable, *_script(), *sys.argv[1:], *self.run.process.decided, *own]
         for local_rank in range(1, self.num_processes):
             environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
+            environment.pop("RANK", None)  # so that it is a rank of this process, see placement.is_child
             process = subprocess.Popen(command, env=environment)
             self.procs.append(process)
             self.run.process.ranks.append(process)  # at once, for a signal that arrives before the last has started

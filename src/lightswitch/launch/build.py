@@ -31,6 +31,7 @@ from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import InitialWeights, TransientBuffers
 from lightswitch.checkpoints.reconfiguration import Reconfiguration
+from lightswitch.cluster import environments
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
@@ -93,11 +94,11 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Start | None
     record = RunRecord(cfg, run, plan)  # records the request, so it comes before the learning rate is scaled
     cfg = _with_scaled_learning_rate(cfg, plan)
     refusals = instantiation.refused_optimizers(cfg)
+    if (cluster := instantiated(cfg, "cluster", refusals)) is not None:
+        environments.export(cluster, cfg.trainer.num_nodes, devices.count(cfg.trainer))
     model = instantiated(cfg, "model", refusals)
     data = _data(cfg, refusals, position)
-    named, loggers, cluster, compilation = (
-        instantiated(cfg, name, refusals) for name in ("callbacks", "logger", "cluster", "compile")
-    )
+    named, loggers, compilation = (instantiated(cfg, name, refusals) for name in ("callbacks", "logger", "compile"))
     raise_all(refusals)
     raise_all(list(problems_of_parts(model, data, cfg, run, plan)))
     # GlobalBatch stores the random state after the constructors above; nothing may draw random numbers in between.

@@ -1,9 +1,14 @@
-"""The entry point of train.py, which prints a line at once, and then imports the slow modules."""
+"""The entry point of train.py, which prints a line at once, and then imports the slow modules.
+
+In a notebook or an interactive shell it runs the script as a command, in a process of its own.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -34,8 +39,13 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         def run() -> None:
             _open_closed_streams()
             encode_any_text()
+            script = inspect.getfile(main)
+            if hasattr(sys, "ps1") or sys.flags.interactive:
+                return _run_apart(script)
             if main.__module__ == "__main__":
                 _fix_hashes()
+            else:
+                _name_command(script)
             show_first_line(sys.argv[1:])
             try:
                 from lightswitch.launch.hydra_entry import Entry  # importing Hydra takes as long as reading that line
@@ -55,6 +65,44 @@ def _open_closed_streams() -> None:
         if getattr(sys, name) is None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
             setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+
+
+def _run_apart(script: str) -> None:
+    """Run the script as a command with the words of sys.argv: this process keeps its signals, memory and devices.
+
+    A rank could not start here: a spawned one would lack what cells define, a forked one could not use CUDA.
+
+    Raises:
+        SystemExit: the command has failed, or main is not in a file.
+    """
+    if not os.path.isfile(script):
+        print(
+            "error: main is not in a file, from which each rank starts; save it as train.py, and type %run train.py",
+            file=sys.stderr,
+        )
+        raise SystemExit(ExitCode.REFUSED)
+    words, own = sys.argv[1:], sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :]
+    if words == own and os.path.abspath(sys.argv[0]) != os.path.abspath(script):
+        words = []  # those of the notebook's kernel
+    python = [sys.executable, "-u", "-X", f"follows={os.getpid()}"]  # hydra_entry ends it with this process
+    with subprocess.Popen([*python, os.path.relpath(script), *words]) as command:
+        while command.returncode is None:
+            try:
+                command.wait()
+            except KeyboardInterrupt:  # a notebook may send it to the command as well, and twice means at once
+                command.terminate()
+    if command.returncode:
+        raise SystemExit(command.returncode)
+
+
+def _name_command(script: str) -> None:
+    """Let sys.argv and sys.orig_argv be a command that repeats this call, if what has imported main has set its words.
+
+    Ranks start by the one, and suggested commands repeat the other.
+    """
+    if sys.orig_argv[-len(sys.argv) :] != sys.argv:
+        sys.argv[0] = script
+        sys.orig_argv[:] = [sys.executable, *sys.argv]
 
 
 def _fix_hashes() -> None:

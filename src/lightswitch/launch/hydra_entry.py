@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import logging
 import os
 import re
@@ -34,7 +35,7 @@ from lightswitch.errors import Ended, ExitCode, Failure, RefusedRequest, Reporte
 from lightswitch.failures import classify, crash_report
 from lightswitch.failures.classify import full_traceback, one_line
 from lightswitch.failures.crash_report import CrashReport, print_once
-from lightswitch.launch import commands
+from lightswitch.launch import commands, spawn
 from lightswitch.preflight import environment, own_batch, targets
 from lightswitch.process import REQUEUED, Process, Signals, ignore_signals, stopped_with
 from lightswitch.runs import claim, starts
@@ -90,25 +91,26 @@ class Entry:
         found = placement.detect()
         self.signals.catch(is_first=found.rank == 0)
         register_resolvers(found, self.process)
-        if found.launcher == "local" and "LOCAL_RANK" in os.environ:
+        if found.launcher == "local" and placement.is_child():
             self.process.follow_parent()
-        if found.launcher == "torchrun":
+        if found.launcher == "torchrun" or sys._xoptions.get("follows") == str(os.getppid()):
             self.process.end_with_parent()
+        folder = Path(inspect.getfile(self.main)).parent.resolve() / config_path
         if (about := asks_for_help(sys.argv[1:])) is not None:
             from lightswitch.reference.choices import help_text
 
-            print(help_text(about, Path(sys.argv[0]), Path(sys.argv[0]).parent / config_path))
+            print(help_text(about, Path(sys.argv[0]), folder))
             return
         typed = sys.argv[1:]
         sys.argv[1:] = normalised(typed, found.rank)
         check_flags(sys.argv[1:], typed)
         self.typed = [str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
 
-        @functools.wraps(self.main)  # so that Hydra finds the script, and conf/ beside it
+        @functools.wraps(self.main)  # so that Hydra finds the script
         def composed(cfg: DictConfig) -> float | None:
             return self._run_composed(cfg)
 
-        hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(composed)()
+        hydra.main(version_base="1.3", config_path=str(folder), config_name=config_name)(composed)()
 
     def _run_composed(self, cfg: DictConfig) -> float | None:
         found = placement.detect()  # a cluster's job runs in another process than the one that submitted it
@@ -127,7 +129,8 @@ class Entry:
 
             self.process.failure_file = job.failure_file(run.run_dir, found)
         try:
-            self.main(cfg, run)
+            if not spawn.has_run(cfg, run):
+                self.main(cfg, run)
             run.process.raise_disk_error()  # of a rank other than 0, which does not report the end
             _flush_stdout()
             leave_watchdog(run.process)
@@ -352,7 +355,7 @@ def report_failure(error: BaseException, cfg: DictConfig, run: RunContext) -> in
 def _report(first: Failure, report: CrashReport) -> int:
     if first.exit_code == ExitCode.REFUSED:
         report.run.process.note_failure(first.line)
-        if print_once(first.line):
+        if print_once(first.line, is_alone=not report.run.placement.is_external):
             report.log_details(first.details)
         return ExitCode.REFUSED
     crash_report.write_for_torchrun(first)

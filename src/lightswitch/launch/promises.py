@@ -127,7 +127,7 @@ def _nodes(run: RunContext) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name, path in files_of_group(run.hydra, "strategy").items():
         node: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         node = node.get("strategy")
-        if not isinstance(node, dict) or "???" in node.values():
+        if not isinstance(node, dict) or "???" in node.values() or "start_method" in node:
             continue
         target = str(node.get("_target_"))
         has_code = find_spec("deepspeed" if _is_zero(node) else target.rpartition(".")[0]) is not None

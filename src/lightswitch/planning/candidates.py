@@ -151,7 +151,7 @@ def every(hydra: HydraConf, nodes: int, with_zero: bool = False) -> list[Candida
     for name, path in files_of_group(hydra, "strategy").items():
         loaded: Any = OmegaConf.load(path)
         node: Any = OmegaConf.to_container(loaded.get("strategy"), resolve=False)
-        if isinstance(node, dict) and "???" not in node.values():
+        if isinstance(node, dict) and "???" not in node.values() and "start_method" not in node:  # as another
             found[name] = node
     named = sorted(found, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name))
     those = [Candidate((f"strategy={name}",), found[name]) for name in named if _is_compared(found[name], nodes)]

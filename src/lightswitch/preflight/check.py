@@ -53,7 +53,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     if (timeout := os.environ.get("NCCL_TIMEOUT")) and run.is_first and "timeout_seconds" not in str(plain["trainer"]):
         log.info("advice     NCCL_TIMEOUT has no effect; type trainer.strategy.timeout_seconds=%s instead", timeout)
     _raise(devices.other_counts(plain["trainer"], run.placement), devices.absent_processes(plain, run.placement))
-    _raise(devices.separate(plain, run.placement))
+    _raise(devices.separate(plain, run.placement), devices.started_twice(plain, run.placement))
     _raise(
         _batch(plain, run.placement),
         root_keys.unscaled_rate(cfg, plain),

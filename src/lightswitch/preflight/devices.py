@@ -259,6 +259,15 @@ def absent_processes(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
         yield f"cluster={wanted}, but {wanted} did not start this process; start it with {starter} or leave cluster out"
 
 
+def started_twice(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
+    """Yield a problem if a launcher has started the ranks that the strategy would spawn."""
+    strategy = cfg["trainer"].get("strategy")
+    spawns = isinstance(strategy, dict) and strategy.get("start_method") == "spawn"
+    if spawns and place.launcher in ("torchrun", "slurm"):
+        starter = {"torchrun": "torchrun", "slurm": "srun"}[place.launcher]
+        yield f"strategy=ddp_spawn starts the ranks itself, and {starter} has started them; use strategy=ddp"
+
+
 def unstarted(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
     """Yield a problem if a run has several nodes, but nothing starts processes on the others or names the first node.
 

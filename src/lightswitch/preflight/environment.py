@@ -64,7 +64,6 @@ _MEND_UNEVENLY = {
     "env": "export LOCAL_RANK (the number of the process on its node, from 0), GROUP_RANK (the node's) and "
     "GROUP_WORLD_SIZE (how many nodes there are) for each process",
 }
-_OF_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # for its child processes
 _SHARDINGS = {  # accelerate's names and numbers of them, and what it calls offloading
     **dict.fromkeys(("shard_grad_op", "2"), "fsdp_grad_op"),
     **dict.fromkeys(("no_shard", "3"), "ddp"),
@@ -209,8 +208,10 @@ def _of_others(environ: Mapping[str, str]) -> Iterator[str]:
 
     Lightning trusts them: the process would print nothing, write no checkpoint, or wait for the other ranks.
     """
-    if "RANK" not in environ and environ.keys() >= set(_OF_LIGHTNING):
-        return  # a child process that Lightning has started
+    if placement.is_child(environ):
+        return
+    if environ.get("RANK") == "0" and environ.get("WORLD_SIZE") == "1":  # inherited from a run of one process
+        return
     if placed := [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK") if name in environ]:
         missing = [name for name in _NEEDED["env"] if name not in environ]
         mend = f"type unset {' '.join(placed)}, or {_SIGNS['env'][1]}"

@@ -85,6 +85,8 @@ def _ddp(request: Request) -> Iterator[str]:
         yield "trainer.strategy.static_graph finds unused parameters itself; leave find_unused_parameters out"
     if (options.get("bucket_cap_mb") or 1) <= 0:
         yield f"trainer.strategy.bucket_cap_mb={options['bucket_cap_mb']}: use a number greater than 0, or leave it out"
+    if options.get("start_method") == "spawn" and request.nodes > 1:
+        yield f"strategy=ddp_spawn starts the ranks of one machine, not of {request.nodes} nodes; use strategy=ddp"
     yield from _process_group(request)
     yield from _powersgd(request)
 

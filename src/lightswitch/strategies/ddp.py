@@ -78,6 +78,8 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         matrix_approximation_rank: rank of PowerSGD's matrices.
         start_powerSGD_iter: the first step that uses PowerSGD.
         timeout_seconds: how long a rank waits for another in a collective.
+        start_method: popen starts each other rank by the command of the run, spawn all ranks by torch.multiprocessing
+            (lightswitch.launch.spawn, which reads it from the config).
     """
 
     loses_late_writes = False  # a replica computes with the weights that it steps
@@ -94,6 +96,7 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         start_powerSGD_iter: int = 1000,
         process_group_backend: Literal["nccl", "gloo", "mpi"] | None = None,
         timeout_seconds: float = default_pg_timeout.total_seconds(),
+        start_method: Literal["popen", "spawn"] = "popen",
     ) -> None:
         super().__init__(
             process_group_backend=process_group_backend,

@@ -83,6 +83,20 @@ def test_a_rank_that_is_killed_is_named(rank: int, train: Train) -> None:
     assert "Traceback" not in failed.err
 
 
+KILLED = {
+    "before the ranks meet": (PLAIN_MODEL, FAILING_DATA, "data.how='is killed'", "data.where=__init__"),
+    "in a step": (FAILING_MODEL, PLAIN_DATA, "model.how='is killed'"),
+}
+
+
+@pytest.mark.parametrize("when", KILLED)
+def test_a_spawned_rank_that_is_killed_ends_the_others_and_is_named(when: str, train: Train) -> None:
+    failed = train(*KILLED[when], RUN[2], *RUN[4:], "strategy=ddp_spawn", "trainer.devices=2", check=False)
+    assert failed.returncode == 1
+    assert re.search(r"rank 1 on \S+: process \d+ was killed by SIGKILL", failed.err), failed.err
+    assert "Traceback" not in failed.err
+
+
 @pytest.mark.parametrize("where", at_night("test_step 0", "training_step 2"))
 def test_a_rank_that_hangs_is_found_with_the_line_it_stands_at(where: str, train: Train) -> None:
     failed = _failed(train, "model.how=hangs", f"model.where='{where}'", HUNG)

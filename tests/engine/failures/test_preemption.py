@@ -63,6 +63,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     [
         ("single", 0, signal.SIGINT, 130),
         ("ddp trainer.devices=2", 0, signal.SIGTERM, 143),
+        ("ddp_spawn trainer.devices=2", 0, signal.SIGUSR2, 143),
         ("fsdp", 2, signal.SIGUSR1, 143),
         *at_night(("deepspeed_stage_2", 2, signal.SIGUSR2, 143)),
     ],
@@ -131,7 +132,7 @@ def test_an_error_after_a_signal_is_told(train: Train) -> None:
     ("strategy", "ranks", "rank"),
     [
         *(("ddp trainer.devices=2", 0, 0), ("fsdp", 2, 1)),
-        *at_night(("ddp trainer.devices=2", 0, 1), ("fsdp", 2, 0)),
+        *at_night(("ddp trainer.devices=2", 0, 1), ("ddp_spawn trainer.devices=2", 0, 1), ("fsdp", 2, 0)),
     ],
 )
 def test_a_signal_to_one_rank_before_it_trains_ends_all_by_it(
@@ -177,7 +178,8 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path: Path) -> None:
     assert "stopped    by SIGHUP" in (run / "train.log").read_text()
 
 
-def test_ranks_that_a_run_started_end_when_it_is_killed(train: Train, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", *at_night("ddp_spawn")])
+def test_ranks_that_a_run_started_end_when_it_is_killed(strategy: str, train: Train, tmp_path: Path) -> None:
     asks = Asks(signal.SIGKILL, file=tmp_path / "1/runs/plainmodel/mine/metrics.csv")
     background = "callbacks.background._target_=tests.engine.failures.pace.InBackground"
     group = 0
@@ -187,7 +189,7 @@ def test_ranks_that_a_run_started_end_when_it_is_killed(train: Train, tmp_path: 
         group = processes[0].pid or 0
         asks(processes)
 
-    run = (*RUN, SLOWLY, background, "trainer.max_steps=1000", "strategy=ddp", "trainer.devices=2")
+    run = (*RUN, SLOWLY, background, "trainer.max_steps=1000", f"strategy={strategy}", "trainer.devices=2")
     killed = train(*run, check=False, meanwhile=kill_parent)
     assert killed.returncode == -signal.SIGKILL
     assert _are_gone(group, within_seconds=300)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -168,6 +170,35 @@ def test_lightning_starts_the_others_also_where_a_flag_comes_last(start: Start, 
     assert "FIT Profiler Report" in out, (
         "where Lightning is imported first, as where tests fork, its loggers go elsewhere"
     )
+
+
+def test_spawned_ranks_print_the_commands_that_were_typed(start: Start, tmp_path: Path) -> None:
+    typed = (*RUN, "strategy=ddp_spawn", "trainer.devices=2")
+    lines = finish(start("python", TRAIN_PY, *typed)).splitlines()
+    (run_dir,) = (tmp_path / "runs").glob("*/*")
+    words = (*(word for word in typed if not word.startswith("trainer.max_steps=")), f"run_id={run_dir.name}")
+    (go_on,) = (shlex.split(line)[2:] for line in lines if line.startswith("go on "))
+    assert go_on == ["python", TRAIN_PY, *words, "trainer.max_steps=8"]
+    assert [place["environment"] for place in witnesses(run_dir)] == [[rank, rank, "2", "2"] for rank in "01"]
+
+
+def test_a_script_that_imports_main_starts_every_rank(start: Start, tmp_path: Path) -> None:
+    words = [*RUN, "strategy=ddp", "trainer.devices=2"]
+    (tmp_path / "other.py").write_text(f"import sys, train\nsys.argv[1:] = {words}\ntrain.main()\n")
+    out = finish(start("python", "other.py"))
+    assert len(witnesses(the_run(tmp_path))) == 2
+    assert f"go on      python {TRAIN_PY} {' '.join(RUN[:2])}" in out
+
+
+def test_an_interactive_shell_runs_the_script_as_a_command(start: Start, tmp_path: Path) -> None:
+    """As a notebook's kernel, it keeps its signals and lives on."""
+    words = [*RUN, "strategy=ddp", "trainer.devices=2"]
+    cell = f"import signal, sys, train; sys.argv = ['train.py', *{words}]; train.main(); "
+    (tmp_path / "cells").write_text(f"{cell} print(signal.getsignal(signal.SIGINT).__name__)\n")
+    out = finish(start("bash", "-c", "python -i < cells"))
+    assert [place["launcher"] for place in witnesses(the_run(tmp_path))] == ["Scripts", "Scripts"]
+    assert f"go on      python {os.path.relpath(TRAIN_PY, tmp_path)} {' '.join(RUN[:2])}" in out
+    assert "default_int_handler" in out
 
 
 def finish(process: subprocess.Popen[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ WITNESS = (
     "callbacks.witness._target_=tests.engine.launch.witness.Witness",
     "callbacks.witness.folder=${hydra:runtime.output_dir}",
 )
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class Witness(pl.Callback):
@@ -31,6 +33,7 @@ class Witness(pl.Callback):
             "node_rank": trainer.node_rank,
             "local_rank": trainer.local_rank,
             "hparams": dict(module.hparams),
+            "environment": [os.environ.get(name) for name in VARIABLES],
         }
         (self.folder / f"witness_{trainer.global_rank}.json").write_text(json.dumps(seen))
 

@@ -48,6 +48,9 @@ def _row(train: Train, accelerator: str, strategy: str) -> dict[str, str]:
     return row
 
 
+ITSELF = ("single", "ddp_spawn")  # strategies that take no ranks of a launcher
+
+
 def devices(strategy: str) -> int:
     """Return how many a strategy is tried on where there are no GPUs."""
     return 4 if strategy in FOUR else 1 if strategy == "single" else 2
@@ -57,7 +60,7 @@ def cell(
     train: Train, accelerator: str, strategy: str, precision: str, devices: int, timeout_seconds: int = 200
 ) -> str:
     """Return what a strategy does at a precision: "trains", why it is refused, or how it fails."""
-    by_itself = devices == 1
+    by_itself = strategy in ITSELF
     switches = (
         *(f"strategy={strategy}", f"precision={precision}", f"trainer.accelerator={accelerator}"),
         *([f"trainer.devices={devices}"] if by_itself else []),

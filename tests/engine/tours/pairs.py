@@ -16,7 +16,7 @@ from tests.engine.ways import PLAN
 # By how a model is kept, choices of conf/strategy that its rows take in turn.
 STRATEGIES = {
     "single": ("single", "auto"),
-    "ddp": ("ddp",),
+    "ddp": ("ddp", "ddp_spawn"),
     "fsdp": ("fsdp", "fsdp_grad_op", "fsdp_hybrid", "fsdp_offload"),
     "fsdp_tp": ("fsdp_tp",),
     "ZeRO 1": ("deepspeed_stage_1", "deepspeed_stage_1_offload"),
@@ -62,12 +62,12 @@ class Row:
     @property
     def ranks(self) -> int:
         """Return how many are started; none where the run starts them itself."""
-        return {"single": 0, "auto": 0, "fsdp_hybrid": 4}.get(self.strategy, 2)
+        return {"single": 0, "auto": 0, "ddp_spawn": 0, "fsdp_hybrid": 4}.get(self.strategy, 2)
 
     def words(self) -> tuple[str, ...]:
         """Return what to type."""
         _, precision, shape, batch, callbacks, compiled = self.values
-        own = {**matrix.EXTRA, "fsdp_tp": PLANS}.get(self.strategy, ())
+        own = {**matrix.EXTRA, "ddp_spawn": ("trainer.devices=2",), "fsdp_tp": PLANS}.get(self.strategy, ())
         chosen = (f"strategy={self.strategy}", f"precision={precision}", "trainer.accelerator=cpu", *own)
         return (*SHAPES[shape], BATCHES[batch], *CALLBACKS[callbacks], *COMPILED[compiled], *chosen)
 

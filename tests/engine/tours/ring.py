@@ -23,7 +23,7 @@ RING = {  # ranks=0 starts its processes itself
     "ddp × 2 by script": Way(("strategy=ddp", "trainer.devices=2"), 0),
     "deepspeed_stage_2_offload × 2": _offloads(2),
     "fsdp_hybrid 2 × 2": WAYS["fsdp_hybrid 2 × 2"],
-    "ddp × 3": Way(("strategy=ddp", "micro_batch_size=4"), 3),
+    "ddp_spawn × 3": Way(("strategy=ddp_spawn", "trainer.devices=3", "micro_batch_size=4"), 0),
     "deepspeed_stage_3 × 2": WAYS["deepspeed_stage_3 × 2"],
     "fsdp_offload × 2": Way(("strategy=fsdp_offload",), 2),
     "deepspeed_stage_1_offload × 2": _offloads(1),

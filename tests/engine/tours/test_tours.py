@@ -70,6 +70,12 @@ def go(ways: Sequence[str], alone: Tour, train: Train) -> None:
     tour = _ended(train, ways[-1], folder, mode)
     if ways[-1] == "ddp × 2 by script":
         assert witnesses(tour.run.run_dir)[0]["launcher"] == "Scripts"
+    places = [
+        (rank["environment"], rank["local_rank"], str(rank["world_size"])) for rank in witnesses(tour.run.run_dir)
+    ]
+    assert all(
+        [*environment[:3]] == [str(rank), str(local), world] for rank, (environment, local, world) in enumerate(places)
+    )
     assert "\nresumes    runs/languagemodel/mine/checkpoints/" in tour.run.out
     assert list(tour.run.column("train/loss")) == list(range(STEPS))
     for metric in ("train/loss", "val/loss", "test/loss", "samples"):
