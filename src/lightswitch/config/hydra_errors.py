@@ -43,8 +43,11 @@ _STRATEGIES = {  # Lightning's names of strategies, and what to type here
     },
     "ddp_find_unused_parameters_true": "use strategy=ddp with trainer.strategy.find_unused_parameters=true",
     "deepspeed_stage_3_offload_optimizer": "use strategy=deepspeed_stage_3_offload",
-    "deepspeed_stage_3_offload_nvme": "it was removed, because checkpoints can't hold its state; use "
-    "strategy=deepspeed_stage_3_offload",
+    **{
+        f"deepspeed_stage_{stage}_offload_nvme": "DeepSpeed offloads to NVMe at stage 3 alone; use "
+        "strategy=deepspeed_stage_3_offload_nvme trainer.strategy.nvme_path=DIR"
+        for stage in (1, 2)
+    },
     "fsdp1": "use strategy=fsdp, torch's successor of FullyShardedDataParallel, which reads its checkpoints",
     "fsdp2": "use strategy=fsdp, which is FSDP2",
     "fsdp_cpu_offload": "use strategy=fsdp_offload",

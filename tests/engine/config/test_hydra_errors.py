@@ -235,8 +235,8 @@ NO_CHOICES |= {
     for choice in UNMEANT
 }
 NO_CHOICES |= {
-    "strategy=deepspeed_stage_3_offload_nvme": "strategy=deepspeed_stage_3_offload_nvme: it was removed, because "
-    "checkpoints can't hold its state; use strategy=deepspeed_stage_3_offload",
+    "strategy=deepspeed_stage_2_offload_nvme": "strategy=deepspeed_stage_2_offload_nvme: DeepSpeed offloads to NVMe at "
+    "stage 3 alone; use strategy=deepspeed_stage_3_offload_nvme trainer.strategy.nvme_path=DIR",
     "strategy=dp": "strategy=dp: Lightning no longer supports DataParallel; use strategy=ddp, which starts a process "
     "for each device",
     "strategy=fsdp2": "strategy=fsdp2: use strategy=fsdp, which is FSDP2",
@@ -310,7 +310,10 @@ AT_ONCE |= {
     }.items()
 }
 MISTAKES |= {
-    "strategy=deepspeed": "trainer.strategy.config: there is no default; type trainer.strategy.config=VALUE",
+    "strategy=deepspeed": "trainer.strategy.config: there is no default; type trainer.strategy.config=ds_config.json, "
+    "a file of DeepSpeed's, or choose a stage: strategy=deepspeed_stage_2",
+    "strategy=deepspeed_stage_3_offload_nvme": "trainer.strategy.nvme_path: there is no default; type "
+    "trainer.strategy.nvme_path=DIR, a folder on a local drive of each node",
     "strategy=fsdp trainer.strategy.cpu_offlod=true": "trainer.strategy.cpu_offlod: FSDP takes no cpu_offlod. "
     "Did you mean cpu_offload?",
     "strategy=fsdp trainer.strategy.cpu_offload=maybe": "trainer.strategy.cpu_offload=maybe: found str, expected bool",
