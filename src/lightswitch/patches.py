@@ -381,6 +381,13 @@ PATCHES = (
         "LossScalerBase",
         "continues the loss scale of a checkpoint: DeepSpeed sets it only from its own checkpoints",
     ),
+    Patch(
+        "deepspeed.ops.op_builder.builder.OpBuilder",
+        "_loaded_ops",
+        "dict",
+        "reserves space for each file of an offload to disk: DeepSpeed ignores a write that failed on a full disk",
+        for_process=True,
+    ),
     Patch("deepspeed.runtime.base_optimizer.ZeROOptimizer", "external_loss_scale", "float | None", _ITEMS),
     Patch("deepspeed.runtime.base_optimizer.ZeROOptimizer", "custom_loss_scaler", "bool", _ITEMS),
 )  # fmt: skip

@@ -53,7 +53,12 @@ def _refused_by_place(strategy: str, place: Placement, devices: int) -> set[str]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_request_is_accepted_or_refused_in_the_same_lines_by_any_launcher(strategy: str, tmp_path: Path) -> None:
+def test_a_request_is_accepted_or_refused_in_the_same_lines_by_any_launcher(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (operator := tmp_path / "async_io" / "async_io.so").parent.mkdir()
+    operator.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # as if it were built, which the night does
     with composing():
         asked = (f"strategy={strategy}", "trainer.accelerator=cpu", *EXTRA.get(strategy, ()))
         request = composed(*RUN, *asked, into=tmp_path)

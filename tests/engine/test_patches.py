@@ -28,6 +28,8 @@ SOURCES = {path.relative_to(ENGINE).as_posix(): ast.parse(path.read_text()) for 
 ALLOWED = {
     "parameter.data": "torch documents it: the values of a tensor, in place",
     "parameter.grad": "torch documents it: a gradient is let go",
+    "tensor.data": "torch documents it: the values of a tensor, which are in a file",
+    "tensor.ds_id": "of a tensor that the engine makes: the name by which DeepSpeed finds its file",
     "holder.cell_contents": "Python documents it: what a function closes over",
     "cfg.optimizer.lr": "a config is data",
     "other.optimizer.lr": "a config is data",

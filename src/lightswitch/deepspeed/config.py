@@ -8,6 +8,9 @@ import functools
 import importlib.util
 import json
 import os
+import shutil
+import sysconfig
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Any
 from lightswitch.errors import nearest
 
 _AUTO = "auto"
+_CLIPPING = "trainer.gradient_clip_val"
 _DECIDED_ELSEWHERE = {  # keys that DeepSpeed accepts, for things that the run does in another way or not at all
     "optimizer": "the model's configure_optimizers makes the optimizer",
     "scheduler": "the model's configure_optimizers makes the scheduler",
@@ -130,16 +134,29 @@ def _stage(zero: Any) -> Iterator[str]:
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
     if stage not in (1, 2, 3):
         yield f"zero_optimization.stage is {stage}, which shards nothing; use 1, 2 or 3, or strategy=ddp"
+    elif stage < 3 and blocks_on_disk(zero):
+        yield f"DeepSpeed offloads to NVMe at stage 3 alone, but zero_optimization.stage is {stage}; use 3"
     elif stage < 3 and zero.get("offload_param"):
         yield f"zero_optimization.offload_param is ignored at stage {stage}; use stage 3, or leave it out"
 
 
+def blocks_on_disk(zero: Any) -> list[dict[str, Any]]:
+    """Return the blocks of `zero_optimization` that offload to disk."""
+    named = [zero.get(key) for key in ("offload_optimizer", "offload_param")] if isinstance(zero, dict) else []
+    return [block for block in named if isinstance(block, dict) and block.get("device") == "nvme"]
+
+
 def _against_run(config: dict[str, Any], run: Run) -> Iterator[str]:
-    sources = {"gradient_clipping": "trainer.gradient_clip_val"}
     for key, expected in run.values.items():
-        if config.get(key, _AUTO) not in (_AUTO, expected):
-            source = sources.get(key, "global_batch_size and micro_batch_size")
-            yield f'{key} is {config[key]}, but the run has {expected:g} from {source}; use "auto"'
+        found = config.get(key, _AUTO)
+        if found in (_AUTO, expected):
+            continue
+        if key == "gradient_clipping":
+            instead = f"type {_CLIPPING}={found}" + (f', or use "auto" to clip by {expected:g}' if expected else "")
+            yield f"{key} is {found}, but the run has {expected:g} from {_CLIPPING}; {instead}"
+        else:
+            source = "global_batch_size and micro_batch_size"
+            yield f'{key} is {found}, but the run has {expected:g} from {source}; use "auto"'
     allowed = {"16": {"fp16"}, "bf16-mixed": {"bf16", "torch_autocast"}, "bf16-true": {"bf16"}}
     for key in _SWITCHES:
         enabled = (config.get(key) or {}).get("enabled", _AUTO)
@@ -308,29 +325,58 @@ def _root() -> Path:
 
 
 _BUILDERS = {"async_io": "AsyncIOBuilder", "cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder"}
+_LOADING_SECONDS = 15.0  # how long a start holds the lock of an operator that is built
 
 
 def operator_problems(op: str, purpose: str) -> Iterator[str]:
     """Yield why a run that needs an operator can't start: the operator is not built, or its build has a lock file.
 
-    Runs do not build operators, because each process would build silently for minutes.
+    Runs do not build operators, because each process would build silently for minutes, and wait silently for the lock
+    file of a build that was killed.
 
     Args:
         op: DeepSpeed's name of the operator: async_io, cpu_adam or fused_adam.
         purpose: what needs the operator; the message begins with it.
     """
-    locks = [path for path in _folders(op) if path.name == op and (path / "lock").exists()]
-    if locks:
+    needs = f"{purpose} needs DeepSpeed's {op}"
+    folders = list(_folders(op))
+    locks = [path / "lock" for path in (*folders, *_folders("pin_memory")) if path.name in (op, "pin_memory")]
+    until = time.monotonic() + _LOADING_SECONDS
+    while held := [lock for lock in locks if lock.exists()]:
+        if time.monotonic() > until:
+            yield (
+                f"{needs}, and {held[0]} says that it is being built; wait, or, if no process builds it, type "
+                f"rm {held[0]}"
+            )
+            return
+        time.sleep(0.1)
+    tools = _missing_tools(op)
+    installed = f"apt-get install {' '.join(tools)}"
+    if not any(path.glob(f"{op}*.so") for path in folders):
         yield (
-            f"{purpose} needs DeepSpeed's {op}, and {locks[0] / 'lock'} says that it is being built; wait, or, if no "
-            f"process builds it, type rm {locks[0] / 'lock'}"
+            f"{needs}, which is not built here; {f'type {installed}, and ' if tools else ''}build it once, which takes "
+            f"minutes: python -c 'from deepspeed.ops.op_builder import {_BUILDERS[op]} as B; B().load()'"
         )
-    elif not any(path.glob(f"{op}*.so") for path in _folders(op)):
-        yield (
-            f"{purpose} needs DeepSpeed's {op}, which is not built here; build it once, which takes minutes: "
-            f"python -c 'from deepspeed.ops.op_builder import {_BUILDERS[op]} as B; B().load()'"
-            + (" (needs libaio: apt-get install libaio-dev)" if op == "async_io" else "")
-        )
+    elif tools:
+        yield f"{needs}, and each start looks whether it is up to date, which needs {' and '.join(tools)}; {installed}"
+
+
+def _missing_tools(op: str) -> list[str]:
+    """Return the Debian packages that building an operator needs and this machine lacks."""
+    compiler = os.environ.get("CXX", "c++")
+    lacks = {
+        "g++": shutil.which(compiler) is None,
+        "ninja-build": shutil.which("ninja") is None,
+        "python3-dev": not Path(sysconfig.get_path("include"), "Python.h").exists(),
+        "libaio-dev": op == "async_io" and not _has_header("libaio.h"),
+    }
+    return [package for package, is_missing in lacks.items() if is_missing]
+
+
+def _has_header(name: str) -> bool:
+    places = [*os.environ.get("CPATH", "").split(os.pathsep), "/usr/include", "/usr/local/include"]
+    own = "CFLAGS" in os.environ or "CPLUS_INCLUDE_PATH" in os.environ  # as DeepSpeed takes libaio from elsewhere
+    return own or any(Path(place, name).exists() for place in places if place)
 
 
 def _folders(op: str) -> Iterator[Path]:

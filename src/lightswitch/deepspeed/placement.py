@@ -32,7 +32,8 @@ def partition(model: nn.Module, config: Mapping[str, Any], device: torch.device)
     _refuse_empty(model)
     refuse_scripted(model)
     _gather_whole(filter(is_compiled, model.modules()))
-    _Partitioned(module=model, config_dict_or_path=config)
+    kept = {getattr(parameter, "nvme_swapper", None) for parameter in model.parameters()}  # of a fit before a test
+    _Partitioned(module=model, config_dict_or_path=config, param_swapper=next(filter(None, kept), None))
     model.to(device)  # buffers and metrics
 
 

@@ -70,11 +70,10 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
         return (self._timeout or default_pg_timeout).total_seconds()
 
     def _watch_writes(self, engine: deepspeed.DeepSpeedEngine, model: nn.Module, key: str) -> None:
-        """Give the module's hooks and steps access to whole weights, except with NVMe offload."""
+        """Give the module's hooks and steps access to whole weights; with NVMe offload, refuse them."""
         renorm_over_ranks(model, self.looks)
-        if not is_on_nvme(self):
-            is_whole = "training_step" not in vars(model) and not any(map(is_compiled, model.modules()))
-            self._writes = EngineWrites(engine, model, self.looks, is_whole, key, self._patience_seconds)
+        is_whole = "training_step" not in vars(model) and not any(map(is_compiled, model.modules()))
+        self._writes = EngineWrites(engine, model, self.looks, is_whole, key, self._patience_seconds, is_on_nvme(self))
 
     def _step(self, engine: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Step DeepSpeed's engine instead of its optimizer, unless the engine is calling."""

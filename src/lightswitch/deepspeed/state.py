@@ -22,7 +22,8 @@ from lightswitch.batches.plan import saved_position
 from lightswitch.checkpoints import names, optimizers
 from lightswitch.checkpoints.finetuning import LEFT_OUT, unfreeze_again
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.checkpoints.shards import Piece, Stored
+from lightswitch.checkpoints.shards import Piece, Stored, local
+from lightswitch.deepspeed import disk
 from lightswitch.deepspeed.quiet_import import deepspeed
 from lightswitch.errors import Refused
 from lightswitch.mixins import Mixin, with_mixin
@@ -96,12 +97,12 @@ def rooms_for_states(engine: Any, module: nn.Module, saved: Mapping[str, Mapping
     Args:
         saved: tensors with the shapes of a checkpoint's states, by parameter name and state key.
     """
-    states, rooms = _states(engine), dict[str, Stored]()
+    rooms = dict[str, Stored]()
     for name, parameter, part in parts(engine, module):
         for key, like in saved.get(name, {}).items() if part is not None and parameter.requires_grad else ():
             if part is None or like.dim() == 0:
                 continue
-            rooms[f"{name}.{key}"] = part.piece(_spread(states, key, like, part), parameter)
+            rooms[f"{name}.{key}"] = part.piece(_spread(engine, key, like, part), parameter)
     return rooms
 
 
@@ -147,7 +148,7 @@ def scatter_states(engine: Any, module: nn.Module, read: Callable[[str], Mapping
                 value = value.float() if key == "step" else value.clone()
                 states.setdefault(part.flat, {})[key] = value.to(_device_of_step(engine, part.flat))
                 continue
-            part.of(_spread(states, key, value, part)).copy_(part.of_whole(value))
+            part.of(_spread(engine, key, value, part)).copy_(part.of_whole(value))
     patches.replace(engine, "global_steps", max((step for _, step in first.values()), default=0))
     if engine.zero_optimization_stage() < 3:  # parameters are still linked to the previous state tensors
         patches.replace(engine.optimizer, "_hp_optimizer_states_linked", False)
@@ -164,13 +165,15 @@ def _refuse_other_step(name: str, step: int, other: str, step_of_other: int) -> 
 def parts(engine: Any, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Part | None]]:
     """Yield each parameter with its name and this rank's shard.
 
-    The shard is None if every rank holds the parameter whole, and no optimizer steps it.
+    The shard is None if every rank holds the parameter whole, and no optimizer steps it. Tensors that are on disk map
+    their files until the last one is yielded.
     """
     zero = engine.optimizer
     groups = zip(getattr(zero, "single_partition_of_fp32_groups", ()), getattr(zero, "bit16_groups", ()), strict=True)
     flats = {id(member): flat for flat, group in groups for member in group}
-    for name, parameter in names.parameters(module).items():
-        yield name, parameter, _part(zero, parameter, flats.get(id(parameter)))
+    with disk.mapped(zero, module):
+        for name, parameter in names.parameters(module).items():
+            yield name, parameter, _part(zero, parameter, flats.get(id(parameter)))
 
 
 def _part(zero: Any, parameter: nn.Parameter, flat: Tensor | None) -> Part | None:
@@ -205,12 +208,13 @@ def _states(engine: Any) -> dict[Tensor, dict[str, Any]]:
     return states
 
 
-def _spread(states: dict[Tensor, dict[str, Any]], key: str, like: Tensor, part: Part) -> Tensor:
+def _spread(engine: Any, key: str, like: Tensor, part: Part) -> Tensor:
     """Return a state of the whole flat group, made if there is none; counts and masks have their own dtype."""
-    values = states.setdefault(part.flat, {})
+    values = _states(engine).setdefault(part.flat, {})
     if not _is_spread(values.get(key), part):
         dtype = part.flat.dtype if like.is_floating_point() else like.dtype
-        values[key] = torch.zeros_like(part.flat, dtype=dtype, requires_grad=False)
+        on_disk = disk.new_state(engine.optimizer, part.flat, key)
+        values[key] = torch.zeros_like(part.flat, dtype=dtype, requires_grad=False) if on_disk is None else on_disk
     found: Tensor = values[key]
     return found
 
@@ -275,6 +279,11 @@ class PortableDeepSpeed(PortableCheckpoints):
         if scale := loss_scale_of(self._loss_scaler):
             checkpoint[LOSS_SCALE] = scale
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def stage(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+        """Return copies of the tensors that this rank writes, but those on disk themselves."""
+        on_disk = {name: one for name, one in tensors.items() if disk.is_mapped(local(one))}
+        return {**super().stage(names.without(tensors, on_disk)), **on_disk}
 
     @property
     def _loss_scaler(self) -> Any:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightswitch import patches
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.deepspeed import config as zero_config
-from lightswitch.deepspeed import placement
+from lightswitch.deepspeed import disk, placement
 from lightswitch.deepspeed.placement import ZeroPrecision
 from lightswitch.deepspeed.quiet_import import cpu_accelerator, deepspeed
 from lightswitch.deepspeed.regrouping import Regrouping
@@ -32,6 +32,7 @@ from lightswitch.errors import Refused, listed
 from lightswitch.mixins import callbacks_of
 from lightswitch.strategies.elementwise import refuse_in_pieces
 from lightswitch.strategies.kernels import fuse
+from lightswitch.strategies.known_callbacks import is_on_nvme
 from lightswitch.strategies.manual_gradients import around_passes
 from lightswitch.strategies.replicas import broadcast_in_place, fill_with_nothing, placeholders
 from lightswitch.strategies.sharded import set_timeouts
@@ -86,9 +87,22 @@ class DeepSpeed(Regrouping):
             self.config["managed_gradient_accumulation"] = False  # a step uses all backward passes since the last
             if not self.zero_stage_3 and self.config["zero_optimization"]["stage"] < 2:
                 self.config["zero_optimization"]["overlap_comm"] = False  # DeepSpeed rejects the combination
+        self._use_disk(Path(trainer.default_root_dir))
         if isinstance(self.precision_plugin, ZeroPrecision):
             self.precision_plugin.autocasts = "torch_autocast" in self.config
             self.precision_plugin.steps_by_hand = not self.lightning_module.automatic_optimization
+
+    def _use_disk(self, run_dir: Path) -> None:
+        """Give what is offloaded to disk a folder of this run, and load the operator that writes it. Collective."""
+        assert self.config is not None
+        zero = self.config["zero_optimization"]
+        for block in (blocks := zero_config.blocks_on_disk(zero)):
+            block["nvme_path"] = str(folder := disk.folder_of(block["nvme_path"], run_dir))
+            disk.open_folder(folder, self.global_rank, self.local_rank == 0)
+        if blocks:
+            zero.setdefault("stage3_max_reuse_distance", 0)  # a parameter that is kept takes a buffer
+            disk.load_operator()
+            self.barrier()
 
     @property
     def _loss_scaling(self) -> dict[str, float]:
@@ -182,6 +196,7 @@ class DeepSpeed(Regrouping):
         assert model is not None
         assert self.config is not None
         if self.zero_stage_3:
+            disk.fit_buffers(self.config["zero_optimization"], model, self.world_size)
             placement.partition(model, self.config, self.root_device)
         else:
             placement.replicate(model, self.config, self.root_device)
@@ -329,6 +344,8 @@ class DeepSpeed(Regrouping):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self.outside_of_hooks():
             super().save_checkpoint(*args, **kwargs)
+        if is_on_nvme(self):
+            self.wait_for_write()  # the next step changes the files, of which there is no copy
 
     def teardown(self) -> None:
         self.release_engine()

@@ -42,15 +42,23 @@ class EngineWrites:
         module: the model.
         looks: record of the training steps that are examined for writes.
         looks_into_steps: whether training steps can be examined at stage 3; compiled ones can't.
+        is_on_disk: whether the weights are offloaded to disk, where hooks can't access them.
         key: prefix of keys in the store, equal on all ranks, and different for each engine.
         timeout_seconds: how long to wait for a rank in the first calls of a hook.
     """
 
     def __init__(
-        self, engine: Any, module: nn.Module, looks: Looks, looks_into_steps: bool, key: str, timeout_seconds: float
+        self,
+        engine: Any,
+        module: nn.Module,
+        looks: Looks,
+        looks_into_steps: bool,
+        key: str,
+        timeout_seconds: float,
+        is_on_disk: bool = False,
     ) -> None:
         self.engine, self._module = engine, module
-        self._looks, self._looks_into_steps = looks, looks_into_steps
+        self._looks, self._looks_into_steps, self._is_on_disk = looks, looks_into_steps, is_on_disk
         self._rounds = Rounds(key, timeout_seconds, "DeepSpeed's stage 3", "deepspeed_stage_2")
         found = [(name, parameter, part) for name, parameter, part in parts(engine, module)]
         self._names = {id(parameter): name for name, parameter, _ in found}
@@ -206,6 +214,8 @@ class EngineWrites:
         is_step = hook.startswith(_STEP)
         if (self._depth if is_step else self._calls_under_way) and self._is_at_hand(name, is_step):
             return
+        if self._is_on_disk and not _is_there(self._parameters[name]):
+            self._refuse(f"{hook} accesses {name}, a weight")
         if is_step and not self._touches_in_steps:
             self._looks.refuse_late({name})
             self._touches_in_steps = True
@@ -214,6 +224,11 @@ class EngineWrites:
             is_first = self._calls[hook] <= FIRST
             seconds = self._rounds.timeout_seconds if is_first else min(_LATER_SECONDS, self._rounds.timeout_seconds)
             self._gather_first(hook, _wanted(self._rounds.agree(hook, name, seconds)))
+
+    def _refuse(self, found: str) -> None:
+        raise Refused(
+            f"{found}, which DeepSpeed holds on disk between its uses; use strategy=deepspeed_stage_3_offload"
+        )
 
     def _is_at_hand(self, name: str, is_step: bool) -> bool:
         """Return whether DeepSpeed has gathered a weight for a running module.
@@ -262,6 +277,11 @@ class EngineWrites:
             tells: return the names of those that were written on any rank; collective. Otherwise, return none.
         """
         names = [name for name in names if name in self._parts]
+        if self._is_on_disk:
+            written = [name for name in names if _is_there(self._parameters[name]) and self._differs(name)]
+            if written:
+                self._refuse(f"{listed(written)} is written outside of the optimizer, but is a copy of a weight")
+            return set()
         changed = [self._carry_one(self._parameters[name], self._parts[name], self._views.get(name)) for name in names]
         if not tells or not changed:
             return set()

@@ -27,6 +27,10 @@ from lightswitch.runs import saved
 
 log = logging.getLogger(__name__)
 
+_EXAMPLES = {  # what to type for a mandatory value
+    "trainer.strategy.config": "ds_config.json, a file of DeepSpeed's, or choose a stage: strategy=deepspeed_stage_2",
+    "trainer.strategy.nvme_path": "DIR, a folder on a local drive of each node",
+}
 _LOG_BYTES = 1 << 20  # what a run writes before its first checkpoint
 
 
@@ -123,7 +127,7 @@ def _resolved(cfg: DictConfig, run: RunContext) -> Any:
 def _missing(node: Any, key: str = "") -> Iterator[str]:
     """Yield a problem for each value that is `???`, OmegaConf's marker for a mandatory value."""
     if node == "???":
-        yield f"{key}: there is no default; type {key}=VALUE"
+        yield f"{key}: there is no default; type {key}={_EXAMPLES.get(key, 'VALUE')}"
     elif isinstance(node, dict | list):
         for name, value in node.items() if isinstance(node, dict) else enumerate(node):
             yield from _missing(value, f"{key}.{name}".lstrip("."))

@@ -44,8 +44,18 @@ def problems(cfg: dict[str, Any], place: Placement, precisions: Mapping[str, obj
     if type(cfg["plan"]["deepspeed"]) is not bool:
         yield f"plan.deepspeed={cfg['plan']['deepspeed']}: use true or false"
     yield from _unknown_precisions(cfg["plan"].get("precisions"), precisions)  # an older config has no such key
+    yield from of_disk(cfg["trainer"].get("strategy"))
     if mode == "dry_run":
         yield from _of_dry_run(cfg)
+
+
+def of_disk(strategy: Any) -> Iterator[str]:
+    """Yield why a strategy's memory can't be simulated, given its config node, if it offloads to disk."""
+    if isinstance(strategy, Mapping) and "nvme" in strategy.values():
+        yield (
+            "what DeepSpeed offloads to disk is not simulated; plan strategy=deepspeed_stage_3_offload instead, which "
+            "takes the same memory of each device, and as much of the host's as this one takes of the disk"
+        )
 
 
 def _missing(cfg: dict[str, Any], name: str) -> Iterator[str]:

@@ -6,7 +6,6 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lightswitch.batches.plan import BatchPlan
@@ -189,11 +188,6 @@ def _deepspeed(request: Request) -> Iterator[str]:
     if request.strategy.get("config") is not None:
         yield from _deepspeed_file(request)
     yield from _compiled(request)
-    if "nvme" in str(request.strategy) and request.trainer.get("enable_checkpointing", True):
-        yield (
-            "DeepSpeed's state on NVMe can't be saved in a checkpoint yet; use deepspeed_stage_3_offload, or also "
-            "type ~callbacks.best_checkpoint ~callbacks.last_checkpoint trainer.enable_checkpointing=false"
-        )
 
 
 def _deepspeed_file(request: Request) -> Iterator[str]:
@@ -215,20 +209,41 @@ def _deepspeed_file(request: Request) -> Iterator[str]:
         run = zero_config.Run(request.precision, plan.micro_batch, plan.accumulation, plan.replicas, clip_norm)
     for problem in zero_config.problems(found, run):
         yield f"trainer.strategy.config: {problem}"
+    if blocks := zero_config.blocks_on_disk(found.get("zero_optimization")):
+        yield from _disk(3, {str(block.get("nvme_path")) for block in blocks})
 
 
 def _compiled(request: Request) -> Iterator[str]:
     """Yield the problems of the DeepSpeed operators that the run would compile, and of its NVMe folder."""
     options, node = request.strategy, request.model.get("optimizer")
     optimizer = node.get("_target_") if isinstance(node, dict) else None  # a model may take its name
-    if "nvme" in (options.get("offload_optimizer_device"), options.get("offload_params_device")):
-        path = Path(options.get("nvme_path", "/local_nvme"))
-        if not os.access(path, os.W_OK):
-            yield f"trainer.strategy.nvme_path={path}: there is no such writable folder; give one on an NVMe drive"
-        yield from operator_problems("async_io", "offloading to NVMe")
+    for device, switch in _OFFLOADED.items():
+        if options.get(device) == "nvme" and not options.get(switch):
+            yield f"trainer.strategy.{device}=nvme has no effect alone; also type trainer.strategy.{switch}=true"
+    if "nvme" in {options.get(device) for device in _OFFLOADED}:
+        yield from _disk(options.get("stage", 2), {str(options.get("nvme_path", "/local_nvme"))})
     for name, op in (("DeepSpeedCPUAdam", "cpu_adam"), ("FusedAdam", "fused_adam")):
         if optimizer == f"deepspeed.ops.adam.{name}":
             yield from operator_problems(op, f"optimizer {name}")
+
+
+def _disk(stage: int, folders: set[str]) -> Iterator[str]:
+    """Yield the reasons why DeepSpeed can't offload to disk, into these folders."""
+    if stage < 3:
+        yield (
+            f"DeepSpeed offloads to NVMe at stage 3 alone, but the run has stage {stage}; use "
+            "strategy=deepspeed_stage_3_offload_nvme trainer.strategy.nvme_path=DIR"
+        )
+    for folder in folders:
+        if not os.access(folder, os.W_OK):
+            yield (
+                f"trainer.strategy.nvme_path={folder}: there is no such writable folder; use one on a local drive of "
+                "each node"
+            )
+    yield from operator_problems("async_io", "offloading to NVMe")
+
+
+_OFFLOADED = {"offload_optimizer_device": "offload_optimizer", "offload_params_device": "offload_parameters"}
 
 
 def _process_group(request: Request) -> Iterator[str]:

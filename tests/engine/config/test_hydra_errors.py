@@ -251,7 +251,10 @@ AT_ONCE |= {
     }.items()
 }
 MISTAKES |= {
-    "strategy=deepspeed": "trainer.strategy.config: there is no default; type trainer.strategy.config=VALUE",
+    "strategy=deepspeed": "trainer.strategy.config: there is no default; type trainer.strategy.config=ds_config.json, "
+    "a file of DeepSpeed's, or choose a stage: strategy=deepspeed_stage_2",
+    "strategy=deepspeed_stage_3_offload_nvme": "trainer.strategy.nvme_path: there is no default; type "
+    "trainer.strategy.nvme_path=DIR, a folder on a local drive of each node",
     "strategy=fsdp trainer.strategy.cpu_offlod=true": "trainer.strategy.cpu_offlod: FSDP takes no cpu_offlod. "
     "Did you mean cpu_offload?",
     "strategy=fsdp trainer.strategy.cpu_offload=maybe": "trainer.strategy.cpu_offload=maybe: found str, expected bool",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 
 from lightswitch.deepspeed import config
 from lightswitch.deepspeed.config import Run, differences, problems, resolved
+from lightswitch.preflight import planned
 from lightswitch.preflight.strategies import Request
 from lightswitch.preflight.strategies import problems as limits
 from tests.engine.conftest import PLAIN, Train
@@ -19,6 +22,7 @@ pytest.importorskip("deepspeed")
 
 RUN = Run(precision="32-true", micro_batch=4, accumulation=3, replicas=2, clip_norm=0.5)
 ZERO = {"zero_optimization": {"stage": 2}}
+ON_DISK = {"offload_optimizer": True, "offload_optimizer_device": "nvme"}
 AUTO: dict[str, Any] = {  # as people bring it from other frameworks
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
@@ -121,7 +125,8 @@ def test_weights_in_16_bits_under_mixed_precision_are_told() -> None:
         ),
         (
             {**ZERO, "gradient_clipping": 1.0},
-            'gradient_clipping is 1.0, but the run has 0.5 from trainer.gradient_clip_val; use "auto"',
+            "gradient_clipping is 1.0, but the run has 0.5 from trainer.gradient_clip_val; type "
+            'trainer.gradient_clip_val=1.0, or use "auto" to clip by 0.5',
         ),
         (
             {**ZERO, "bf16": {"enabled": True}},
@@ -135,10 +140,20 @@ def test_weights_in_16_bits_under_mixed_precision_are_told() -> None:
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
             "zero_optimization.offload_param is ignored at stage 2; use stage 3, or leave it out",
         ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "DeepSpeed offloads to NVMe at stage 3 alone, but zero_optimization.stage is 2; use 3",
+        ),
     ],
 )
 def test_a_key_that_does_not_do_what_it_says_is_refused(config: dict[str, Any], told: str) -> None:
     assert list(problems(config, RUN)) == [told]
+
+
+def test_clipping_that_only_the_file_asks_for_is_answered_with_what_to_type() -> None:
+    assert list(problems({**ZERO, "gradient_clipping": 1.0}, replace(RUN, clip_norm=0.0))) == [
+        "gradient_clipping is 1.0, but the run has 0 from trainer.gradient_clip_val; type trainer.gradient_clip_val=1.0"
+    ]
 
 
 def test_values_that_agree_with_the_run_are_accepted() -> None:
@@ -187,23 +202,64 @@ def test_an_argument_beside_a_config_file_is_refused() -> None:
     ]
 
 
-def test_offloading_to_nvme_needs_a_folder_and_an_operator_that_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by_file", [False, True])
+def test_offloading_to_disk_needs_a_folder_and_an_operator_that_is_built(
+    by_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    options = {"stage": 3, "offload_optimizer_device": "nvme", "nvme_path": str(tmp_path / "drive")}
-    folder, operator, _ = limits(request(options))
-    assert folder.startswith(f"trainer.strategy.nvme_path={tmp_path}/drive: there is no such writable folder")
-    assert operator.startswith("offloading to NVMe needs DeepSpeed's async_io, which is not built here; build it once")
+    monkeypatch.setattr(config, "_LOADING_SECONDS", 0.2)
+    options = {"stage": 3, **ON_DISK, "nvme_path": str(tmp_path / "drive")}
+    block = {"device": "nvme", "nvme_path": str(tmp_path / "drive")}
+    of_file = {"config": {"zero_optimization": {"stage": 3, "offload_optimizer": block}}}
+    asked = request(of_file if by_file else options)
+    folder, operator = limits(asked)
+    assert folder.startswith(f"trainer.strategy.nvme_path={tmp_path}/drive: there is no such writable folder; use one")
+    assert operator.startswith("offloading to NVMe needs DeepSpeed's async_io, which is not built here; ")
+    assert "from deepspeed.ops.op_builder import AsyncIOBuilder as B; B().load()" in operator
 
     (tmp_path / "drive").mkdir()
     (tmp_path / "async_io").mkdir()
     (tmp_path / "async_io" / "async_io.so").touch()
-    (checkpoints,) = limits(request(options))
-    assert checkpoints.startswith("DeepSpeed's state on NVMe can't be saved in a checkpoint yet; ")
+    assert list(limits(asked)) == []
     (tmp_path / "async_io" / "lock").touch()
-    lock, _ = limits(request(options))
-    assert f"wait, or, if no process builds it, type rm {tmp_path}/async_io/lock" in lock
+    (lock,) = limits(asked)
+    assert lock.endswith(f"wait, or, if no process builds it, type rm {tmp_path}/async_io/lock")
+    monkeypatch.setattr(config, "_LOADING_SECONDS", 60)
+    Timer(0.1, (tmp_path / "async_io" / "lock").unlink).start()  # as of another start, which loads it
+    assert list(limits(asked)) == []
+
+
+def test_what_an_operator_is_built_with_is_named_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (line,) = config.operator_problems("cpu_adam", "optimizer DeepSpeedCPUAdam")
+    assert "which is not built here; type apt-get install g++ ninja-build, and build it once" in line
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
+    (line,) = config.operator_problems("cpu_adam", "optimizer DeepSpeedCPUAdam")
+    assert line.endswith("which needs g++ and ninja-build; apt-get install g++ ninja-build")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"stage": 2, **ON_DISK}, "DeepSpeed offloads to NVMe at stage 3 alone, but the run has stage 2; use "),
+        (
+            {"stage": 3, "offload_optimizer_device": "nvme"},
+            "trainer.strategy.offload_optimizer_device=nvme has no effect alone; also type trainer.strategy.offload_o",
+        ),
+    ],
+)
+def test_an_offload_to_disk_that_would_not_happen_is_refused(options: dict[str, Any], told: str) -> None:
+    assert next(iter(limits(request(options)))).startswith(told)
+
+
+def test_a_plan_of_an_offload_to_disk_names_what_to_plan_in_its_place() -> None:
+    (line,) = planned.of_disk({"stage": 3, **ON_DISK})
+    assert "plan strategy=deepspeed_stage_3_offload instead" in line
+    assert list(planned.of_disk({"stage": 3, "offload_optimizer": True})) == []
 
 
 def test_a_wrong_file_is_refused_in_a_line_each_before_torch_is_imported(train: Train, tmp_path: Path) -> None:
@@ -214,7 +270,7 @@ def test_a_wrong_file_is_refused_in_a_line_each_before_torch_is_imported(train: 
     assert refused.err.splitlines() == [
         "error: trainer.strategy.config: steps_per_prin: DeepSpeed has no such key. Did you mean steps_per_print?",
         "error: trainer.strategy.config: gradient_clipping is 0.1, but the run has 1 from trainer.gradient_clip_val; "
-        'use "auto"',
+        'type trainer.gradient_clip_val=0.1, or use "auto" to clip by 1',
     ]
 
 
