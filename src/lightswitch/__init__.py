@@ -8,7 +8,14 @@ logits = model(ids)
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":  # before any import of what Windows lacks: signals, locks of files, forked processes
+    sys.stderr.write("error: found Windows, expected Linux or macOS; type wsl --install, and start it in WSL\n")
+    from lightswitch.errors import ExitCode
+
+    raise SystemExit(ExitCode.REFUSED)
 
 if TYPE_CHECKING:
     from lightswitch.export.models import load

@@ -7,12 +7,16 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from hydra.utils import get_object
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from lightswitch.config import aliases
 from tests.engine.conftest import CHECKOUT, PLAIN
@@ -42,6 +46,7 @@ PACKAGES = (
     *("figures", "hooked_strategy", "mixins"),  # files beside the packages
     *("patches", "versions", "regular_files", "errors"),
 )
+UNDECLARED = ("torchao", "triton")  # of torch: the first has a build for each version, the second comes with CUDA's
 LARGEST_SHARE = 1 / 6  # of the engine's lines, in one package
 # Read before torch is imported: to answer a mistake, --help, or what a run would cost.
 WITHOUT_TORCH = (
@@ -85,10 +90,10 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def _imports(path: Path) -> Iterator[str]:
-    """The full names of modules, wherever in the file they are imported."""
+def _imports(path: Path, at_once: bool = False) -> Iterator[str]:
+    """The full names of modules, wherever in the file they are imported, or at its top level alone."""
     package = _module(path) if path.name == "__init__.py" else _module(path).rpartition(".")[0]
-    for node in ast.walk(_tree(path)):
+    for node in _tree(path).body if at_once else ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -118,6 +123,29 @@ def test_project_and_engine_know_nothing_of_each_other_nor_of_the_tests() -> Non
     roots = {"lightswitch", "project", "train", "tests", "benchmarks"}
     others = {path: {name.split(".")[0] for name in _imports(path)} & roots for path in SOURCES}
     assert {path: names for path, names in others.items() if names - {_module(path).split(".")[0]}} == {}
+
+
+def _undeclared(paths: Iterable[Path], declared: set[str], at_once: bool) -> set[tuple[str, str]]:
+    """Imports of packages that are not declared; of those alone that come with the file, and not in a function."""
+    owners = packages_distributions()
+    own = {"lightswitch", "project", *sys.stdlib_module_names, *UNDECLARED}
+    names = {(path, name.partition(".")[0]) for path in paths for name in _imports(path, at_once)}
+    return {
+        (_module(path), name)
+        for path, name in names
+        if name not in own and declared.isdisjoint(map(canonicalize_name, owners.get(name, [name])))
+    }
+
+
+def test_every_import_is_declared_and_the_engine_comes_without_extras() -> None:
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    extras = [one for name, listed in project["optional-dependencies"].items() if name != "dev" for one in listed]
+    core, optional = (
+        {canonicalize_name(Requirement(one).name) for one in ones} for ones in (project["dependencies"], extras)
+    )
+    assert _undeclared(SOURCES, core | optional, at_once=False) == set()
+    engine = (path for module, path in ENGINE.items() if _package(module) != "deepspeed")
+    assert _undeclared(engine, core, at_once=True) == set()
 
 
 def test_packages_import_what_is_below_them() -> None:

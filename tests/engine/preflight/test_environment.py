@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +19,7 @@ from lightswitch.errors import RefusedRequest
 from lightswitch.preflight import devices, environment
 from tests.engine.cluster.test_placement import BATCH_SHELL, EXPORTED, SRUN, TORCHRUN
 from tests.engine.config.mistaken import Answer, answers
-from tests.engine.conftest import PLAIN
+from tests.engine.conftest import CHECKOUT, PLAIN
 
 PORT = "expected a port from 1 to 65535; set a valid value, or type unset MASTER_PORT"
 FROM_0, FROM_1 = "expected a whole number from 0", "expected a whole number from 1"
@@ -260,3 +262,12 @@ def test_what_accelerate_launch_exports_is_typed_or_told(exported: dict[str, str
     lines = list(environment.of_accelerate(typed, lambda: "cpu", LAUNCHED | exported))
     assert (len(lines), told in "".join(lines)) == (bool(told), True)
     assert len(list(environment.of_accelerate(set(), lambda: "cuda", LAUNCHED))) == 1  # accelerate launch --cpu
+
+
+@pytest.mark.parametrize("start", [("train.py", "--help"), ("train.py", "strategy=ddp"), ("-m", "lightswitch.doctor")])
+def test_windows_is_refused_in_one_line_by_every_start(start: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.platform = 'win32'\n")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, *start], cwd=CHECKOUT, env=environ, capture_output=True, text=True)
+    told = "error: found Windows, expected Linux or macOS; type wsl --install, and start it in WSL\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
