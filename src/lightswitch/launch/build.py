@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.generators import (
@@ -49,7 +49,8 @@ from lightswitch.monitoring.monitored import BestCheckpoint
 from lightswitch.monitoring.notices import ModelSize, PlateauValidation, StepsAreCounted, StepsByHand
 from lightswitch.monitoring.progress import Progress
 from lightswitch.monitoring.step_timer import StepTimer
-from lightswitch.preflight import devices
+from lightswitch.preflight import devices, root_keys
+from lightswitch.preflight.targets import GIVEN
 from lightswitch.process import leave_group_at_exit
 from lightswitch.runs import log as run_log
 from lightswitch.runs import resume
@@ -90,14 +91,13 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Start | None
     leave_group_at_exit()
     skip_empty_hooks()
     run_log.quiet_libraries()
-    record = RunRecord(cfg, run, plan)  # records the request, so it comes before the learning rate is scaled
+    record = RunRecord(_as_used(cfg), run, plan)  # records the request, so it comes before the learning rate is scaled
     cfg = _with_scaled_learning_rate(cfg, plan)
     refusals = instantiation.refused_optimizers(cfg)
     model = instantiated(cfg, "model", refusals)
     data = _data(cfg, refusals, position)
-    named, loggers, cluster, compilation = (
-        instantiated(cfg, name, refusals) for name in ("callbacks", "logger", "cluster", "compile")
-    )
+    named, cluster, compilation = (instantiated(cfg, name, refusals) for name in ("callbacks", "cluster", "compile"))
+    loggers = instantiated(_named_by_job(cfg, run), "logger", refusals)
     raise_all(refusals)
     raise_all(list(problems_of_parts(model, data, cfg, run, plan)))
     # GlobalBatch stores the random state after the constructors above; nothing may draw random numbers in between.
@@ -134,6 +134,25 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Start | None
 
 
 def _take_seed(cfg: DictConfig, run: RunContext, position: Position | None) -> None:
+def _as_used(cfg: DictConfig) -> DictConfig:
+    """Return a config without the optimizer and the schedule that no module reads: it has its own, or none."""
+    unused = root_keys.unread(cfg, (group for group in GIVEN if cfg.get(group) is not None))
+    used = cfg.copy()
+    with open_dict(used):
+        for group in unused:
+            del used[group]
+    return used
+
+
+def _named_by_job(cfg: DictConfig, run: RunContext) -> DictConfig:
+    """Return the config for loggers, in which the run_id of a sweep's job has its number: the jobs share the rest."""
+    if OmegaConf.is_missing(run.hydra.job, "num"):
+        return cfg
+    of_job = cfg.copy()
+    of_job.run_id = f"{cfg.run_id}-{run.hydra.job.num}"
+    return of_job
+
+
     """Set the seed of an evaluation to that of the checkpoint's run: another one would split the data in another way,
     and test what was trained on."""
     if position is None or position.seed == cfg.seed:  # a run that is resumed under another seed is refused
