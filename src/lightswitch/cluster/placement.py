@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,3 +108,9 @@ def _from_slurm(environ: Mapping[str, str]) -> Placement:
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # for example 3,2 or 4(x2),3
     uneven = per_node if "," in per_node else str(tasks) if tasks % nodes else None
     return Placement("slurm", nodes, tasks // nodes, int(environ["SLURM_PROCID"]), uneven)
+
+
+def is_module() -> bool:
+    """Return whether Python runs the script as a module: `python -m train`, but not `python -m cProfile train.py`."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec is not None and spec.origin == os.path.abspath(sys.argv[0])

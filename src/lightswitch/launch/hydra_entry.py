@@ -26,9 +26,9 @@ from omegaconf.errors import OmegaConfBaseException
 from lightswitch import patches
 from lightswitch.cluster import placement
 from lightswitch.cluster.placement import Placement
-from lightswitch.config.confidential import Cleaner
+from lightswitch.config.confidential import Cleaner, of_the_clock
 from lightswitch.config.hydra_errors import NO_YAML, check_flags, problems_of_composition
-from lightswitch.config.overrides import ComposesOnce, asks_for_help, normalised
+from lightswitch.config.overrides import ComposesOnce, asks_for_help, key_and_value, normalised, quoted, typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, ExitCode, Failure, RefusedRequest, ReportedElsewhere, Stopped
 from lightswitch.failures import classify, crash_report
@@ -122,6 +122,10 @@ class Entry:
         if cfg.get("mode") == "fit":
             _resume_restarted(cfg, run)
         if not OmegaConf.is_missing(run.hydra.job, "num"):
+        if found.launcher == "local":  # the ranks that this process starts get its time
+            for key in of_the_clock(cfg):
+                OmegaConf.update(cfg, key, time := str(OmegaConf.select(cfg, key)))
+                self.process.decided.append(f"{key}={quoted(time)}")
             from lightswitch.sweeps import job
 
             self.process.failure_file = job.failure_file(run.run_dir, found)
