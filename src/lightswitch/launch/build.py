@@ -41,7 +41,7 @@ from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy, hooked
 from lightswitch.launch import instantiation
 from lightswitch.launch.handshake import arrange_handshake
-from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
+from lightswitch.launch.instantiation import OF_PYTORCH_LIGHTNING, instantiated, plugins, raise_all, shards_itself
 from lightswitch.loop.hooks import skip_empty_hooks
 from lightswitch.loop.loops import replace_loops
 from lightswitch.monitoring.metrics import MetricsFile
@@ -133,7 +133,6 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Start | None
     return model, data, trainer
 
 
-def _take_seed(cfg: DictConfig, run: RunContext, position: Position | None) -> None:
 def _as_used(cfg: DictConfig) -> DictConfig:
     """Return a config without the optimizer and the schedule that no module reads: it has its own, or none."""
     unused = root_keys.unread(cfg, (group for group in GIVEN if cfg.get(group) is not None))
@@ -153,6 +152,7 @@ def _named_by_job(cfg: DictConfig, run: RunContext) -> DictConfig:
     return of_job
 
 
+def _take_seed(cfg: DictConfig, run: RunContext, position: Position | None) -> None:
     """Set the seed of an evaluation to that of the checkpoint's run: another one would split the data in another way,
     and test what was trained on."""
     if position is None or position.seed == cfg.seed:  # a run that is resumed under another seed is refused
@@ -370,7 +370,8 @@ def _of_other_kinds(model: Any, data: Any, cfg: DictConfig) -> Iterator[Refused]
     for name, made, kind in (("model", model, LightningModule), ("data", data, LightningDataModule)):
         if made is not None and not isinstance(made, kind):
             found, target = type(made).__name__, cfg[name].get("_target_")
-            hint = "" if "pytorch_lightning" not in str(type(made).__mro__) else ", not pytorch_lightning's"
+            is_of_other = "pytorch_lightning" in str(type(made).__mro__)
+            hint = f", not pytorch_lightning's{OF_PYTORCH_LIGHTNING}" if is_of_other else ""
             yield Refused(
                 f"{name}._target_={target}: found a {found}, expected lightning.pytorch's {kind.__name__}{hint}"
             )
