@@ -220,9 +220,17 @@ def listed(words: Sequence[str], noun: str = "", shown: int = 3, separator: str 
 
 
 def shown(path: Path) -> str:
-    """Return a path to print and paste: relative if it is below the working directory."""
-    here = os.getcwd()
+    """Return a path to print and paste: relative if it is below the working directory that the command was typed in."""
+    here = _typed_in()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _typed_in() -> str:
+    """Return the working directory, before user code or hydra.job.chdir has changed it."""
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    if hydra is not None and hydra.HydraConfig.initialized() and (cwd := hydra.HydraConfig.get().runtime.get("cwd")):
+        return str(cwd)
+    return os.getcwd()
 
 
 def printable(text: str) -> str:

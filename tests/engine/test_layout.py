@@ -298,6 +298,12 @@ def test_what_conf_names_is_there() -> None:
         assert callable(get_object(target)), path
 
 
+def test_an_installed_checkout_brings_the_engine_and_the_project_and_no_other_name() -> None:
+    """A placeholder there, such as train.py, would be what `import train` finds in any folder, and end that process."""
+    names = {path.name for path in (CHECKOUT / "src").iterdir() if path.suffix != ".egg-info"} - {"__pycache__"}
+    assert names == {"lightswitch", "project"}
+
+
 def test_a_choice_says_on_top_what_it_is() -> None:
     for path in CONF:
         lines = path.read_text().splitlines()

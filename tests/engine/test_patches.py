@@ -36,6 +36,7 @@ ALLOWED = {
     "cfg.trainer.strategy": "a config is data",
     "cfg.ckpt_path": "a config is data",
     "cfg.seed": "a config is data",
+    "of_job.run_id": "a config is data",
     "cfg.resume": "a config is data",
     "cfg.micro_batch_size": "a config is data",
     "sys.excepthook": "Python documents it: as it was before torch set it",

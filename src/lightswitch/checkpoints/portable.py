@@ -283,8 +283,9 @@ def _report(path: Path, wanted: Set[str], found: Set[str], fits: Set[str]) -> No
 
 def _renamed(name: str, renamed: Mapping[str, str]) -> str:
     for old, new in renamed.items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
+        prefix = "" if old == "." else old  # config/overrides: Hydra parses no empty key
+        if name.startswith(prefix):
+            return new + name.removeprefix(prefix)
     return name
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,6 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from lightswitch.checkpoints.optimizers import options_of
 from lightswitch.checkpoints.safe import safe
 from lightswitch.mixins import callbacks_of
+
+log = logging.getLogger(__name__)
 
 _KEY = "configured"  # in a checkpoint's state
 
@@ -30,6 +34,7 @@ class Reconfiguration(Callback):
     def __init__(self) -> None:
         self._at_start: dict[str, Any] = {}
         self._is_resumed = False
+        self._rates: list[float] = []  # in the checkpoint, of each group of parameters
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # before a checkpoint is read
         groups = [[options_of(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
@@ -47,6 +52,8 @@ class Reconfiguration(Callback):
         if before is None or trainer.state.fn != TrainerFn.FITTING:
             return
         self._is_resumed = True
+        saved = (group for optimizer in checkpoint["optimizer_states"] for group in optimizer["param_groups"])
+        self._rates = [float(group["lr"]) for group in saved if "lr" in group]
         for callback in callbacks_of(trainer):
             if isinstance(callback, EarlyStopping) and callback.state_key in checkpoint["callbacks"]:
                 checkpoint["callbacks"][callback.state_key]["patience"] = callback.patience
@@ -84,6 +91,13 @@ class Reconfiguration(Callback):
                 groups = zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=False)
                 for group, rate, factor in groups:
                     group["lr"] = rate * factor(schedule.last_epoch)
+        now = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        changes = [pair for pair in zip(self._rates, now, strict=False) if not math.isclose(*pair, rel_tol=1e-6)]
+        if self._is_resumed and changes and trainer.is_global_zero:
+            log.info(
+                "rate       %.3g, and %.3g in the checkpoint: the run's length, schedule or optimizer is another",
+                *reversed(changes[0]),
+            )
         self._is_resumed = False
 
 

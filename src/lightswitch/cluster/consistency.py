@@ -69,6 +69,8 @@ def _other_config(everyone: Sequence[Evidence], read_values: ReadValues) -> str 
     by_key = [(one, values.get(one.config) or {"config": HIDDEN + one.config}) for one in everyone]
     line = _told(by_key, "{name}={value}") or ""
     fix = "overrides, and the same environment" if "another " in line else "overrides"
+    if "${now:" in line:
+        return f"{line}; each process reads its clock: type the value, or export it and type ${{oc.env:NAME}}"
     return f"{line}; give every process the same {fix}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,3 +122,9 @@ def tasks_of_nodes(environ: Mapping[str, str]) -> list[int]:
     """Return the number of srun's tasks on each node, from a value such as 4(x2),3; empty if it is not exported."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+
+
+def is_module() -> bool:
+    """Return whether Python runs the script as a module: `python -m train`, but not `python -m cProfile train.py`."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec is not None and spec.origin == os.path.abspath(sys.argv[0])

@@ -133,7 +133,15 @@ def values(cfg: DictConfig, without: tuple[str, ...] = ()) -> Values:
     hidden |= {
         key for key in flat for other in outside if f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.")
     }
-    return Values({key: str(leaf) for key, leaf in flat.items()}, frozenset(hidden))
+    times = of_the_clock(cfg)
+    texts = {key: f"{leaf} of {times[key]}" if key in times else str(leaf) for key, leaf in flat.items()}
+    return Values(texts, frozenset(hidden))
+
+
+def of_the_clock(cfg: DictConfig) -> dict[str, str]:
+    """Return the values that a config takes from the clock, unresolved, by dotted key: each process has another."""
+    flat = _flat(OmegaConf.to_container(cfg, resolve=False))
+    return {key: leaf for key, leaf in flat if isinstance(leaf, str) and "${now:" in leaf}
 
 
 def without_secret(override: str) -> str:

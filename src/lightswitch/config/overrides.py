@@ -30,6 +30,7 @@ _PARTIAL = ("optimizer", "scheduler")
 _VALUED_FLAGS = {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package"}
 _VALUED_FLAGS |= {"--experimental-rerun", "-e", "--cfg", "-c", "--info", "-i"}
 _SWEEPS = {"-m", "--multirun"}
+_QUOTED_KEY = re.compile(r"""([{,]\s*)(["'])([A-Za-z_][\w.-]*|)\2\s*:""")
 
 
 def normalised(arguments: list[str], rank: int = 0) -> list[str]:
@@ -39,7 +40,7 @@ def normalised(arguments: list[str], rank: int = 0) -> list[str]:
     """
     flags, overrides = _split([word for word in arguments if not re.match(r"--local[-_]rank=", word)])
     is_sweep = asks_for_a_sweep(arguments)
-    overrides = [_addable(_choosing(_named(override, is_sweep))) for override in overrides]
+    overrides = [_addable(_choosing(_named(_with_plain_keys(override), is_sweep))) for override in overrides]
     return flags + _emptied(overrides) + overrides + _quiet_ranks(rank)
 
 
@@ -98,6 +99,20 @@ def _named(override: str, is_sweep: bool) -> str:
     if not equals or key.lstrip("+") not in _NAMES or "${" in name or (is_sweep and re.search("[,(]", name)):
         return override
     return override if re.fullmatch(r"'.*'|\".*\"", name) else f"{key}={quoted(name)}"
+
+
+def _with_plain_keys(override: str) -> str:
+    """Remove the quotes around keys of a dict, which Hydra does not parse; of `init_names`, "" becomes "."."""
+    key, equals, value = override.partition("=")
+    if not value.startswith("{"):
+        return override
+    of_all = "." if key.lstrip("+") == "init_names" else None
+
+    def plain(found: re.Match[str]) -> str:
+        name = found[3] or of_all
+        return found[0] if name is None else f"{found[1]}{name}:"
+
+    return f"{key}{equals}{re.sub(_QUOTED_KEY, plain, value)}"
 
 
 def _choosing(override: str) -> str:

@@ -15,6 +15,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
+from lightswitch.cluster.placement import is_module
 from lightswitch.config.overrides import quoted
 from lightswitch.context import RunContext
 from lightswitch.errors import ExitCode, Refused
@@ -54,7 +55,8 @@ class Scripts(_SubprocessScriptLauncher):
         for local_rank in range(1, self.num_processes):
             environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
             environment.pop("RANK", None)  # so that it is a rank of this process, see placement.is_child
-            process = subprocess.Popen(command, env=environment)
+            # where this process began: the user's code may have changed its working directory
+            process = subprocess.Popen(command, env=environment, cwd=self.run.hydra.runtime.cwd)
             self.procs.append(process)
             self.run.process.ranks.append(process)  # at once, for a signal that arrives before the last has started
 
@@ -82,7 +84,7 @@ class Scripts(_SubprocessScriptLauncher):
 
 
 def _script() -> list[str]:
-    module = sys.modules["__main__"].__spec__  # None unless started by `python -m`
+    module = sys.modules["__main__"].__spec__ if is_module() else None
     return [os.path.abspath(sys.argv[0])] if module is None else ["-m", module.name]
 
 

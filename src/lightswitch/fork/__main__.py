@@ -96,7 +96,7 @@ def check_name(name: str, root: Path) -> None:
         raise Refused(
             f"{name} is not a valid Python package name; use lower-case letters, digits and _, as in bird_song"
         )
-    if name in _TAKEN or name in {path.stem for path in root.iterdir()}:  # such as eval.py, which would be imported
+    if name in _TAKEN or name in {path.stem for path in root.iterdir()}:  # such as train.py, which would be imported
         raise Refused(f"{name} is already used in the project; choose another name")
     if name in sys.stdlib_module_names:
         raise Refused(f"{name} is a module of Python's standard library; choose another name")

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.generators import (
@@ -42,7 +42,7 @@ from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy, hooked
 from lightswitch.launch import instantiation
 from lightswitch.launch.handshake import arrange_handshake
-from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
+from lightswitch.launch.instantiation import OF_PYTORCH_LIGHTNING, instantiated, plugins, raise_all, shards_itself
 from lightswitch.loop.hooks import skip_empty_hooks
 from lightswitch.loop.loops import replace_loops
 from lightswitch.monitoring.metrics import MetricsFile
@@ -50,7 +50,8 @@ from lightswitch.monitoring.monitored import BestCheckpoint
 from lightswitch.monitoring.notices import ModelSize, PlateauValidation, StepsAreCounted, StepsByHand
 from lightswitch.monitoring.progress import Progress
 from lightswitch.monitoring.step_timer import StepTimer
-from lightswitch.preflight import devices
+from lightswitch.preflight import devices, root_keys
+from lightswitch.preflight.targets import GIVEN
 from lightswitch.process import leave_group_at_exit
 from lightswitch.runs import log as run_log
 from lightswitch.runs import resume
@@ -91,14 +92,15 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Start | None
     leave_group_at_exit()
     skip_empty_hooks()
     run_log.quiet_libraries()
-    record = RunRecord(cfg, run, plan)  # records the request, so it comes before the learning rate is scaled
+    record = RunRecord(_as_used(cfg), run, plan)  # records the request, so it comes before the learning rate is scaled
     cfg = _with_scaled_learning_rate(cfg, plan)
     refusals = instantiation.refused_optimizers(cfg)
     if (cluster := instantiated(cfg, "cluster", refusals)) is not None:
         environments.export(cluster, cfg.trainer.num_nodes, devices.count(cfg.trainer))
     model = instantiated(cfg, "model", refusals)
     data = _data(cfg, refusals, position)
-    named, loggers, compilation = (instantiated(cfg, name, refusals) for name in ("callbacks", "logger", "compile"))
+    named, compilation = (instantiated(cfg, name, refusals) for name in ("callbacks", "compile"))
+    loggers = instantiated(_named_by_job(cfg, run), "logger", refusals)
     raise_all(refusals)
     raise_all(list(problems_of_parts(model, data, cfg, run, plan)))
     # GlobalBatch stores the random state after the constructors above; nothing may draw random numbers in between.
@@ -132,6 +134,25 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Start | None
     arrange_handshake(cfg, run, trainer, strategy, watchdog)
     install_launcher(strategy, run)
     return model, data, trainer
+
+
+def _as_used(cfg: DictConfig) -> DictConfig:
+    """Return a config without the optimizer and the schedule that no module reads: it has its own, or none."""
+    unused = root_keys.unread(cfg, (group for group in GIVEN if cfg.get(group) is not None))
+    used = cfg.copy()
+    with open_dict(used):
+        for group in unused:
+            del used[group]
+    return used
+
+
+def _named_by_job(cfg: DictConfig, run: RunContext) -> DictConfig:
+    """Return the config for loggers, in which the run_id of a sweep's job has its number: the jobs share the rest."""
+    if OmegaConf.is_missing(run.hydra.job, "num"):
+        return cfg
+    of_job = cfg.copy()
+    of_job.run_id = f"{cfg.run_id}-{run.hydra.job.num}"
+    return of_job
 
 
 def _take_seed(cfg: DictConfig, run: RunContext, position: Position | None) -> None:
@@ -352,7 +373,8 @@ def _of_other_kinds(model: Any, data: Any, cfg: DictConfig) -> Iterator[Refused]
     for name, made, kind in (("model", model, LightningModule), ("data", data, LightningDataModule)):
         if made is not None and not isinstance(made, kind):
             found, target = type(made).__name__, cfg[name].get("_target_")
-            hint = "" if "pytorch_lightning" not in str(type(made).__mro__) else ", not pytorch_lightning's"
+            is_of_other = "pytorch_lightning" in str(type(made).__mro__)
+            hint = f", not pytorch_lightning's{OF_PYTORCH_LIGHTNING}" if is_of_other else ""
             yield Refused(
                 f"{name}._target_={target}: found a {found}, expected lightning.pytorch's {kind.__name__}{hint}"
             )

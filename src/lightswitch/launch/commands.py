@@ -10,7 +10,7 @@ import sys
 from omegaconf import DictConfig
 
 from lightswitch.batches.plan import Position
-from lightswitch.cluster.placement import NO_SHARED_STORE, Placement, elastic_nodes
+from lightswitch.cluster.placement import NO_SHARED_STORE, Placement, elastic_nodes, is_module
 from lightswitch.config.overrides import quoted, shortened
 
 # keys that decide where a run starts, which these commands set themselves; in fit, ckpt_path is another
@@ -98,12 +98,12 @@ def overrides_below(key: str) -> list[str]:
 
 def script_words() -> list[str]:
     """Return the command that starts a single process, as words."""
-    return ["python", sys.orig_argv[_script_index(sys.orig_argv)]]
+    return ["python", *sys.orig_argv[_script(sys.orig_argv)]]
 
 
 def of_each_launcher(nodes: int, devices_per_node: int, uses_gpus: bool) -> dict[str, str]:
     """Return, by launcher, the command that starts the run on these nodes; HEAD stands for the first node's name."""
-    (python, script), typed = script_words(), overrides_of_run()
+    (python, *script), typed = script_words(), overrides_of_run()
     counts = [f"trainer.num_nodes={nodes}", f"trainer.devices={devices_per_node}"]
     per_node = f"--nproc-per-node={devices_per_node}"
     meet = [f"--nnodes={nodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=HEAD:29500", "--rdzv-id=mine"]
@@ -113,11 +113,11 @@ def of_each_launcher(nodes: int, devices_per_node: int, uses_gpus: bool) -> dict
     world = f"WORLD_SIZE={nodes * devices_per_node} LOCAL_WORLD_SIZE={devices_per_node} RANK=0"
     alone = nodes == 1
     return {
-        "python": shlex.join([python, script, *typed, *(counts[1:] if alone else [*counts, *by_hand])]),
-        "torchrun": shlex.join(["torchrun", *(["--standalone"] if alone else meet), per_node, script, *typed]),
-        "srun": shlex.join(["srun", *tasks, *gpus, python, script, *typed]),
+        "python": shlex.join([python, *script, *typed, *(counts[1:] if alone else [*counts, *by_hand])]),
+        "torchrun": shlex.join(["torchrun", *(["--standalone"] if alone else meet), per_node, *script, *typed]),
+        "srun": shlex.join(["srun", *tasks, *gpus, python, *script, *typed]),
         "env": f"MASTER_ADDR=HEAD MASTER_PORT=29500 {world} "
-        + shlex.join([python, script, *typed, "run_id=mine", "cluster=env"]),
+        + shlex.join([python, *script, *typed, "run_id=mine", "cluster=env"]),
     }
 
 
@@ -135,7 +135,7 @@ def _holds(limit: int | None, reached: int) -> bool:
 
 def _overrides(without: tuple[str, ...]) -> list[str]:
     """Return the command line's overrides, except those of some keys and of the keys below them."""
-    typed = list(map(shortened, sys.orig_argv[_script_index(sys.orig_argv) + 1 :]))
+    typed = list(map(shortened, sys.orig_argv[_script(sys.orig_argv).stop :]))
     return [word for word in typed if not any(_sets(word.lstrip("+~").partition("=")[0], key) for key in without)]
 
 
@@ -145,17 +145,17 @@ def _sets(key: str, wanted: str) -> bool:
 
 def _program(placement: Placement) -> list[str]:
     """Return the command that starts the script with its launcher, as words."""
-    script = sys.orig_argv[_script_index(sys.orig_argv)]
+    script = sys.orig_argv[_script(sys.orig_argv)]
     if placement.launcher == "torchrun":
         survives = ["env", f"{NO_SHARED_STORE}=1"] if elastic_nodes() is not None else []
-        return [*survives, "torchrun", *_options_of_torchrun(placement), script]
+        return [*survives, "torchrun", *_options_of_torchrun(placement), *script]
     if placement.launcher == "slurm":
         tasks = [f"--nodes={placement.nodes}", f"--ntasks-per-node={placement.devices_per_node}"]
         gpus = [f"--gpus-per-node={count}"] if (count := os.environ.get("SLURM_GPUS_ON_NODE")) else []
         if placement.uneven:
             tasks[1], gpus = f"--ntasks={placement.uneven}", [f"--gpus={placement.uneven}"] if gpus else []
-        return ["srun", *tasks, *gpus, "python", script]
-    return ["python", script]
+        return ["srun", *tasks, *gpus, "python", *script]
+    return ["python", *script]
 
 
 def _options_of_torchrun(placement: Placement) -> list[str]:
@@ -164,9 +164,16 @@ def _options_of_torchrun(placement: Placement) -> list[str]:
 
     agent = psutil.Process().parent()
     words = agent.cmdline() if agent is not None else []
-    typed = list(itertools.dropwhile(lambda word: not word.startswith("--"), words[: _script_index(words)]))
+    typed = list(itertools.dropwhile(lambda word: not word.startswith("--"), words[: _script(words).start]))
     return typed or [f"--nproc-per-node={placement.devices_per_node}"]
 
 
-def _script_index(words: list[str]) -> int:
-    return next((index for index, word in enumerate(words) if word.endswith(".py")), 0)
+def _script(words: list[str]) -> slice:
+    """Return where the script is in a command's words: `train.py`, or `-m train` if Python runs it as a module."""
+    spec = sys.modules["__main__"].__spec__ if is_module() else None
+    for index, word in enumerate(words):
+        if word.endswith(".py"):
+            return slice(index, index + 1)
+        if spec is not None and words[index : index + 2] == ["-m", spec.name]:
+            return slice(index, index + 2)
+    return slice(0, 1)

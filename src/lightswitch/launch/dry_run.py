@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -125,7 +126,7 @@ def _with_reads(request: Request, batch: BatchPlan, one: Rehearsed) -> Rehearsed
 
 def _script(request: Request) -> dict[str, str]:
     program = commands.script_words()
-    folder = Path(program[1]).absolute().parent
+    folder = Path(sys.argv[0]).absolute().parent
     return job_script(folder, request.world, request.device.kind, program, commands.overrides_of_run())
 
 

@@ -44,6 +44,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
                 return _run_apart(script)
             if main.__module__ == "__main__":
                 _fix_hashes()
+                sys.argv[0] = os.path.abspath(sys.argv[0])  # user code may change the working directory
             else:
                 _name_command(script)
             show_first_line(sys.argv[1:])
@@ -112,11 +113,21 @@ def _fix_hashes() -> None:
     ranks would train on different labels, and a resumed run on others than before. Python reads the variable only when
     it starts. A script that something else runs, as a notebook or a debugger, goes on as it is.
     """
-    is_own = sys.orig_argv[-len(sys.argv) :] == sys.argv and sys.gettrace() is None
+    is_own = sys.orig_argv[-len(sys.argv) :] == sys.argv or placement.is_module()
     is_set = "PYTHONHASHSEED" in os.environ or sys.flags.ignore_environment
-    if is_own and not is_set and not _asks(sys.argv[1:]):
+    if is_own and not _is_debugged() and not is_set and not _asks(sys.argv[1:]):
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _is_debugged() -> bool:
+    """Return whether a debugger has set breakpoints in this process, or may be about to: a new one would not have them.
+
+    Since Python 3.12, debuggers may be tools of `sys.monitoring`, of which `sys.gettrace` knows nothing.
+    """
+    monitoring = getattr(sys, "monitoring", None)
+    has_tool = monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None
+    return has_tool or sys.gettrace() is not None or not {"debugpy", "pydevd"}.isdisjoint(sys.modules)
 
 
 def show_first_line(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:

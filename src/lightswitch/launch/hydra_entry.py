@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import hydra
 import hydra._internal.hydra
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -27,9 +28,9 @@ from omegaconf.errors import OmegaConfBaseException
 from lightswitch import patches
 from lightswitch.cluster import placement
 from lightswitch.cluster.placement import Placement
-from lightswitch.config.confidential import Cleaner
+from lightswitch.config.confidential import Cleaner, of_the_clock
 from lightswitch.config.hydra_errors import NO_YAML, check_flags, problems_of_composition
-from lightswitch.config.overrides import ComposesOnce, asks_for_help, normalised
+from lightswitch.config.overrides import ComposesOnce, asks_for_help, key_and_value, normalised, quoted, typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, ExitCode, Failure, RefusedRequest, ReportedElsewhere, Stopped
 from lightswitch.failures import classify, crash_report
@@ -124,6 +125,10 @@ class Entry:
         classify.keep_disk_errors_of_threads(self.process, run.run_dir)
         if cfg.get("mode") == "fit":
             _resume_restarted(cfg, run)
+        if found.launcher == "local":  # the ranks that this process starts get its time
+            for key in of_the_clock(cfg):
+                OmegaConf.update(cfg, key, time := str(OmegaConf.select(cfg, key)))
+                self.process.decided.append(f"{key}={quoted(time)}")
         if not OmegaConf.is_missing(run.hydra.job, "num"):
             from lightswitch.sweeps import job
 
@@ -294,11 +299,20 @@ def _run_name(*, _root_: DictConfig) -> str:
     """Return the choice of model, or the name of its class if the command line named one."""
     hydra = _root_.hydra if "hydra" in _root_ else HydraConfig.get()  # the former while a sweep names its directory
     choice = hydra.runtime.choices.get("model")
+    if choice is None and "_target_" not in (_root_.get("model") or {}) and (swept := _swept_classes(hydra)):
+        return swept
     if choice is None and "model" not in _root_:
         message = "model: the config has no such key, and the engine reads it; add it to config.yaml"
         raise RefusedRequest([message])
     named = choice or str(_root_.model._target_).rpartition(".")[2].lower()
     return named.replace("/", "_")  # a choice may be in a subfolder
+
+
+def _swept_classes(hydra: HydraConf) -> str:
+    """Return a name for a sweep over `model._target_`, of which its own config has none: `a.CNN,b.MLP` is cnn-mlp."""
+    targets = [value for key, value in map(key_and_value, typed_overrides(hydra)) if key == "model._target_"]
+    names = re.findall(r"(\w+)\s*(?:,|$)", targets[-1].lower()) if targets else []
+    return "-".join(dict.fromkeys(names))
 
 
 def exit_with(problems: list[str]) -> NoReturn:

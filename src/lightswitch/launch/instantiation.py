@@ -34,6 +34,10 @@ _LIBRARIES = ("lightning", "lightswitch", "torch")  # their messages about argum
 _TORCH = "torch.optim."  # constructors of other packages may build operators, or need special parameters
 _OF_GPUS = "capturable"  # an argument that fails on the CPU, on which optimizers are tried
 
+OF_PYTORCH_LIGHTNING = (
+    "; in the file that defines it, write import lightning.pytorch as pl for import pytorch_lightning as pl"
+)
+
 Arguments = dict[str, Any]
 
 
@@ -72,7 +76,8 @@ def _unimported(cfg: DictConfig, key: str, cause: BaseException | None) -> str |
     if str(cause).startswith(key.partition(".")[0]):  # a constructor's message
         return str(cause)
     target = OmegaConf.select(cfg, f"{key}._target_")  # None for a node of several objects
-    return f"{key}: {cause}" if target is None else f"{key}._target_={target}: importing it fails: {cause}"
+    hint = OF_PYTORCH_LIGHTNING if "pytorch_lightning" in str(cause) else ""
+    return f"{key}: {cause}{hint}" if target is None else f"{key}._target_={target}: importing it fails: {cause}{hint}"
 
 
 def _unlike(cfg: DictConfig, key: str, cause: BaseException | None) -> str | None:

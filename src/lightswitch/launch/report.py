@@ -90,7 +90,13 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
         metrics |= {"world_changes": len(changed.steps), "steps_trained_twice": changed.trained_twice}
     of_training = finished.read_results(run.run_dir) if cfg.mode != "fit" and saved.has_trained(run.run_dir) else {}
     finished.write_results(run.run_dir, of_training | metrics)
-    rows: dict[str, object] = {name: value for name, value in metrics.items() if not name.startswith("lr-")}
+    rows: dict[str, object] = {
+        name: value
+        for name, value in metrics.items()
+        # of a metric that is logged by step and by epoch, the last batch of one device stands in results.json alone
+        if not name.startswith("lr-")
+        and not (name.endswith("_step") and f"{name.removesuffix('_step')}_epoch" in metrics)
+    }
     rows["seconds in all"] = timedelta(seconds=time.time() - psutil.Process().create_time())
     log.info("\n%s\n", table(rows))
     last = run.run_dir / "checkpoints" / "last.ckpt"

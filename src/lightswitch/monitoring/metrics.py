@@ -1,4 +1,4 @@
-"""The engine's loggers: metrics.csv, a table of all metrics of a run with one row per step, and MLflow."""
+"""The engine's own logger: metrics.csv, a table of all metrics of a run with one row per step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import logging
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning.fabric.loggers.logger import rank_zero_experiment
-from lightning.pytorch.loggers import Logger, MLFlowLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
@@ -276,62 +274,15 @@ def _size(path: Path) -> int:
         return 0
 
 
-class MLflowRun(MLFlowLogger):
-    """MLflow logger that continues the experiment's run of the same name; Lightning's logger would start a new run.
-
-    Args:
-        experiment_name: name of the experiment, which is created if it does not exist.
-        run_name: name of the run to continue or start.
-        tracking_uri: URI of the store; `sqlite:///…` for a local file.
-        tags: words, each of which becomes a tag of the run with the value true, as in `tags.baseline = 'true'`.
-        options: arguments of Lightning's MLFlowLogger.
-
-    Raises:
-        ModuleNotFoundError: MLflow, or a package that its SQLite store needs, is not installed.
-    """
-
-    def __init__(
-        self, experiment_name: str, run_name: str, tracking_uri: str, tags: Sequence[str] = (), **options: Any
-    ) -> None:
-        needed = ["mlflow", *(["sqlalchemy", "alembic"] if tracking_uri.startswith("sqlite:") else [])]
-        if missing := [name for name in needed if find_spec(name) is None]:
-            raise ModuleNotFoundError(
-                f"logger=mlflow needs {', '.join(needed)}; not installed: {', '.join(missing)}; "
-                "type: pip install -e '.[mlflow]'"
-            )
-        super().__init__(experiment_name, run_name, tracking_uri, tags=dict.fromkeys(tags, "true"), **options)
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        if not self._initialized and self._run_id is None:
-            self._run_id = self._earlier_run_id()
-        return super().experiment
-
-    @rank_zero_only
-    def log_hyperparams(self, params: Any) -> None:
-        """Log hyperparameters that the run lacks: MLflow refuses changed values, which a resumed run may have."""
-        known = self.experiment.get_run(self.run_id).data.params
-        super().log_hyperparams({name: value for name, value in _flat(params) if name not in known})
-
-    def _earlier_run_id(self) -> str | None:
-        experiment = self._mlflow_client.get_experiment_by_name(self._experiment_name)
-        if experiment is None:
-            return None
-        runs = self._mlflow_client.search_runs(
-            [experiment.experiment_id], f"attributes.run_name = '{self._run_name}'", max_results=1
-        )
-        if not runs:
-            return None
-        run_id = str(runs[0].info.run_id)
-        self._mlflow_client.update_run(run_id, status="RUNNING")
-        return run_id
-
-
-def _flat(params: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested values with the flat names that Lightning's logger gives them."""
-    for name, value in (vars(params) if isinstance(params, Namespace) else params).items():
-        if isinstance(value, dict | Namespace):
-            yield from _flat(value, f"{path}{name}/")
-        else:
-            yield f"{path}{name}", value
+def rows_before(run_dir: Path, step: int) -> list[tuple[int, dict[str, float]]]:
+    """Return the metrics of a run's metrics.csv by step, of the steps before one; empty if the file can't be read."""
+    try:
+        text = regular_files.read_text(run_dir / "metrics.csv", "replace")
+        rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
+        return [
+            (int(row["step"]), {name: float(text) for name, text in row.items() if name != "step" and text})
+            for row in rows
+            if int(row["step"]) < step
+        ]
+    except (OSError, ValueError, KeyError, csv.Error):
+        return []

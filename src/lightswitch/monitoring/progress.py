@@ -183,7 +183,7 @@ class Progress(ProgressBar):
             parts.append(f"step {trainer.global_step}" if self._unit_of_progress == "batch" else f"batch {trained}")
         shown: set[str] = set() if self._line is not None else {*self._validation}  # a log has a line for these
         if (loss := _loss(metrics, "train")) is not None:
-            parts.append(f"loss {_short(loss)}")
+            parts.append(f"loss {_short(loss)}{self._of_step(trainer, trained, done)}")
             shown |= {"train/loss", "train_loss", "loss"}  # names by which the module may log it
         if self._line is not None and (loss := _loss(self._validation, "val")) is not None:
             parts.append(f"val {_short(loss)}")
@@ -195,6 +195,14 @@ class Progress(ProgressBar):
             seconds = self._meter.seconds_for((self._total - done) * trained / max(1, done))
             parts += [] if seconds is None else [f"{clock(seconds)} left"]
         return parts
+
+    def _of_step(self, trainer: Trainer, trained: int, done: int) -> str:
+        """Return which step the loss is of, if not of this one: the mean over all devices is taken at logged steps."""
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set past Lightning's declaration
+        logged = trained // every * every if every else trained
+        stays = self._line is None or done == self._total  # a line that is redrawn has the next value soon
+        unit = "step" if trainer.lightning_module.automatic_optimization else "batch"
+        return f" of {unit} {logged}" if stays and logged < trained else ""
 
     def _start_evaluation(self) -> None:
         if self._enabled:

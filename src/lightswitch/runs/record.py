@@ -33,8 +33,9 @@ from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, shown
 from lightswitch.mixins import callbacks_of
-from lightswitch.monitoring.metrics import WORLD
+from lightswitch.monitoring.metrics import WORLD, rows_before
 from lightswitch.monitoring.notices import ModelSize
+from lightswitch.monitoring.trackers import Branching, purge
 from lightswitch.runs import claim, finished, saved, starts
 from lightswitch.runs import log as run_log
 from lightswitch.runs.starts import Start
@@ -136,19 +137,34 @@ class RunRecord(Callback):
         if self._goes_on:
             return
         self._goes_on = True
-        _open(logger for logger in trainer.loggers if not isinstance(logger, _LOCAL))  # one may fail to connect
-        earlier = starts.read(self.run_dir) if trainer.is_global_zero and self.resume != "never" else []
+        before = starts.read(self.run_dir) if trainer.is_global_zero else []
+        earlier = before if self.resume != "never" else []
         own = self._start(trainer) if trainer.is_global_zero and self.mode == "fit" else None
         if own and trainer.checkpoint_callbacks and not getattr(trainer, "fast_dev_run", False):
             directory.try_out(self.run_dir / "checkpoints")
+        step = _batch_of(trainer).first_logged_step(trainer)
+        branching = (
+            [one for one in trainer.loggers if isinstance(one, Branching)] if own and self._branches(before) else []
+        )
+        for one in branching:
+            one.branch()
+        _open(logger for logger in trainer.loggers if not isinstance(logger, _LOCAL))  # one may fail to connect
+        for one in branching:
+            one.log_rows(rows_before(self.run_dir, step))
         if trainer.is_global_zero:
             self._write([*earlier, *([own] if own else [])], partial(self._set_aside, trainer))
         _open(logger for logger in trainer.loggers if isinstance(logger, _LOCAL))
+        for logger in trainer.loggers if own and earlier else ():
+            purge(logger, step)
         self._begin_log(trainer)
         if own and earlier and (change := own.change_from(earlier[-1])):
             log.info("world      %s", change)
             for logger in trainer.loggers:
                 logger.log_metrics({WORLD: trainer.world_size}, step=_batch_of(trainer).first_logged_step(trainer))
+
+    def _branches(self, earlier: list[Start]) -> bool:
+        """Return whether this start leaves the steps that an earlier one has trained, which did not just fail."""
+        return bool(earlier) and self.resume not in ("auto", "last")
 
     def _start(self, trainer: Trainer) -> Start:
         hosts = self.run.process.hosts or [platform.node()]
@@ -156,9 +172,16 @@ class RunRecord(Callback):
         return replace(start, uneven=self.run.placement.uneven or 0, job=claim.job() or "")
 
     def _set_aside(self, trainer: Trainer) -> None:
-        """Move checkpoints that are not of the training that this start goes on with: a later one would resume them."""
+        """Move checkpoints that are not of the training that this start goes on with: a later one would resume them.
+
+        A start anew has none of the earlier metrics either, of any logger that writes to the run directory.
+        """
         if self.resume == "never":
-            _set_checkpoints_aside(self.run_dir)
+            folders = [Path(logger.log_dir) for logger in trainer.loggers if logger.log_dir]
+            inside = [folder for folder in folders if self.run_dir.absolute() in folder.absolute().parents]
+            for path in {self.run_dir / "checkpoints", self.run_dir / "metrics.csv", *inside}:
+                if path.exists():
+                    saved.set_aside(path)
         elif self.mode == "fit" and self.resume not in ("auto", "last"):
             _set_others_aside(self.run_dir, Path(str(trainer.ckpt_path)), trainer.global_step)
 
@@ -276,12 +299,6 @@ def _files(cfg: DictConfig, run: RunContext) -> dict[str, str]:
         "config.yaml": OmegaConf.to_yaml(confidential.redacted(cfg)),
         "run.json": json.dumps(asdict(origin), indent=2) + "\n",
     }
-
-
-def _set_checkpoints_aside(run_dir: Path) -> None:
-    """Rename the checkpoints of the previous run, whose later steps would make them appear as this run's newest."""
-    if (checkpoints := run_dir / "checkpoints").exists():
-        saved.set_aside(checkpoints)
 
 
 def _set_others_aside(run_dir: Path, start: Path, step: int) -> None:

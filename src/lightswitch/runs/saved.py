@@ -30,6 +30,9 @@ _NO_HYPERPARAMETERS = (  # keys that identify the run or set what it logs, not w
 )
 
 
+_UNUSED = ("optimizer", "scheduler")  # groups that a record lacks if the module has its own
+
+
 def read_yaml(path: Path) -> Any:
     """Read a YAML file; None if it does not exist or is damaged."""
     try:
@@ -75,7 +78,7 @@ def changes_since(run_dir: Path, cfg: DictConfig) -> str:
 
 
 def _changes(key: str, before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    if key not in _NO_HYPERPARAMETERS:
+    if key not in _NO_HYPERPARAMETERS and not (key in _UNUSED and key not in before):
         yield from _difference(key, before.get(key, _ABSENT), now.get(key, _ABSENT))
 
 

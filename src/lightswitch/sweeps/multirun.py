@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightswitch.cluster import placement
 from lightswitch.config import moved
 from lightswitch.config.confidential import Cleaner
-from lightswitch.config.overrides import check_names, quoted, typed_overrides
+from lightswitch.config.overrides import check_names, key_and_value, quoted, typed_overrides
 from lightswitch.errors import ExitCode, Refused, RefusedRequest
 from lightswitch.preflight import check, devices, root_keys
 from lightswitch.process import Process
@@ -127,7 +127,9 @@ def _run_jobs(walk: Callable[[], None], folder: Path) -> None:
 
 
 def _problems(cfg: DictConfig) -> Iterator[str]:
-    yield from root_keys.missing(cfg)
+    typed = {key_and_value(override)[0].partition(".")[0] for override in typed_overrides(cfg.hydra)}
+    # Hydra leaves swept values out of the sweep's own config; each job has one
+    yield from (line for line in root_keys.missing(cfg) if line.partition(":")[0] not in typed)
     yield from root_keys.no_switch("compare", cfg.get("compare", False))
     found = placement.detect()
     if found.is_external:

@@ -15,7 +15,7 @@ CONF = CHECKOUT / "tests/engine/config/template/conf"
 MODEL_AND_DATA = ("model=mnist", "data=mnist")
 
 # Beside train.py
-COMMANDS = ("python src/train.py", "python eval.py ckpt_path=logs/last.ckpt", "make test-full", "make clean-logs")
+COMMANDS = ("make test-full", "make clean-logs")
 REFUSED = (
     "trainer=cpu",
     "trainer=gpu",

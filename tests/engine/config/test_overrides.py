@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from lightswitch.checkpoints.portable import _renamed
 from lightswitch.config.overrides import normalised, shortened
 
 
@@ -94,3 +96,11 @@ def test_one_rank_of_a_launcher_writes_the_log_and_the_configuration() -> None:
 
 def test_the_flag_of_torch_distributed_launch_is_left_out() -> None:
     assert normalised(["--local-rank=1", "seed=1"]) == ["seed=1"]
+
+
+def test_keys_of_a_dict_may_be_quoted_as_in_python_and_of_a_prefix_empty() -> None:
+    typed = ['init_names={"": net.}', "model.names={'one': 1, \"two\": {'a.b': 2}}", "model.text='{\"a\": 1}'"]
+    words = normalised(typed)
+    parsed = [one.value() for one in OverridesParser.create().parse_overrides(words)]
+    assert parsed == [{".": "net."}, {"one": 1, "two": {"a.b": 2}}, '{"a": 1}']
+    assert _renamed("body.weight", parsed[0]) == "net.body.weight"

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.launch.build import _strategy
+from lightswitch.launch.build import _of_other_kinds, _strategy
 from lightswitch.strategies.ddp import DDP, Single
 from tests.engine.conftest import PLAIN_DATA, Train
 from tests.engine.curves import largest_difference
@@ -23,6 +23,17 @@ _BY_FUNCTION = {"_target_": "lightswitch.strategies.ddp.auto", "accelerator": "c
 
 def _named(strategy: dict[str, Any]) -> HookedStrategy:
     return _strategy(OmegaConf.create({"accelerator": "cpu", "devices": 1, "num_nodes": 1, **strategy}))
+
+
+def test_a_module_of_the_other_lightning_is_refused_with_the_import_to_write() -> None:
+    made = type("Mine", (), {"__module__": "pytorch_lightning.core"})()
+    cfg = OmegaConf.create({"model": {"_target_": "mine.Mine"}, "mode": "fit"})
+    (refused,) = _of_other_kinds(made, None, cfg)
+    assert str(refused) == (
+        "model._target_=mine.Mine: found a Mine, expected lightning.pytorch's LightningModule, not "
+        "pytorch_lightning's; in the file that defines it, write import lightning.pytorch as pl for import "
+        "pytorch_lightning as pl"
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,3 +99,16 @@ def test_hashes_are_fixed_unless_the_user_has_set_them(tmp_path: Path) -> None:
     assert _hashes(tmp_path) == _hashes(tmp_path, "-X", "dev") == fixed
     assert _hashes(tmp_path, PYTHONHASHSEED="7") == _hashes(tmp_path, PYTHONHASHSEED="7") != fixed
     assert len({_hashes(tmp_path, PYTHONHASHSEED="random") for _ in range(3)}) == 3
+
+
+def test_a_debugger_of_any_kind_keeps_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since Python 3.12, one may be a tool of sys.monitoring, of which sys.gettrace says nothing."""
+    monkeypatch.setattr(sys, "gettrace", lambda: None)
+    monkeypatch.delitem(sys.modules, "debugpy", raising=False)
+    monkeypatch.setattr(sys, "monitoring", SimpleNamespace(DEBUGGER_ID=0, get_tool=lambda tool: None), raising=False)
+    assert not entry._is_debugged()
+    with monkeypatch.context() as attached:
+        attached.setitem(sys.modules, "debugpy", sys)
+        assert entry._is_debugged()
+    monkeypatch.setattr(sys, "monitoring", SimpleNamespace(DEBUGGER_ID=0, get_tool={0: "pydevd"}.get))
+    assert entry._is_debugged()

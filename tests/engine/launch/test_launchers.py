@@ -24,11 +24,53 @@ from lightswitch.process import Process, Signals
 from tests.engine.config.mistaken import answers
 from tests.engine.conftest import PLAIN, Finished, Train, context
 from tests.engine.launch.witness import WITNESS, witnesses
-from tests.engine.processes import TRAIN_PY, Start
+from tests.engine.plain import PlainModel
+from tests.engine.processes import TRAIN_PY, Start, said
 from tests.night import at_night
+from tests.runs import CHECKOUT
 
 RUN = (*PLAIN, *WITNESS, "trainer.accelerator=cpu", "trainer.max_steps=4", "trainer.val_check_interval=4")
 TIMEOUT_SECONDS = 800
+
+
+class Wandering(PlainModel):
+    """Changes the working directory, as code does that unpacks data or calls a tool; its note is the time."""
+
+    def __init__(self, note: str = "", to: str | None = None) -> None:
+        super().__init__()
+        self.note = note
+        if to is not None:
+            os.chdir(to)
+
+    def on_fit_start(self) -> None:
+        print(f"rank {self.global_rank} note {self.note}", flush=True)
+
+
+@pytest.mark.parametrize(
+    ("python", "words"),
+    [
+        pytest.param(("train.py",), ("hydra.job.chdir=true",), id="Hydra changes the folder"),
+        pytest.param(("-m", "train"), ("model.to=/",), id="a module is run, and user code changes the folder"),
+        pytest.param(("-m", "cProfile", "-o", "profile", "train.py"), (), id="a profiler runs the script"),
+    ],
+)
+def test_ranks_start_as_the_script_did_whoever_ran_it_and_wherever_it_went(
+    python: tuple[str, ...], words: tuple[str, ...], start: Start, tmp_path: Path
+) -> None:
+    for name in ("conf", "train.py"):
+        (tmp_path / name).symlink_to(CHECKOUT / name)
+    own = ("model._target_=tests.engine.launch.test_launchers.Wandering", "model.note=${now:%H-%M-%S}", RUN[1])
+    own = (*own, "trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.val_check_interval=2", "logger=csv")
+    own = (*own, "strategy=ddp", "trainer.devices=2", "run_id=mine", *words)
+    ended = start(sys.executable, *python, *own)
+    out = said(ended)
+    assert ended.returncode == 0, out
+    assert len(notes := re.findall(r"rank . note (.+)", out)) == 2
+    assert len({*notes}) == 1  # each process would read its own clock
+    (evaluate,) = re.findall(r"^evaluate   (.+) mode=test ckpt_path=(.+)$", out, re.MULTILINE)
+    assert evaluate[0].startswith(f"python {'-m train' if '-m train' in ' '.join(python) else 'train.py'} model.")
+    assert evaluate[1] == "runs/wandering/mine/checkpoints/best.ckpt"
+    assert (tmp_path / evaluate[1]).exists()
 
 
 def test_torchrun_decides_the_number_of_devices(train: Train) -> None:

@@ -1,4 +1,5 @@
 import os
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,8 @@ def directory(tmp_path: Path) -> Path:
 def hydra_home(directory: Path) -> Iterator[None]:
     with initialize_config_dir(str(CONF), version_base=None):
         config = compose(overrides=[f"hydra.runtime.output_dir={directory}"], return_hydra_config=True)
+        OmegaConf.set_readonly(config.hydra, False)
+        config.hydra.runtime.cwd = str(directory.parents[2])  # compose sets it, after the overrides
         HydraConfig.instance().set_config(config)
         yield
 
@@ -78,7 +81,9 @@ def test_the_default_self_logger_draws_on_tensorboard_by_rank_0_alone(train: Tra
     assert (tags["histograms"], tags["images"]) == (["pixels"], ["first", "classes"])
     assert list(run.column("train/loss")) == [0, 1]
     told = yaml.safe_load((run.run_dir / "tensorboard/hparams.yaml").read_text())
-    assert (told["global_batch_size"], told["optimizer"]["lr"], told["trainer"]["max_steps"]) == (8, 3e-3, 2)
+    assert (told["global_batch_size"], told["trainer"]["max_steps"]) == (8, 2)
+    recorded = yaml.safe_load((run.run_dir / "config.yaml").read_text())
+    assert not {"optimizer", "scheduler"} & (told.keys() | recorded.keys())  # the module has its own
     sizes = {"nodes": 1, "devices": 2, "global_batch": 8, "micro_batch": 4, "accumulation": 1}
     assert told["sizes"].items() >= sizes.items()
     assert told["sizes"]["parameters"] == told["sizes"]["trained_parameters"] > 0
@@ -119,11 +124,94 @@ def test_mlflow_keeps_metrics_and_parameters_in_a_local_store(directory: Path) -
     assert {metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")} == {4, 9, 14, 19}
 
 
+SERVICES = pytest.mark.skipif(
+    (find_spec("mlflow") is None or find_spec("wandb") is None) and not os.environ.get("LIGHTSWITCH_REQUIRE_ALL"),
+    reason="MLflow and wandb are extras",
+)
+LOGGED = (*PLAIN, "trainer.accelerator=cpu", "run_id=mine", "global_batch_size=8", "trainer.log_every_n_steps=1")
+LOGGED = (*LOGGED, "callbacks.last_checkpoint.every_n_steps=4", "callbacks.last_checkpoint.keep=9")
+OFFLINE = {"WANDB_MODE": "offline"}
+
+
+def curve_of_tensorboard(run_dir: Path) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+
+
+def curves_of_mlflow(store: Path) -> dict[str, list[tuple[int, float]]]:
+    """By the name of the run."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{store}")
+    runs = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    histories = {run.info.run_name: client.get_metric_history(run.info.run_id, "train/loss") for run in runs}
+    return {name: [(one.step, one.value) for one in found] for name, found in histories.items()}
+
+
+def runs_of_wandb(run_dir: Path) -> list[str]:
+    return [path.name.split("-", 3)[-1] for path in sorted((run_dir / "wandb").glob("offline-run-*"))]
+
+
+@SERVICES
+def test_a_run_is_one_curve_in_each_logger_after_a_branch_and_a_start_anew(train: Train) -> None:
+    """A logger shows the steps that the run's checkpoints lead to, and no others, as metrics.csv does."""
+    run, earlier = None, "resume=runs/plainmodel/mine/checkpoints/step_4.ckpt"
+    for number, how in enumerate(((), (earlier, "model.lr=0.5"), ("resume=never", "model.lr=0.2"))):
+        run = train(
+            *(*LOGGED, *how, "trainer.max_steps=8", "logger=[default,mlflow,wandb]"),
+            folder=run and run.folder,
+            environment=OFFLINE,
+        )
+        curve = [(step, pytest.approx(loss)) for step, loss in run.column("train/loss").items()]
+        curves = curves_of_mlflow(run.folder / "runs/mlflow.db")
+        assert len(curve) == 8
+        assert curve_of_tensorboard(run.run_dir) == curve
+        assert (curves["mine"], len(curves)) == (curve, number + 1)
+        assert runs_of_wandb(run.run_dir)[-1] == ("mine" if number == 0 else f"mine-{number}")
+    assert {path.name for path in run.run_dir.glob("*_1*")} == {"checkpoints_1", "metrics_1.csv", "tensorboard_1"}
+
+
+@SERVICES
+def test_each_job_of_a_sweep_is_a_run_of_its_own_in_each_logger(train: Train) -> None:
+    """What loggers know as `${run_id}` names one directory; a store that all runs share is where conf says."""
+    folder = None
+    for number in range(2):
+        job = (f"hydra.run.dir=runs/plainmodel/mine/{number}", f"hydra.job.num={number}", "trainer.max_steps=2")
+        run = train(*LOGGED, *job, "logger=[csv,mlflow,wandb]", folder=folder, environment=OFFLINE)
+        folder = run.folder
+        assert runs_of_wandb(folder / f"runs/plainmodel/mine/{number}") == [f"mine-{number}"]
+    elsewhere = train(*LOGGED, "hydra.run.dir=elsewhere", "trainer.max_steps=2", "logger=[csv,mlflow]", folder=folder)
+    assert curves_of_mlflow(elsewhere.folder / "runs/mlflow.db").keys() == {"mine", "mine-0", "mine-1"}
+
+
+@SERVICES
+def test_first_starts_at_once_make_the_store_of_mlflow_one_after_another(tmp_path: Path) -> None:
+    from tests.runs import context
+
+    starts = [context.Process(target=_first_start, args=(tmp_path / "runs/mlflow.db", time.time() + 8)) for _ in "1234"]
+    for one in starts:
+        one.start()
+    for one in starts:
+        one.join()
+    assert [one.exitcode for one in starts] == [0] * 4
+
+
+def _first_start(store: Path, at: float) -> None:
+    import mlflow  # noqa: F401  # as long as it takes, before all begin
+
+    from lightswitch.monitoring.trackers import MLflowRun
+
+    time.sleep(max(0.0, at - time.time()))
+    MLflowRun("toy", "first", f"sqlite:///{store}").experiment.search_experiments()
+
+
 @pytest.mark.usefixtures("hydra_home")
 def test_a_logger_whose_package_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    import lightswitch.monitoring.metrics
+    import lightswitch.monitoring.trackers
 
-    monkeypatch.setattr(lightswitch.monitoring.metrics, "find_spec", lambda name: None)
+    monkeypatch.setattr(lightswitch.monitoring.trackers, "find_spec", lambda name: None)
     with pytest.raises(
         InstantiationException, match=r"not installed: mlflow, sqlalchemy, alembic; type: pip install -e"
     ):

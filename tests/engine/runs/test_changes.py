@@ -27,6 +27,7 @@ SAME = {**BEFORE, "model": {**BEFORE["model"], "optimizer": "${optimizer}"}}
     ("now", "told"),
     [
         (SAME, ""),
+        ({**SAME, "scheduler": {"min_factor": 0.1}}, ""),  # a record has none where the module has its own
         ({**SAME, "run_id": "other", "callbacks": {}}, ""),
         ({**SAME, "optimizer": {**BEFORE["optimizer"], "lr": 1e-3}}, "optimizer.lr=0.001 (was 0.0003)"),
         (

@@ -16,6 +16,7 @@ from lightswitch.cluster import placement
 from lightswitch.config.overrides import normalised
 from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.sweeps.multirun import shared_problems
+from tests.engine.config.mistaken import answers
 from tests.engine.conftest import CHECKOUT
 from tests.engine.tiny import LANGUAGE_MODEL, TEXT
 
@@ -83,3 +84,13 @@ def test_a_file_may_say_what_is_swept(told: Told, tmp_path: Path) -> None:
     words = (f"hydra.searchpath=[file://{tmp_path}]", "experiment=search")
     assert told(*words, "trainer.max_stps=4") == TYPO
     assert told(*words) == []
+
+
+def test_classes_are_swept_as_any_other_value_is(tmp_path: Path) -> None:
+    """Hydra leaves what is swept out of the sweep's own config, which names the folder."""
+    classes = "model._target_=tests.engine.plain.PlainModel,tests.engine.plain.SGDModel"
+    own = ["-m", classes, "data._target_=tests.engine.plain.PlainData"]
+    asked = {"of all": [*own, "trainer.max_stps=4"], "beside a class": [*own, "model.wdth=4", "seed=x"]}
+    found = {name: answer.err for name, answer in answers(asked, tmp_path).items()}
+    assert found["of all"] == f"error: {TYPO[0]}\n"
+    assert "seed=x" in found["beside a class"]
