@@ -328,7 +328,7 @@ class Member:
                 if "verdict" in message:
                     self._end(Failure(**message["verdict"]))
                     return
-        except asyncio.TimeoutError:
+        except TimeoutError:
             lost = f"was lost: nothing heard for {silence_seconds:g} s"
         except ConnectionResetError:  # the other process ended with unread data in its socket
             pass

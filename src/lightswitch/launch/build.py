@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -73,6 +74,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Built:
     """
     gc.freeze()  # imported objects stay, so the collector, off since launch/hydra_entry, needn't search them
     gc.enable()
+    atexit.register(gc.unfreeze)  # at exit, the nanobind of triton 3.9 reports frozen objects as leaked
     leave_group_at_exit()
     skip_empty_hooks()
     run_log.quiet_libraries()
