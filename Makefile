@@ -3,7 +3,7 @@
 
 PYTHON3 ?= python3
 # the oldest that lightswitch allows, of those in PATH and of pyenv's
-LOWEST_PYTHON3 ?= $(shell for minor in 10 11 12 13; do for python in python3.$$minor \
+LOWEST_PYTHON3 ?= $(shell for minor in 11 12 13 14; do for python in python3.$$minor \
   $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.$$minor.*/bin/python3; do \
   "$$python" -c 'import ensurepip, venv' 2> /dev/null && echo "$$python" && exit; done; done)
 VENV := .venv
@@ -12,15 +12,20 @@ PYTHON = $(VENV)/bin/python
 WORKERS ?= 4
 INSTALLED := .venv/installed
 LOWEST_INSTALLED := .venv-lowest/installed
+NEWEST_INSTALLED := .venv-newest/installed
 SCHEMAS := .vscode/schemas/config.json
 LOWEST_TESTS := tests/engine/test_patches.py tests/engine/test_same_run.py tests/engine/tours \
   tests/engine/checkpoints tests/engine/launch tests/engine/strategies
+NEWEST_TESTS := $(LOWEST_TESTS) tests/engine/config tests/engine/preflight tests/engine/sweeps
+# the newest that pyproject.toml allows, where make installs older ones: no CPU build yet, or a pre-release
+NEWEST ?= torch==2.15.0 hydra-core==1.4.0rc3 hydra-optuna-sweeper==1.4.0rc3 hydra-submitit-launcher==1.4.0rc3
 # packages come from this folder, and nothing is asked of the internet: make train WHEELHOUSE=wheelhouse
 WHEELHOUSE ?=
 ifneq ($(WHEELHOUSE),)
 export PIP_NO_INDEX := 1
 export PIP_FIND_LINKS := $(abspath $(WHEELHOUSE))
 endif
+TORCH = $$(grep '^torch==' $(PINS))
 PIP_INSTALL = $(PYTHON) -m pip install -qq --disable-pip-version-check
 OF_HASHES = --require-hashes --no-deps --no-build-isolation --requirement $(VENV)/hashed.txt
 HASHED = $(PIP_INSTALL) $(OF_HASHES)
@@ -28,16 +33,16 @@ PIP_DOWNLOAD = $(PYTHON) -m pip download -qq --disable-pip-version-check --dest 
 # pins,NAMES and pins_but,NAMES: their entries in the pins, with the lines of hashes that follow each
 pins = awk '/^[^ ]/ { is_named = /^($(1))==/ } is_named' $(PINS) > $(VENV)/hashed.txt
 pins_but = awk '/^[^ ]/ { is_named = /^($(1))==/ } !is_named' $(PINS) > $(VENV)/hashed.txt
-# compile,OPTIONS,FILE: the pins of every package for every Python from 3.10, with the hashes of PyPI's files. torch has
+# compile,OPTIONS,FILE: the pins of every package for every Python from 3.11, with the hashes of PyPI's files. torch has
 # no hash, as its build differs by platform and index, and what it alone needs has no line: it names that itself
-compile = .venv/bin/uv pip compile --quiet --universal --python-version 3.10 --no-python-downloads \
+compile = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --no-python-downloads \
   --default-index https://pypi.org/simple --generate-hashes --no-header --no-annotate $(1) pyproject.toml - \
   | awk '/^[^ ]/ { is_torch = /^(torch==|nvidia|cuda|triton)/ } /^torch==/ { print $$1 } !is_torch' >> .venv/$(2) \
   && mv .venv/$(2) $(2)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train fork test test-nightly test-lowest lint types format bench gpu constraints wheelhouse tables pictures completion docs clean
+.PHONY: help train fork test test-nightly test-lowest test-newest lint types format bench gpu constraints wheelhouse tables pictures completion docs clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -57,6 +62,9 @@ test-nightly: $(INSTALLED) ## run what takes long: soaks, the environments of fo
 
 test-lowest: $(LOWEST_INSTALLED) ## run parity, checkpoints, launch and strategies on the lowest versions that pyproject.toml allows
 	.venv-lowest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(or $(ARGS),$(LOWEST_TESTS))
+
+test-newest: $(NEWEST_INSTALLED) ## run parity, checkpoints, launch, strategies, config and sweeps on the newest torch and Hydra that pyproject.toml allows
+	.venv-newest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(or $(ARGS),$(NEWEST_TESTS))
 
 lint: $(INSTALLED) $(SCHEMAS) ## check format, lint and shell scripts
 	$(PYTHON) -m ruff format --check .
@@ -123,25 +131,29 @@ test-full clean-logs:
 	@echo "found no target $@, expected $(if $(findstring test,$@),make test-nightly,rm -r runs/NAME/RUN_ID of a run)" >&2; exit 2
 
 clean: ## remove .venv and every cache; runs/ stays
-	rm -rf .venv .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-lowest .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 
 $(LOWEST_INSTALLED): VENV := .venv-lowest
 $(LOWEST_INSTALLED): PINS := constraints-lowest.txt
 $(LOWEST_INSTALLED): PYTHON3 = $(LOWEST_PYTHON3)
-$(INSTALLED): constraints.txt
+$(NEWEST_INSTALLED): VENV := .venv-newest
+$(NEWEST_INSTALLED): TORCH = $(NEWEST)
+# PyPI alone: its torch comes with 5 GB of CUDA packages, and runs on CPUs
+$(NEWEST_INSTALLED): export PIP_CONFIG_FILE := /dev/null
+$(INSTALLED) $(NEWEST_INSTALLED): constraints.txt
 $(LOWEST_INSTALLED): constraints-lowest.txt
 
 # deepspeed's build looks at the installed torch, hence torch first and no build isolation
-$(INSTALLED) $(LOWEST_INSTALLED): pyproject.toml
-	@$(PYTHON3) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo \
-	  "found $$($(PYTHON3) --version 2>&1), expected Python 3.10 or newer; type make PYTHON3=/path/to/python3" >&2; exit 2; }
+$(INSTALLED) $(LOWEST_INSTALLED) $(NEWEST_INSTALLED): pyproject.toml
+	@$(PYTHON3) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo \
+	  "found $$($(PYTHON3) --version 2>&1), expected Python 3.11 or newer; type make PYTHON3=/path/to/python3" >&2; exit 2; }
 	@$(PYTHON3) -c 'import ensurepip, venv' 2> /dev/null || { echo \
 	  "found $(PYTHON3) without venv; on Debian or Ubuntu type: apt-get install python3-venv" >&2; exit 2; }
 	@echo "setting up $(VENV) with the packages of $(PINS) (about two minutes, once)" >&2
 	@[ -x $(VENV)/bin/pip ] || $(PYTHON3) -m venv $(VENV)
 	@$(call pins,pip|setuptools|wheel) && $(HASHED)
 	@$(call pins_but,torch|deepspeed) && $(HASHED)
-	@$(PIP_INSTALL) $$(grep '^torch==' $(PINS))
+	@$(PIP_INSTALL) $(TORCH)
 	@$(call pins,deepspeed) && DS_BUILD_OPS=0 $(HASHED)
 	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@$(PYTHON) -m pip check --disable-pip-version-check > $(VENV)/conflicts || { cat $(VENV)/conflicts >&2; exit 2; }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
+from lightswitch.config.hydra_versions import VERSION
 from lightswitch.preflight.signatures import signature
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -41,7 +42,7 @@ for path in CONF.rglob("*.yaml"):
         with contextlib.suppress(Exception):
             signature(target)  # preflight reads its source
 
-with contextlib.suppress(Exception), initialize_config_dir(str(CONF), version_base="1.3"):
+with contextlib.suppress(Exception), initialize_config_dir(str(CONF), **VERSION):
     compose(
         "config", ["trainer.max_steps=3", "+trainer.list=[1]"], return_hydra_config=True
     )  # its grammar learns as it parses

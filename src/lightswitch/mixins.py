@@ -19,8 +19,8 @@ class Mixin:
         return _without_state, type(self).__bases__, self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
-        inherited = getattr(super(), "__getstate__", None)  # Python 3.10 has no object.__getstate__
-        return dict(inherited() or {}) if inherited else dict(vars(self))
+        inherited: Any = super().__getstate__()
+        return dict(inherited or {})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         inherited = getattr(super(), "__setstate__", None)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 # The patched packages, and the versions that the tests ran with. pyproject.toml has the same bounds, with the reasons.
 SUPPORTED = {
-    "hydra-core": ">=1.3.2,<1.4",
+    "hydra-core": ">=1.3.2,<1.5",
     "lightning": ">=2.6.0,!=2.6.2,!=2.6.3,<2.7",
-    "torch": ">=2.8,<2.14",
+    "torch": ">=2.8,<2.16",
     "torchmetrics": ">=1.4,<1.10",
     "deepspeed": ">=0.19.7,<0.20",
 }

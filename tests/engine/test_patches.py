@@ -322,7 +322,7 @@ def test_the_table_in_the_docs_is_of_this_code() -> None:
 def test_the_bounds_are_those_of_pyproject() -> None:
     text = (CHECKOUT / "pyproject.toml").read_text()
     for package, bounds in SUPPORTED.items():
-        (found,) = re.findall(rf'"{package}(>=[^"]*)"', text)
+        (found,) = re.findall(rf'"{package}(>=[^";]*)"', text)
         assert found.replace(" ", "") == bounds
 
 

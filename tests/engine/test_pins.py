@@ -30,7 +30,7 @@ def test_every_pin_but_torch_has_hashes(pins: str) -> None:
 
 @pytest.mark.parametrize("package", SUPPORTED)
 def test_the_lowest_pins_are_the_lower_bounds(package: str) -> None:
-    (pinned,) = re.findall(rf"^{package}==(\S+)", LOWEST, re.MULTILINE)
+    pinned, *_ = re.findall(rf"^{package}==(\S+)", LOWEST, re.MULTILINE)
     lowest = SUPPORTED[package].partition(",")[0].removeprefix(">=")
     assert re.fullmatch(rf"{re.escape(lowest)}(\.0)*", pinned)
 

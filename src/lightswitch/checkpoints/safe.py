@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import warnings
 import zipfile
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -21,6 +22,9 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# torch 2.15 warns that it checks the indices of each sparse tensor, as it should
+warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
 
 _MOST_LEVELS = 64  # of nested mappings and lists
 PLACES_OF_SHARDS = "places_of_shards"  # in a state: the keys and indices that lead to what was a DTensor

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from lightswitch.cluster.sealed import Values
+from lightswitch.config.hydra_versions import register_resolver
 
 Path = tuple[str | int, ...]  # keys from the config's root to a value
 
@@ -70,11 +71,11 @@ def from_environment(cfg: DictConfig) -> dict[Path, FromEnvironment]:
         asked.append(_Asked(str(_node_._value()), str(arguments[0])))
         return oc.env(*arguments)
 
-    OmegaConf.register_new_resolver("oc.env", env, replace=True)
+    register_resolver("oc.env", env)
     try:
         return dict(_looked_up(cfg, (), asked))
     finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+        register_resolver("oc.env", oc.env)
 
 
 def _looked_up(

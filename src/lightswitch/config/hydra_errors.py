@@ -151,6 +151,10 @@ def problems_of_composition(error: BaseException, takes: Takes = lambda target: 
     if several := re.match(r"Ambiguous value for argument '\+*(.+?)=(.*)'", str(error)):
         key, values = several[1], several[2]
         return [f"{key}={values}: found several values; type -m for a run of each, or {key}=[{values}] for a list"]
+    if unresolved := re.match(r"Error resolving interpolation '(.+?)'", str(error)):  # Hydra 1.4 resolves none
+        setting = next((word for word in sys.argv if word.endswith(f"={unresolved[1]}")), f"GROUP={unresolved[1]}")
+        chosen, _, _ = setting.partition("=")
+        return [f"{setting}: a choice takes no resolver; let the shell insert a variable: {chosen}=$NAME"]
     if deleted := re.match(r"Could not delete from config. '(.+)' does not exist", str(error)):
         return [_nothing_to_delete(deleted[1], error)]
     return [_in_one_line(f"{error}\n{cause or ''}")]

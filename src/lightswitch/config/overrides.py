@@ -172,14 +172,18 @@ def typed_keys(hydra: HydraConf) -> set[str]:
 class ComposesOnce(Hydra):
     """Hydra that composes a run's config once; it would compose it to detect a sweep, and again to run."""
 
-    def get_mode(self, config_name: str | None, overrides: list[str]) -> Any:
-        """Return whether the config asks for a run or a sweep, and keep the config of a run."""
+    def get_mode(self, config_name: str | None, overrides: list[str], **parsed: Any) -> Any:
+        """Return whether the config asks for a run or a sweep, and keep the config of a run.
+
+        Args:
+            parsed: the overrides once more, parsed by Hydra 1.4.
+        """
         if asks_for_a_sweep(sys.argv[1:]):  # even with a single job
-            return super().get_mode(config_name, overrides)
+            return super().get_mode(config_name, overrides, **parsed)
         try:
             cfg = self.compose_config(config_name, overrides, run_mode=RunMode.RUN)
         except (HydraException, OmegaConfBaseException):
-            return super().get_mode(config_name, overrides)  # a sweep, or a problem that Hydra reports later
+            return super().get_mode(config_name, overrides, **parsed)  # a sweep, or a problem that Hydra reports later
         check_names(cfg)
         if cfg.hydra.mode != RunMode.MULTIRUN:
             self.config_loader = with_mixin(_Composed, self.config_loader)

@@ -20,7 +20,7 @@ from typing import Any, get_type_hints
 
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_object
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf.errors import OmegaConfBaseException
@@ -35,6 +35,7 @@ from lightswitch.checkpoints.finetuning import LEFT_OUT
 from lightswitch.checkpoints.last import best_or_last
 from lightswitch.checkpoints.names import own_name
 from lightswitch.checkpoints.weight_files import Weights
+from lightswitch.config.hydra_versions import instantiate
 from lightswitch.errors import UnfitCheckpoint, UntrustedConfig, listed
 
 CONFIG = "config.yaml"
@@ -127,7 +128,7 @@ def build_model(config: ModelConfig, trust: bool, filled: bool = False) -> Light
                 "lightswitch.load(path, model=MyModel(...)) does not run it, and trust=True does"
             )
         with nullcontext() if filled else _Unfilled():
-            model = instantiate(config.node, _convert_="all")
+            model = instantiate(config.node)
             if isinstance(model, LightningModule):
                 return _configured(model)
     except (

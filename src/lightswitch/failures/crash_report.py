@@ -146,10 +146,9 @@ def add_report(error: BaseException, own: Failure, rank: Rank, location: str, re
         return
     with contextlib.suppress(OSError):  # for example a full disk: the original error matters more
         report.add_rank(rank, location, own)
-        if sys.version_info >= (3, 11):  # printed below the traceback
-            if one_line(error) not in own.line or own.lacks_memory:
-                error.add_note(own.line)
-            error.add_note(f"crash report: {os.path.relpath(report.folder)}")
+        if one_line(error) not in own.line or own.lacks_memory:
+            error.add_note(own.line)  # printed below the traceback
+        error.add_note(f"crash report: {os.path.relpath(report.folder)}")
 
 
 def print_once(lines: str, is_alone: bool = False) -> bool:

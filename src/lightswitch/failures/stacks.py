@@ -108,10 +108,8 @@ def waits_for_device(frame: FrameType) -> bool:
 
 
 def _called(frame: FrameType) -> set[str]:
-    """Return the name of the function that a frame is calling; before Python 3.11, all functions called in its line."""
+    """Return the name of the function that a frame is calling."""
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
-    if sys.version_info < (3, 11):
-        return set(re.findall(r"(\w+)\(", "".join(lines[frame.f_lineno - 1 : frame.f_lineno])))
     try:
         call = ast.parse(f"({_source(frame, lines)})", mode="eval").body
     except (SyntaxError, ValueError):  # the file has changed since it was imported

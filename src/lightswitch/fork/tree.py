@@ -231,20 +231,23 @@ def _filled(text: str, fork: Fork) -> str:
     return text
 
 
-def _without_lowest(makefile: str) -> str:
-    """Return a Makefile without the targets that test the engine with the lowest versions of its dependencies."""
-    makefile = re.sub(r"^test-lowest:.*\n(\t.*\n)+\n", "", makefile, flags=re.MULTILINE).replace(" test-lowest", "")
-    for words in (" and the lowest", " $(LOWEST_INSTALLED):", " .venv-lowest"):
+def _without_other_versions(makefile: str) -> str:
+    """Return a Makefile without the targets that test the engine with other versions of its dependencies."""
+    makefile = re.sub(r"^test-(lowest|newest):.*\n(\t.*\n)+\n", "", makefile, flags=re.MULTILINE)
+    for words in (
+        *(" and the lowest", " test-lowest test-newest", " .venv-lowest .venv-newest"),
+        *(" $(LOWEST_INSTALLED) $(NEWEST_INSTALLED):", " $(NEWEST_INSTALLED):"),
+    ):
         makefile = makefile.replace(words, ":" if words.endswith(":") else "")
     line = r"(?:[^\n]*\\\n)*[^\n]*\n"  # with its continuation lines
     lines = re.findall(line, makefile)
-    gone = {number for number, line in enumerate(lines) if "lowest" in line.lower()}
+    gone = {number for number, line in enumerate(lines) if re.search("(?i:lowest)|NEWEST", line)}
     gone |= {number - 1 for number in gone if number and lines[number - 1].startswith("#")}
     return "".join(line for number, line in enumerate(lines) if number not in gone)
 
 
 def _makefile(text: str, fork: Fork) -> str:
-    paragraphs = _without_lowest(text).split("\n\n")
+    paragraphs = _without_other_versions(text).split("\n\n")
     gone = [part for part in paragraphs if re.search(rf"^\t.*({_NOT_OF_A_FORK})", part, re.MULTILINE)]
     text = "\n\n".join(part for part in paragraphs if part not in gone)
     targets = {target for part in gone for target in re.findall(r"^([\w-]+):", part, re.MULTILINE)}

@@ -242,7 +242,7 @@ class Source:
     Attributes:
         files: contents of the engine's files, by path in its folder.
         commit: of the checkout; empty for a wheel.
-        requirements: dependencies of its package, such as `torch>=2.8,<2.14`.
+        requirements: dependencies of its package, such as `torch>=2.8,<2.16`.
         train: the text of train.py; empty for a wheel.
         root: folder of the checkout; None for a wheel.
     """

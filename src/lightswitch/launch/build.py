@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -89,6 +90,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Start | None
     _take_seed(cfg, run, position)
     gc.freeze()  # imported objects stay, so the collector, off since launch/hydra_entry, needn't search them
     gc.enable()
+    atexit.register(gc.unfreeze)  # at exit, the nanobind of triton 3.9 reports frozen objects as leaked
     leave_group_at_exit()
     skip_empty_hooks()
     run_log.quiet_libraries()

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.cluster import placement
+from lightswitch.config.hydra_versions import instantiate
 from lightswitch.errors import NeedsValues, Refused, RefusedRequest, Unplanned
 from lightswitch.failures.classify import full_traceback, one_line
 from lightswitch.launch import instantiation
@@ -83,7 +83,7 @@ def of_states(cfg: DictConfig, device: Device, world: World) -> Request:
 
 def device_of(cfg: DictConfig) -> Device:
     """Return the device that the config's `plan` node names, with its memory."""
-    device: Device = instantiate(cfg.plan.device, _convert_="all")
+    device: Device = instantiate(cfg.plan.device)
     return device.with_memory(cfg.plan.memory_gib)
 
 
@@ -233,7 +233,7 @@ def _step(request: Request, candidate: Candidate, batch: BatchPlan) -> Step:
 
 def strategy_of(request: Request, candidate: Candidate) -> Strategy:
     """Return the strategy to simulate."""
-    strategy: Strategy = instantiate(dict(candidate.node), _convert_="all")
+    strategy: Strategy = instantiate(dict(candidate.node))
     if isinstance(strategy, DeepSpeedStrategy) and str(request.cfg.trainer.get("precision")).startswith("16"):
         plan_in_bfloat16(strategy)
     return strategy

@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightswitch import patches
 from lightswitch.cluster import placement
 from lightswitch.cluster.placement import Placement
+from lightswitch.config import hydra_versions
 from lightswitch.config.confidential import Cleaner, of_the_clock
 from lightswitch.config.hydra_errors import NO_YAML, check_flags, problems_of_composition
 from lightswitch.config.overrides import ComposesOnce, asks_for_help, key_and_value, normalised, quoted, typed_overrides
@@ -111,7 +112,8 @@ class Entry:
         def composed(cfg: DictConfig) -> float | None:
             return self._run_composed(cfg)
 
-        hydra.main(version_base="1.3", config_path=str(folder), config_name=config_name)(composed)()
+        with hydra_versions.any_target():
+            hydra.main(**hydra_versions.VERSION, config_path=str(folder), config_name=config_name)(composed)()
 
     def _run_composed(self, cfg: DictConfig) -> float | None:
         found = placement.detect()  # a cluster's job runs in another process than the one that submitted it
@@ -166,7 +168,12 @@ class _Sweeping(ComposesOnce):
     process: Process
 
     def multirun(
-        self, config_name: str | None, task_function: Any, overrides: list[str], with_log_configuration: bool = True
+        self,
+        config_name: str | None,
+        task_function: Any,
+        overrides: list[str],
+        with_log_configuration: bool = True,
+        parsed_overrides: object = None,  # of Hydra 1.4; the jobs are composed from more overrides than these
     ) -> None:
         """Run a sweep, and print its table."""
         from lightswitch.sweeps import multirun
@@ -259,7 +266,7 @@ def register_resolvers(placement: Placement, process: Process | None = None) -> 
         "own_batch": _own_batch,
     }
     for name, resolver in resolvers.items():
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
+        hydra_versions.register_resolver(name, resolver)
 
 
 class _RunId:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import dropwhile
 from typing import Any, cast
 
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import DoublePrecision
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lightswitch.config import hydra_versions
+from lightswitch.config.hydra_versions import instantiate
 from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.failures import classify
 from lightswitch.failures.classify import full_traceback, one_line
@@ -47,7 +50,7 @@ def instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **argument
     Lists and dicts become plain Python objects: OmegaConf's would make checkpoints unsafe to read.
     """
     try:
-        return instantiate(_node(cfg, name), **arguments, _convert_="all") if cfg.get(name) is not None else None
+        return instantiate(_node(cfg, name), **arguments) if cfg.get(name) is not None else None
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, Refused):
@@ -147,8 +150,9 @@ def _node(cfg: DictConfig, name: str) -> Any:
 
 def _is_of_user(error: BaseException) -> bool:
     """Return whether the constructor that Hydra called when the error was raised is user code."""
-    called = error.__traceback__ and error.__traceback__.tb_next
-    return called is not None and called.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    called = [*dropwhile(lambda module: module.startswith(("hydra.", hydra_versions.__name__)), modules)]
+    return bool(called) and called[0].partition(".")[0] not in _LIBRARIES
 
 
 def refused_optimizers(cfg: DictConfig) -> list[Refused]:
@@ -159,11 +163,7 @@ def refused_optimizers(cfg: DictConfig) -> list[Refused]:
     """
     if cfg.mode not in ("fit", "plan", "dry_run", "check"):  # no other mode creates one
         return []
-    return [
-        Refused(problem)
-        for path, node in _nodes(cfg)
-        for problem in _problems(path, instantiate(node, _convert_="all"))
-    ]
+    return [Refused(problem) for path, node in _nodes(cfg) for problem in _problems(path, instantiate(node))]
 
 
 def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed import Backend, ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_timeout, _set_pg_timeout, _world
+from torch.distributed.distributed_c10d import _get_default_timeout, _world
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
@@ -227,7 +227,7 @@ class Originals:
             Refused: something that can't be changed holds one.
         """
         pairs = [(ref(), part._parameters[name]) for part, name, ref, _ in self._of]
-        old = [one for one, now in pairs if one is not None and one is not now]
+        old = tuple(one for one, now in pairs if one is not None and one is not now)  # of a list, `*` makes another
         new = {id(one): now for one, now in pairs if one is not None}
         del pairs
         if not old:
@@ -388,7 +388,7 @@ def set_timeouts(timeout: timedelta | None) -> None:
         return
     for group, (backend, _) in list(_world.pg_map.items()):
         if any(found == _get_default_timeout(Backend(backend)) for found in timeouts(group)):
-            _set_pg_timeout(timeout, group)
+            group.set_timeout(timeout)
 
 
 def timeouts(group: ProcessGroup) -> list[timedelta]:

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 import lightswitch
+from lightswitch.config.hydra_versions import register_resolver
 from lightswitch.errors import UnfitCheckpoint, UntrustedConfig
 from lightswitch.export.__main__ import main
 from tests.engine.checkpoints import hostile
@@ -81,7 +82,7 @@ def test_of_a_run_from_elsewhere_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["${called:}", "\\${called:}", "${oc.env:${called:}}", "${oc.env:A}${called:}"])
 def test_no_interpolation_but_of_a_variable_is_resolved(value: str, tmp_path: Path) -> None:
     called = []
-    OmegaConf.register_new_resolver("called", lambda: called.append(1), replace=True)
+    register_resolver("called", lambda: called.append(1))
     path = export_of(tmp_path, {**OWN, "width": {"a": value}})
     with pytest.raises(UntrustedConfig, match=r"builds its model with .*\$\{"):
         lightswitch.load(path)

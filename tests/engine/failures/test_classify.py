@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import sys
 
 import pytest
 import torch
@@ -84,11 +83,10 @@ def test_of_two_ranks_the_one_that_fails_is_named_whatever_it_raises(
     assert "Traceback" in (failed.run_dir / "train.log").read_text()
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have neither notes nor groups")
 def test_notes_and_groups_are_in_the_traceback_and_not_in_the_line() -> None:
     noted = RuntimeError("this is the bug")
     noted.add_note("and this a note")
-    group = ExceptionGroup("several", [ValueError("the first"), KeyError("the second")])  # noqa: F821
+    group = ExceptionGroup("several", [ValueError("the first"), KeyError("the second")])
     rank = Rank(1, 2, "node1", 7)
     told = [(failure_of(rank, error), text) for error, text in ((noted, "and this a note"), (group, "the second"))]
     assert all(text in failure.details for failure, text in told)

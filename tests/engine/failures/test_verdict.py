@@ -253,7 +253,6 @@ def test_any_other_call_is_not(body: str) -> None:
         assert not is_waiting(frame)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python tells which line it is at, and not which part of it")
 @pytest.mark.parametrize("body", EXACT)
 def test_the_call_at_hand_decides_and_not_its_line(body: str) -> None:
     with _standing(body) as frame:

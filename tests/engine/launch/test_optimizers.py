@@ -28,7 +28,7 @@ def _told(target: str, run_mode: str = "fit", **arguments: Any) -> list[str]:
     [
         ("Adam", {}, {"betas": [0.9]}),
         ("AdamW", {"lr": 1e-3}, {"betas": 0.9}),
-        ("AdamW", {"lr": 1e-3}, {"betas": [0.9, 0.9, 0.9]}),  # which its constructor takes, and its step does not
+        ("NAdam", {"lr": 1e-3}, {"betas": [0.9, 0.9, 0.9]}),  # which its constructor takes, and its step does not
         ("AdamW", {}, {"betas": [0.9], "eps": -1, "weight_decay": -0.1}),
         ("SGD", {"nesterov": True, "momentum": 0.9}, {"dampening": 0.5}),
         ("Rprop", {"lr": 0.1}, {"etas": [0.5]}),
