@@ -7,13 +7,13 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
-import tomllib
 from hydra.utils import get_object
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
