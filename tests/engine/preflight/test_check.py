@@ -25,7 +25,7 @@ REFUSED = {
     "strategy=ddp trainer.strategy.static_graph=true trainer.strategy.find_unused_parameters=true": "trainer.strategy."
     "static_graph finds unused parameters itself; leave find_unused_parameters out",
     "trainer.num_nodes=2": "trainer.num_nodes=2: no launcher has started the processes of 2 nodes; start it with srun "
-    "or torchrun, and leave trainer.num_nodes out, or start it on each node by the same command with run_id=NAME "
+    "or torchrun, and leave trainer.num_nodes out, or start it on each node by the same command with "
     "cluster=manual cluster.node_rank=N cluster.main_address=FIRST_NODE",
     "strategy=single trainer.devices=2": "strategy=single uses one device, but 1 × 2 are requested; use strategy=ddp",
     "strategy=fsdp trainer.sync_batchnorm=true": "trainer.sync_batchnorm=true needs GPUs, because torch's "
