@@ -154,7 +154,7 @@ class GlobalBatch(Callback):
         if self._repeated is not None and self._share_of_samples == 0:
             self._repeated.begin()
         samples = accumulation.samples_in(self._loaders.training, self.plan, self._counter.micro_batches)
-        Connector.of(trainer).count(samples)
+        _count(trainer, samples)
         self._seed(trainer)
 
     def _seed(self, trainer: Trainer, *of: int) -> None:
@@ -275,7 +275,7 @@ class GlobalBatch(Callback):
             self._repeated.begin()
         if not trainer.predicting:
             samples = samples_in(trainer._evaluation_loop._combined_loader, dataloader_idx, batch_idx)
-            Connector.of(trainer).count(samples)
+            _count(trainer, samples)
         seed_generators(mix(self.seed, dataloader_idx, batch_idx, data_rank(trainer)), trainer.strategy.root_device)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
@@ -326,6 +326,11 @@ class _DrawsIn32Bits(Mixin, Precision):
     def tensor_init_context(self) -> AbstractContextManager[None]:
         """Draw weights in 32 bits, as a constructor does; Lightning would draw them in the precision of the run."""
         return nullcontext()
+
+
+def _count(trainer: Trainer, samples: int | None) -> None:
+    if isinstance(connector := trainer._logger_connector, Connector):  # `setup` has replaced it
+        connector.count(samples)
 
 
 def _generators(trainer: Trainer) -> list[Any]:
