@@ -177,6 +177,10 @@ GUIDES = {
         "random_seed=42": "Type seed=42",
         "sync_dist=true": "Leave it out: self.log averages what devices log",
         **dict.fromkeys(("gpus=2", "devices=2", "world_size=2", "num_processes=2"), "Type trainer.devices=2"),
+        **dict.fromkeys(("nodes=2", "nnodes=2"), "Type trainer.num_nodes=2"),
+        **dict.fromkeys(("node_rank=1", "machine_rank=1"), "Type cluster=manual cluster.node_rank=1"),
+        "master_addr=192.168.1.1": "Type cluster=manual cluster.main_address=192.168.1.1",
+        "master_port=12355": "Type cluster=manual cluster.main_port=12355",
         "accelerator=gpu": "Type trainer.accelerator=gpu",
         "backend=nccl": "Type trainer.strategy.process_group_backend=nccl",
         "timeout=3600": "Type trainer.strategy.timeout_seconds=3600",
@@ -244,6 +248,12 @@ GUIDES_ALONE = {
     "--learning_rate 1e-4": "--learning_rate 1e-4; type optimizer.lr=1e-4",
     "--max-train-steps=9 --fp16": "--max-train-steps=9; type trainer.max_steps=9",
     "--fp16 trainer.max_steps=9": "--fp16; type precision=16-mixed",
+    "--num_nodes=2 --node_rank=0 --master_addr=192.168.1.1 --master_port=12345": "--node_rank=0; type cluster=manual "
+    "cluster.node_rank=0",
+    "trainer.devices=4 trainer.num_nodes=4": "start it with srun or torchrun, and leave trainer.num_nodes out",
+    "strategy=ddp_spawn trainer.devices=2 trainer.num_nodes=2": "use strategy=ddp",
+    "strategy=deepspeed": "type trainer.strategy.config=ds_config.json",
+    "strategy=deepspeed_stage_3_offload_nvme": "type trainer.strategy.nvme_path=DIR",
     "fit trainer.max_steps=9": "type mode=fit",
     "50 10": "a setting is KEY=VALUE",
     "lr_scaling=linear": "type lr_scaling.rule=VALUE",
@@ -262,8 +272,21 @@ GUIDES_ALONE = {
     "precision=bf16-mixed strategy=fsdp",
 }
 GUIDES_CHOICES = {
-    "strategy=ddp_find_unused_parameters_false": "Did you mean ddp?",
-    "strategy=ddp_find_unused_parameters_true": "type strategy=ddp trainer.strategy.find_unused_parameters=true",
+    **{
+        f"strategy={word}_find_unused_parameters_{flag}": f"type strategy={ours} "
+        f"trainer.strategy.find_unused_parameters={flag}"
+        for word, ours in {
+            "ddp": "ddp",
+            "ddp_notebook": "ddp",
+            "ddp_spawn": "ddp_spawn",
+            "ddp_fork": "ddp_spawn",
+        }.items()
+        for flag in ("false", "true")
+    },
+    "strategy=ddp_notebook": "type strategy=ddp, which starts its ranks from a notebook, too",
+    "strategy=ddp_fork": "type strategy=ddp_spawn, as a forked process can't use CUDA if its parent has",
+    **dict.fromkeys(("strategy=mp_spawn", "strategy=spawn"), "Did you mean ddp_spawn?"),
+    "num_nodes=3": "type trainer.num_nodes=3",
     **dict.fromkeys(
         ("strategy=dp", "strategy=data_parallel", "strategy=DataParallel"),
         "type strategy=ddp, which starts a process for each device",
@@ -281,7 +304,7 @@ GUIDES_CHOICES = {
     "strategy=tpu": "TPUs are not supported",
     **dict.fromkeys(("strategy=zero", "strategy=zero2", "strategy=zero-2"), "Did you mean deepspeed_stage_2?"),
     **dict.fromkeys(("strategy=zero3", "strategy=deepspeed_stage_4"), "Did you mean deepspeed_stage_3?"),
-    "strategy=deepspeed_stage_2_offload_nvme": "Did you mean deepspeed_stage_2_offload?",
+    "strategy=deepspeed_stage_2_offload_nvme": "type strategy=deepspeed_stage_3_offload_nvme trainer.strategy.",
     **dict.fromkeys(("precision=16", "precision=fp16"), "Did you mean 16-mixed?"),
     "precision=bf16": "Did you mean bf16-mixed?",
     "precision=32": "Did you mean 32-true?",
@@ -291,6 +314,9 @@ GUIDES_CHOICES = {
     "debug=fdr": "Did you mean one_batch?",
 }
 GUIDES_WORK = (
+    "strategy=ddp_spawn trainer.devices=2",
+    "strategy=ddp trainer.strategy.start_method=spawn trainer.devices=2",
+    "num_nodes=1",
     "strategy=ddp trainer.devices=2 trainer.strategy.broadcast_buffers=true",
     "strategy=ddp trainer.devices=2 trainer.strategy.broadcast_buffers=false",
     "strategy=fsdp trainer.devices=2 trainer.strategy.auto_wrap_policy=null",
