@@ -23,12 +23,13 @@ from lightswitch.checkpoints.finetuning import LEFT_OUT, Finetuned, unfreeze_aga
 from lightswitch.checkpoints.last import checkpoints_up_to, first_whole, is_up_to
 from lightswitch.checkpoints.names import TRANSIENT
 from lightswitch.checkpoints.reader import Reader, is_hub
-from lightswitch.checkpoints.shards import Piece, Stored, laid_out
+from lightswitch.checkpoints.shards import Piece, Stored, laid_out, local
 from lightswitch.checkpoints.writing import WrittenTogether
 from lightswitch.errors import Refused, UnfitCheckpoint, listed, shown
 from lightswitch.mixins import callbacks_of
 
 log = logging.getLogger(__name__)
+_KNOWN = ("lightning", "lightswitch")  # packages whose hooks set no initial weights
 
 
 class PortableCheckpoints(WrittenTogether, Finetuned):
@@ -40,6 +41,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
     """
 
     _reader: Reader
+    _kept: Mapping[str, Tensor] = MappingProxyType({})  # weights of a resumed run, by name
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -57,8 +59,30 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
         """
         super().on_train_start()
         assert self.lightning_module is not None
+        self._set_back_weights()
         if self.lightning_module.trainer.checkpoint_callbacks:
             self.described_optimizers()
+
+    def keep_weights(self) -> None:
+        """Copy this rank's weights to the CPU, until training starts: a resumed run has them after these hooks, too."""
+        self._kept = {name: local(held).to("cpu", copy=True) for name, held in self.local_parameters().items()}
+
+    @torch.no_grad()
+    def _set_back_weights(self) -> None:
+        """Undo changes to the kept weights, and report them. Collective if weights were kept."""
+        kept, self._kept = self._kept, {}
+        here = {name: local(held) for name, held in self.local_parameters().items()} if kept else {}
+        changed = [name for name, values in kept.items() if not torch.equal(values, here[name].cpu())]
+        if kept and self.reduce(torch.tensor(float(len(changed)), device=self.root_device), reduce_op="sum"):
+            for name in changed:
+                here[name].copy_(kept[name])
+            self.parameters_changed()
+            if self.is_global_zero:
+                log.warning(
+                    "weights    on_train_start has set %s, but the run is resumed: they are the checkpoint's again. "
+                    "Set initial weights in the constructor, or only if self.global_step == 0",
+                    listed(changed, "parameters") if changed else "weights of other ranks",
+                )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
@@ -314,6 +338,8 @@ class InitialWeights(Callback):
 class TransientBuffers(Callback):
     """Callback that saves non-persistent buffers that training changes; the module's state dict leaves them out.
 
+    It also lets the strategy keep the weights of a resumed run while the user's `on_train_start` hooks run.
+
     Queues of keys, running means and step counters are often registered with `persistent=False`. A table that is
     computed in the constructor and does not change is not saved.
     """
@@ -322,6 +348,12 @@ class TransientBuffers(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # before a checkpoint is read
         self._at_start = {name: _checksum(buffer) for name, buffer in _transient(pl_module).items()}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        owners: list[Any] = [pl_module, *callbacks_of(trainer)]
+        of_user = any(str(one.on_train_start.__module__).partition(".")[0] not in _KNOWN for one in owners)
+        if of_user and trainer.ckpt_path is not None and isinstance(trainer.strategy, PortableCheckpoints):
+            trainer.strategy.keep_weights()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         buffers = _transient(pl_module)

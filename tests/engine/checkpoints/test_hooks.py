@@ -282,3 +282,28 @@ def assert_same(run: Finished, other: Finished) -> None:
     assert {name for name in found if not torch.equal(found[name], expected[name])} == set()
     states = (read_state(one.run_dir / "checkpoints/last.ckpt") for one in (run, other))
     assert len({state["callbacks"]["CountEpochs"]["ended"] for state in states}) == 1
+
+
+class DrawsAtStart(PlainModel):
+    """Draws its weights when training starts, as rectools' transformers do."""
+
+    def on_train_start(self) -> None:
+        for parameter in self.net.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.xavier_normal_(parameter.data)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("fsdp", 2), ("deepspeed_stage_2", 2), *at_night(("single", 0), ("ddp", 3))]
+)
+def test_a_resumed_run_starts_from_the_weights_of_its_checkpoint(strategy: str, ranks: int, train: Train) -> None:
+    """Whatever the hooks do that run once more."""
+    run = (f"model._target_={HERE}.DrawsAtStart", PLAIN_DATA, "trainer.accelerator=cpu", "trainer.max_steps=5")
+    run = (*run, "callbacks.last_checkpoint.every_n_steps=2", "trainer.log_every_n_steps=1")
+    whole = train(*run, "strategy=single")
+    assert "on_train_start has set" not in whole.out + whole.err
+    resumed = train(*run, f"strategy={strategy}", f"resume={whole.run_dir}/checkpoints/step_2.ckpt", ranks=ranks)
+    assert "on_train_start has set net.0.weight, net.3.weight, but the run is resumed" in resumed.out + resumed.err
+    expected = whole.column("train/loss")
+    for step, loss in resumed.column("train/loss").items():
+        assert loss == pytest.approx(expected[step], rel=1e-5)
