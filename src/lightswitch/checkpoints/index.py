@@ -121,8 +121,13 @@ def read(path: Path) -> Index:
     stored = {_key(key): _info(info) for key, info in _mapping(_field(top, "storage_data")).items()}
     file_bytes = {name: _file_bytes(path, name) for name in sorted({info.relative_path for info in stored.values()})}
     described = _mapping(_field(top, "state_dict_metadata"))
-    of_tensors = (info.length for key, info in stored.items() if _kind(described.get(key.fqn)) != _BYTES)
-    if sum(of_tensors) > sum(file_bytes.values()):  # before each of them is looked at
+    of_tensors = [info for key, info in stored.items() if _kind(described.get(key.fqn)) != _BYTES]
+    if sum(info.length for info in of_tensors) > sum(file_bytes.values()):  # before each of them is looked at
+        ends = {
+            info.relative_path: info.offset + info.length for info in sorted(of_tensors, key=lambda one: one.offset)
+        }
+        if short := next((name for name, end in ends.items() if end > file_bytes[name]), None):
+            raise Damaged(f"{short} is shorter than {INDEX} says")
         raise Damaged(f"{INDEX} refers to a part of a file for several chunks")
     tensors = {name: _tensor(name, item) for name, item in described.items() if _kind(item) != _BYTES}
     used = {key: stored[key] for key in _compared(tensors, stored, file_bytes)}

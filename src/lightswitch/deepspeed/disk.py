@@ -12,7 +12,6 @@ import hashlib
 import io
 import os
 import resource
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ from lightswitch import patches
 from lightswitch.deepspeed.config import blocks_on_disk
 from lightswitch.deepspeed.quiet_import import deepspeed
 from lightswitch.errors import Refused
+from lightswitch.regular_files import make_tree, remove_tree
 from lightswitch.strategies.units import is_compiled
 
 _OPERATOR = "async_io"
@@ -48,19 +48,23 @@ def open_folder(folder: Path, rank: int, is_first_of_node: bool) -> None:
     """
     try:
         if is_first_of_node:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(exist_ok=True)  # another node may share the drive
+            if folder.is_dir():
+                remove_tree(folder)
+            with suppress(FileExistsError):  # another node may share the drive
+                make_tree(folder)
     except OSError as error:
         raise Refused(f"trainer.strategy.nvme_path={folder.parent}: {error.strerror}; use another folder") from error
     atexit.register(_remove, folder, rank)
 
 
 def _remove(folder: Path, rank: int) -> None:
-    for path in folder.glob(f"**/rank{rank}"):
-        shutil.rmtree(path, ignore_errors=True)
-    with suppress(OSError):  # another rank still has files there, and removes the folder
-        for path in sorted((*folder.glob("**"), folder), reverse=True):
+    for path in folder.glob(f"**/rank{rank}/**/*"):
+        if path.is_file():
+            path.unlink(missing_ok=True)
+    with suppress(OSError, Refused):  # another rank still has files there, and removes the folder
+        for path in sorted(set(folder.glob("**")) - {folder}, reverse=True):
             path.rmdir()
+        remove_tree(folder)
 
 
 def load_operator() -> None:

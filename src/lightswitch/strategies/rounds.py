@@ -90,9 +90,11 @@ class Rounds:
         Raises:
             Refused: the ranks call different parts, or one of them more often.
         """
-        loop: Any = trainer._active_loop
+        progress: Any = getattr(
+            trainer._active_loop, "batch_progress", None
+        )  # None where a hook of the fit calls a step
         is_compiled = any(getattr(part, "_compiled_call_impl", None) is not None for part in parts.values())
-        if loop.batch_progress.current.ready > FIRST or trainer.world_size > MOST_ASKED or is_compiled:
+        if progress is None or progress.current.ready > FIRST or trainer.world_size > MOST_ASKED or is_compiled:
             yield
             return
         hooks = [

@@ -299,7 +299,8 @@ class DrawsAtStart(PlainModel):
 def test_a_resumed_run_starts_from_the_weights_of_its_checkpoint(strategy: str, ranks: int, train: Train) -> None:
     """Whatever the hooks do that run once more."""
     run = (f"model._target_={HERE}.DrawsAtStart", PLAIN_DATA, "trainer.accelerator=cpu", "trainer.max_steps=5")
-    run = (*run, "callbacks.last_checkpoint.every_n_steps=2", "trainer.log_every_n_steps=1")
+    run = (*run, "callbacks.last_checkpoint.every_n_steps=2", "callbacks.last_checkpoint.keep=9")
+    run = (*run, "trainer.log_every_n_steps=1")
     whole = train(*run, "strategy=single")
     assert "on_train_start has set" not in whole.out + whole.err
     resumed = train(*run, f"strategy={strategy}", f"resume={whole.run_dir}/checkpoints/step_2.ckpt", ranks=ranks)

@@ -67,7 +67,7 @@ def test_each_line_to_change_is_listed(older: Path) -> None:
         in lines
     )
     assert any(line.endswith("is now lightswitch.monitoring.step_timer.NoProfiler") for line in lines)
-    assert any(line.endswith("is now lightswitch.monitoring.metrics.MLflowRun") for line in lines)
+    assert any(line.endswith("is now lightswitch.monitoring.trackers.MLflowRun") for line in lines)
 
 
 def test_each_class_that_moved_is_there() -> None:

@@ -100,10 +100,7 @@ def test_the_engine_is_the_folder_as_it_was_with_a_manifest(clone: Path, tmp_pat
     ("arguments", "told"),
     [
         *((name, "is not a valid Python package name") for name in ("Bird", "bird-song", "1bird", "class", "match")),
-        *(
-            (name, "is already used in the project")
-            for name in ("lightswitch", "tests", "train", "conf", "eval", "runs")
-        ),
+        *((name, "is already used in the project") for name in ("lightswitch", "tests", "train", "conf", "runs")),
         ("json", "is a module of Python's standard library"),
         *((name, "is the name of an installed package") for name in ("torch", "hydra", "sklearn", "yaml")),
         ("birdsong inside", "inside is inside the checkout"),

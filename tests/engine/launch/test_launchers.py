@@ -164,7 +164,7 @@ def test_two_machines_can_be_started_by_hand(way: str, train: Train, tmp_path: P
     assert [it.err for it in both] == ["", ""]
     seen = witnesses(the_run(tmp_path))
     assert [place["node_rank"] for place in seen] == [0, 1]
-    assert {place["cluster"] for place in seen} == {"LightningEnvironment" if way == "manual" else "LocalEnvironment"}
+    assert {place["cluster"] for place in seen} == {"LocalEnvironment"}
     assert [it.out.count("strategy   DDP, precision 32-true, 2 nodes × 1 CPU") for it in both] == [1, 0]
 
 

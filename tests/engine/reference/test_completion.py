@@ -31,7 +31,7 @@ def _offered(*words: str) -> list[str]:
     {
         "a group": (("strat",), ["strategy="]),
         "a choice": (("strategy=fsdp_h",), ["strategy=fsdp_hybrid"]),
-        "Lightning's way": (("trainer.strategy=dd",), ["ddp"]),
+        "Lightning's way": (("trainer.strategy=dd",), ["ddp", "ddp_spawn"]),
         "one more of a group": (("logger=[default,w",), ["logger=[default,wandb"]),
         "an argument of the Trainer": (("trainer.max_s",), ["trainer.max_steps="]),
         "an argument of what is chosen": (("optimizer=sgd", "optimizer.nest"), ["optimizer.nesterov="]),
