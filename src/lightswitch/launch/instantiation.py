@@ -141,11 +141,11 @@ def _node(cfg: DictConfig, name: str) -> Any:
     own = [key for key in ENGINE_KEYS.get(name, ()) if key in cfg[name]]
     if not own:
         return cfg[name]
-    node = cfg[name].copy()
-    with open_dict(node):
+    whole = cfg.copy()  # Hydra 1.4 copies a node from the whole config that it belongs to
+    with open_dict(whole):
         for key in own:
-            del node[key]
-    return node
+            del whole[name][key]
+    return whole[name]
 
 
 def _is_of_user(error: BaseException) -> bool:
