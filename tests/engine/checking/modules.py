@@ -145,13 +145,6 @@ class NormedByHand(Normed):
         optimizer.step()
 
 
-class SetAgain(Good):
-    """Sets a weight when training starts, also after a resume."""
-
-    def on_train_start(self) -> None:
-        nn.init.ones_(self.net[0].weight)
-
-
 class Unseeded(Good):
     def __init__(self) -> None:
         super().__init__()
