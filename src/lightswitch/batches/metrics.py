@@ -159,10 +159,8 @@ def gather_lists_whole() -> None:
         device = "cpu" if metric.compute_on_cpu else metric.device
         for name in lists:
             entries = [entry for of_rank in of_ranks for entry in of_rank[name]]
-            whole, reduction = (
-                apply_to_collection(entries, Tensor, lambda one: one.to(device)),
-                metric._reductions[name],
-            )
+            whole = apply_to_collection(entries, Tensor, lambda one: one.to(device))
+            reduction = metric._reductions[name]
             setattr(metric, name, reduction(whole) if whole and callable(reduction) else whole)
 
     patches.replace(Metric, "_sync_dist", _sync_dist)

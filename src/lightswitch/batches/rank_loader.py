@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
@@ -219,10 +220,18 @@ class BatchesAlone:
             for batch in super().__iter__():  # type: ignore[misc]  # of the DataLoader that this is mixed into
                 yield self._batch(batch)
         except (AttributeError, TypeError) as error:
+            if not self._raised(error):
+                raise
             raise Refused(
                 f"the data loader of a stream, {type(self).__name__}, fails ({type(error).__name__}: {error}); if it "
                 "asks of which class its dataset is, type data.sharded_by=dataset to leave the loader unchanged"
             ) from error
+
+    def _raised(self, error: BaseException) -> bool:
+        """Return whether the loader itself raised an error: a bug of its dataset keeps its traceback."""
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        last = [frame for frame in frames if not isinstance(frame.f_locals.get("self"), Reader)][-1]
+        return last.f_locals.get("self") is self and not last.f_globals["__name__"].startswith("torch.")
 
     def _batch(self, batch: Any) -> Any:
         if isinstance(batch, Cut):

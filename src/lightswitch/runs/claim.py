@@ -176,7 +176,8 @@ def meeting_place(
     checked yet: for values that preflight will report, the result is None.
     """
     if found.launcher in ("torchrun", "env"):
-        if found.nodes == 1 if found.launcher == "torchrun" else environ["WORLD_SIZE"] == "1":
+        is_alone = found.nodes == 1 if found.launcher == "torchrun" else environ["WORLD_SIZE"] == "1"
+        if is_alone:
             return None
         return environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), found.rank, int(environ["WORLD_SIZE"])
     if cfg is None or found.is_external or cfg.get("mode") in _ALONE:

@@ -163,7 +163,7 @@ class RunRecord(Callback):
                 logger.log_metrics({WORLD: trainer.world_size}, step=_batch_of(trainer).first_logged_step(trainer))
 
     def _branches(self, earlier: list[Start]) -> bool:
-        """Return whether this start leaves the steps that an earlier one has trained, which did not just fail."""
+        """Return whether this start discards steps that an earlier one has trained, as its command says."""
         return bool(earlier) and self.resume not in ("auto", "last")
 
     def _start(self, trainer: Trainer) -> Start:

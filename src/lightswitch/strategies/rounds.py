@@ -90,9 +90,7 @@ class Rounds:
         Raises:
             Refused: the ranks call different parts, or one of them more often.
         """
-        progress: Any = getattr(
-            trainer._active_loop, "batch_progress", None
-        )  # None where a hook of the fit calls a step
+        progress: Any = getattr(trainer._active_loop, "batch_progress", None)  # None: a hook of the fit calls the step
         is_compiled = any(getattr(part, "_compiled_call_impl", None) is not None for part in parts.values())
         if progress is None or progress.current.ready > FIRST or trainer.world_size > MOST_ASKED or is_compiled:
             yield

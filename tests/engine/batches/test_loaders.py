@@ -182,6 +182,17 @@ def test_a_loader_that_asks_of_which_class_its_dataset_is_gets_a_line() -> None:
         next(iter(stream))
 
 
+class Failing(Counting):
+    def __iter__(self):
+        raise TypeError("a bug of mine")
+
+
+def test_a_bug_of_a_streams_dataset_keeps_its_traceback() -> None:
+    stream = training_stream(Doubling(Failing(), 2), PLAN, 0, 1, Position(), lambda digest: [digest])
+    with pytest.raises(TypeError, match="a bug of mine"):
+        next(iter(stream))
+
+
 class PastSuper(DataLoader):
     def __iter__(self):
         return iter(self.dataset[place] for place in self.sampler)
