@@ -260,8 +260,8 @@ class DeepSpeed(Regrouping):
 
     _is_in_backward = False  # a backward pass of Lightning's is running
 
-    def _refuse_own_pass(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._is_in_backward:
+    def _refuse_own_pass(self, run: Callable[..., Any], accumulates: bool, *args: Any, **kwargs: Any) -> Any:
+        if accumulates and not self._is_in_backward:
             raise Refused(
                 f"training_step of {type(self.lightning_module).__name__} calls backward() on a tensor itself, but "
                 "DeepSpeed only reduces and steps the gradients of self.manual_backward(loss); call that, or use "

@@ -53,7 +53,11 @@ class ManualGradients:
     def in_step(self, model: DistributedDataParallel) -> Iterator[None]:
         """Context of a training step."""
 
-        def run_pass(run: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        def run_pass(
+            run: Callable[..., Any], accumulates: bool, outputs: Sequence[Any], *args: Any, **kwargs: Any
+        ) -> Any:
+            if not accumulates:
+                return run(outputs, *args, **kwargs)
             before = {one: (one.grad, one.grad._version) for one in model.parameters() if one.grad is not None}
             is_own, self._is_expected = not self._is_expected, False
             if not is_own:
@@ -118,14 +122,15 @@ class ManualGradients:
 
 @contextmanager
 def around_passes(run_pass: Callable[..., Any]) -> Iterator[None]:
-    """Context in which ``run_pass(run, outputs, …)`` replaces torch's `run` in each backward pass that accumulates
-    gradients, except inner ones, such as those of a checkpoint."""
-    run: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
+    """Context in which ``run_pass(run, accumulates, outputs, …)`` replaces torch's `run` in each backward pass.
+
+    ``accumulates`` says whether the pass adds to gradients: `grad` does not, nor does the inner pass of a checkpoint.
+    """
+    run: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]  # called by `backward` and `grad`
 
     def replaced(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("accumulate_grad") or torch._C._current_graph_task_id() != -1:
-            return run(outputs, *args, **kwargs)
-        return run_pass(run, outputs, *args, **kwargs)
+        is_inner = torch._C._current_graph_task_id() != -1
+        return run_pass(run, bool(kwargs.get("accumulate_grad")) and not is_inner, outputs, *args, **kwargs)
 
     patches.replace(torch.autograd, "_engine_run_backward", replaced)
     try:

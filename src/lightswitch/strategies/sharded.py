@@ -6,8 +6,8 @@ import gc
 import weakref
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from types import CellType, FrameType, SimpleNamespace
@@ -32,7 +32,7 @@ from lightswitch.checkpoints import names
 from lightswitch.errors import Refused, listed
 from lightswitch.mixins import Mixin
 from lightswitch.monitoring.grad_norm import by_mesh, gradient_norm
-from lightswitch.strategies.manual_gradients import own_weight, weighted
+from lightswitch.strategies.manual_gradients import around_passes, own_weight, weighted
 from lightswitch.strategies.replicas import broadcast_in_place, left_on_meta
 from lightswitch.strategies.uneven import UnevenUse
 from lightswitch.strategies.writes import CarriesWrites
@@ -104,8 +104,7 @@ class Sharded(CarriesWrites, ParallelStrategy):
         self._is_in_backward = False  # no try/finally: an error ends the run
         return output
 
-    @contextmanager
-    def in_passes(self) -> Iterator[None]:
+    def in_passes(self) -> AbstractContextManager[None]:
         """Context whose backward passes may use other parameters on other ranks, and may not differentiate twice
         (`create_graph=True`).
 
@@ -115,29 +114,31 @@ class Sharded(CarriesWrites, ParallelStrategy):
         Raises:
             Refused: the module differentiates a gradient.
         """
-        run: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]  # called by `backward` and `grad`
+        return around_passes(self._run_pass)
 
-        def run_once(outputs: Any, gradients: Any, keep: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
-            if create_graph:
-                assert self.lightning_module is not None
-                raise Refused(
-                    f"{first_name(self.lightning_module)} differentiates a gradient (create_graph=True), which needs "
-                    "each parameter a third time, when it is no longer gathered; use strategy=ddp"
-                )
-            is_inner = torch._C._current_graph_task_id() != -1  # of a checkpoint that runs a pass of its own
-            accumulates = kwargs.get("accumulate_grad") and not is_inner
-            is_own = accumulates and not self._is_in_backward  # `loss.backward()`, whose loss Lightning does not get
-            with (
-                self.uses.in_pass() if accumulates else nullcontext(),
-                weighted(outputs, own_weight(self) if is_own else 1.0),
-            ):
-                return run(outputs, gradients, keep, create_graph, *args, **kwargs)
-
-        patches.replace(torch.autograd, "_engine_run_backward", run_once)
-        try:
-            yield
-        finally:
-            patches.replace(torch.autograd, "_engine_run_backward", run)
+    def _run_pass(
+        self,
+        run: Callable[..., Any],
+        accumulates: bool,
+        outputs: Any,
+        gradients: Any,
+        keep: bool,
+        create_graph: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if create_graph:
+            assert self.lightning_module is not None
+            raise Refused(
+                f"{first_name(self.lightning_module)} differentiates a gradient (create_graph=True), which needs "
+                "each parameter a third time, when it is no longer gathered; use strategy=ddp"
+            )
+        is_own = accumulates and not self._is_in_backward  # `loss.backward()`, whose loss Lightning does not get
+        with (
+            self.uses.in_pass() if accumulates else nullcontext(),
+            weighted(outputs, own_weight(self) if is_own else 1.0),
+        ):
+            return run(outputs, gradients, keep, create_graph, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         with self.outside_of_hooks():
