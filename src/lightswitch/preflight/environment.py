@@ -186,11 +186,11 @@ def _out_of_uneven_order(launcher: str, environ: Mapping[str, str]) -> Iterator[
         )
         return
     place = placement.detect(environ)
-    lower, here = (
-        int(environ[rank]) - int(environ[local]),
-        place.devices_per_node or 1,
-    )  # ranks on lower nodes, and here
-    number, higher = int(environ[node]), (place.uneven or 1) - lower - here
+    # Ranks on this node, on lower ones and on higher ones.
+    here = place.devices_per_node or 1
+    lower = int(environ[rank]) - int(environ[local])
+    higher = (place.uneven or 1) - lower - here
+    number = int(environ[node])
     after = place.nodes - 1 - number
     if launcher == "slurm":
         tasks = placement.tasks_of_nodes(environ)

@@ -43,8 +43,8 @@ class Request:
 
     @property
     def world(self) -> str:
-        """The devices in words, such as `2 × 4 devices`."""
-        return f"{self.uneven or f'{self.nodes} × {self.devices}'} devices"
+        """The number of devices in words, such as `2 × 4`."""
+        return str(self.uneven or f"{self.nodes} × {self.devices}")
 
     @property
     def on_gpu(self) -> bool:
@@ -71,10 +71,7 @@ def problems(request: Request) -> Iterator[str]:
 
 def _single(request: Request) -> Iterator[str]:
     if request.world_size > 1:
-        yield (
-            f"strategy=single uses one device, but {request.world.removesuffix(' devices')} are requested; use "
-            "strategy=ddp"
-        )
+        yield f"strategy=single uses one device, but {request.world} are requested; use strategy=ddp"
 
 
 def _ddp(request: Request) -> Iterator[str]:
@@ -152,7 +149,7 @@ def _tensor_parallel(request: Request) -> Iterator[str]:
     if size < 1 or request.world_size % size:
         fit = f"use trainer.devices={max(1, size)} or a multiple of it"
         fit = f"start a multiple of {max(1, size)} processes in all" if request.uneven else fit
-        yield f"trainer.strategy.tensor_parallel_size={size} does not divide {request.world}; {fit}"
+        yield f"trainer.strategy.tensor_parallel_size={size} does not divide {request.world} devices; {fit}"
         return
     model = str(request.model.get("_target_")).rpartition(".")[2]
     if model not in plans:
