@@ -1,31 +1,30 @@
-"""Around a run of tests: where temporary files go, which tests come first, and what the tests of each folder took."""
+"""Around a run of tests: which of two tiers runs, where temporary files go, and what the tests of each folder took."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
-from datetime import date
+from collections.abc import Generator, Iterable
 
+import hypothesis
 import pytest
 
-from tests import turns
 from tests.runs import skip_without_gpus
 
 # the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between
 FIRST = ("slurm/test_preemption.py", "faults/", "slurm/test_multinode.py", "tours/", "test_promises.py", "slurm/")
 FIRST += ("strategies/", "fork/", "launch/")
-TURN = "TEST_TURN"  # a day's number: the slow tests that have their turn; empty: all
-ALWAYS = "/test_promises.py::"  # the examples train under a strategy of each kind by day, and under all at night
+hypothesis.settings.register_profile("day", derandomize=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give all processes that the run starts one temporary folder: those that a test kills leave theirs behind."""
+    if not config.option.nightly:
+        hypothesis.settings.load_profile("day")
     if hasattr(config, "workerinput"):
-        return  # a worker inherits it, and the turn
-    turn = os.environ.get(TURN) or date.today().toordinal()
-    os.environ[TURN] = str(turn) if _is_whole(config) and not config.option.nightly else ""
+        return  # a worker inherits the folder
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest keeps those of the last runs
     folder = tempfile.TemporaryDirectory(prefix="tests_", ignore_cleanup_errors=True)
     os.chmod(folder.name, 0o1777)  # as the system's: some tests give up root
@@ -34,39 +33,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nightly", action="store_true", help="run tests/nightly, slow tests and cases marked nightly")
-    parser.addoption("--keep-seconds", action="store_true", help="write what each test took to tests/seconds.json")
+    parser.addoption("--nightly", action="store_true", help="run tests/nightly and what is marked nightly, alone")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    nightly: bool = config.option.nightly
-    changed = turns.changed()
-    wanted = [item for item in items if (_is_of_the_night(item) if nightly else _is_of_the_day(item, changed))]
+    named = tuple(name for name in config.args if "::" in name)  # runs by day and by night
+    wanted = [
+        item
+        for item in items
+        if _is_of_the_night(item) == config.option.nightly or (named and item.nodeid.startswith(named))
+    ]
     chosen = set(wanted)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = wanted
-    items.sort(key=_turn)
+    items[:] = sorted(wanted, key=_turn)
     skip_without_gpus(items)
 
 
-def _is_of_the_day(item: pytest.Item, changed: frozenset[str]) -> bool:
-    if item.get_closest_marker("nightly") is not None:
-        return False
-    today, day = os.environ[TURN], turns.day_of(item.nodeid)
-    has_turn = day is None or day == int(today or 0) % turns.count_of_days()
-    return not today or has_turn or item.nodeid.partition("::")[0] in changed
-
-
 def _is_of_the_night(item: pytest.Item) -> bool:
-    """Whether it repeats, is slow, or has other parameters at night."""
-    places = (ALWAYS, "tests/nightly/")
-    is_here = any(place in item.nodeid for place in places)
-    return is_here or item.get_closest_marker("nightly") is not None or turns.day_of(item.nodeid) is not None
-
-
-def _is_whole(config: pytest.Config) -> bool:
-    """Whether no tests were selected."""
-    return config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    return "tests/nightly/" in item.nodeid or item.get_closest_marker("nightly") is not None
 
 
 def _turn(item: pytest.Item) -> int:
@@ -74,20 +58,19 @@ def _turn(item: pytest.Item) -> int:
     return next((number for number, beginning in enumerate(FIRST) if path.startswith(beginning)), len(FIRST))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        report.sections.append(("Type to repeat it", f'make test ARGS="{shlex.quote(item.nodeid)}"'))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Show who adds tests what they cost."""
     reports = [it for them in terminalreporter.stats.values() for it in them if isinstance(it, pytest.TestReport)]
     terminalreporter.section("seconds")
     terminalreporter.line(seconds((it.nodeid.partition("::")[0], it.duration) for it in reports))
-    whole = sum(it.duration for it in reports)
-    if _is_whole(config):
-        budget = turns.BUDGET_SECONDS
-        terminalreporter.line(f"{whole:.0f} s of tests, of a budget of {budget} s", yellow=whole > budget)
-    if config.option.keep_seconds:
-        took: Counter[str] = Counter()
-        for report in reports:
-            took[report.nodeid] += report.duration
-        turns.keep(took)
 
 
 def seconds(durations: Iterable[tuple[str, float]]) -> str:

@@ -74,6 +74,7 @@ def test_epochs_are_shuffled_differently(alone: Finished) -> None:
     assert steps[0, 0] != tuple(range(24))
 
 
+@pytest.mark.nightly
 def test_the_batches_of_a_batch_sampler_are_cut_and_the_run_is_the_same_after_a_resume(train: Train) -> None:
     run = (*RUN, "data._target_=tests.engine.plain.BucketsData", "callbacks.last_checkpoint.every_n_steps=7")
     whole = train(*run, "strategy=single", "run_id=whole")
@@ -89,6 +90,7 @@ def test_the_batches_of_a_batch_sampler_are_cut_and_the_run_is_the_same_after_a_
     }
 
 
+@pytest.mark.nightly
 def test_classes_that_a_set_of_names_numbers_are_those_of_all_ranks_and_starts(tmp_path: Path) -> None:
     run = (*RUN, "data._target_=tests.engine.plain.NamedData", "trainer.max_steps=6")
     run = (*run, "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
@@ -103,6 +105,7 @@ def test_classes_that_a_set_of_names_numbers_are_those_of_all_ranks_and_starts(t
     assert largest_difference(found[1], found[0]) <= 1e-5
 
 
+@pytest.mark.nightly
 def test_a_loader_that_splits_itself_runs_as_it_is_and_the_run_says_so(train: Train) -> None:
     words = ("data._target_=tests.engine.plain.BucketsData", "+data.sharded_by=dataset", "strategy=ddp")
     run = train(*RUN, *words, "trainer.max_steps=20", ranks=2)

@@ -84,6 +84,7 @@ def _written(run: Finished) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in files}
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_killed_in_its_test_tests_and_trains_nothing(train: Train) -> None:
     killed = train(*RUN, "trainer.max_steps=8", "callbacks.kill._target_=tests.engine.plain.KilledInTest", check=False)
     assert killed.returncode == 9
@@ -109,6 +110,7 @@ def test_another_batch_or_seed_is_refused_and_never_and_a_path_are_the_alternati
     assert sorted(anew.column("train/loss")) == [0, 1, 2]
 
 
+@pytest.mark.nightly
 def test_a_model_with_a_partial_among_its_hyperparameters_is_resumed(train: Train) -> None:
     model = (
         "model._target_=tests.engine.plain.PartialModel",
@@ -128,6 +130,7 @@ def test_a_schedule_by_validation_steps_in_the_epoch_that_a_run_resumes_in(train
     assert [rates[step] for step in range(15)] == [0.05 / 2 ** (step // 5) for step in range(15)]  # of 5 an epoch
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["step_10.ckpt", *at_night("best.ckpt")])  # before the epoch's validation, and after
 def test_a_schedule_by_validation_steps_at_the_end_of_the_epoch_that_a_checkpoint_ends(name: str, train: Train) -> None:
     run = ("++model._target_=tests.engine.plain.PlateauModel", "~model", PLAIN_DATA, "global_batch_size=40")

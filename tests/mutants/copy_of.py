@@ -73,8 +73,8 @@ class Copy:
             path.write_text(before)
 
     def run(self, *tests: str, options: str = "", limit_seconds: float = math.inf) -> Outcome:
-        """Run tests, in this order."""
-        plugins = ("-p", "no:cacheprovider", "-p", "tests.mutants.in_order")
+        """Run tests."""
+        plugins = ("-p", "no:cacheprovider")
         known = ("-W", "ignore:Module already imported")  # plugins, by what is preloaded
         arguments = ["-q", "-rfE", "--tb=short", *plugins, *known, *shlex.split(options), *tests]
         begin, log = time.monotonic(), self.folder.with_name("log")

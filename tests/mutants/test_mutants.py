@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.mutants import CHECKOUT, Mutant, code_of, listed, mutation
-from tests.mutants.nearness import by_nearness
 
 MUTANTS, CODE = listed(), code_of()
 
@@ -46,11 +45,3 @@ def test_a_text_that_stands_nowhere_or_twice_is_refused() -> None:
     for found, where in (("x = 1", "train.py, train.py"), ("x = 2", "no file")):
         with pytest.raises(ValueError, match=f"`found` stands in {where}, and should once"):
             mutation(Mutant("a/b", "It is one.", found, "x = 3", ()), {Path("train.py"): "x = 1\nx = 1\n"})
-
-
-def test_the_nearest_tests_are_those_that_import_a_module() -> None:
-    folders = ("tests/engine", "tests/project")
-    near, others = by_nearness(CHECKOUT, Path("src/lightswitch/batches/order.py"), folders)
-    assert all(path.startswith("tests/engine/batches/") for path in near[-3:])
-    files = {path for folder in folders for path in CHECKOUT.glob(f"{folder}/**/test_*.py")}
-    assert {*near, *others} == {str(path.relative_to(CHECKOUT)) for path in files}

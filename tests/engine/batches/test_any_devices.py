@@ -20,9 +20,9 @@ STRATEGIES = ("ddp", "fsdp", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3)
 @pytest.mark.parametrize(
     ("strategy", "global_batch", "micro_batch"),
     [
-        *((strategy, 16, None) for strategy in STRATEGIES),
-        *(("ddp", 2, None), ("fsdp", 10, 3), ("deepspeed_stage_3", 10, 3)),
-        *at_night(*((strategy, *cut) for strategy in STRATEGIES[1:] for cut in ((10, 4), (2, None)))),
+        *(("ddp", 2, None), ("fsdp", 10, 3), ("deepspeed_stage_3", 16, None)),
+        *at_night(*((strategy, 16, None) for strategy in STRATEGIES[:-1])),
+        *at_night(*((strategy, *cut) for strategy in STRATEGIES[1:] for cut in ((10, 4), (2, None), (10, 3))))[:-1],
     ],
 )
 def test_three_devices_train_the_run_of_one(
@@ -35,17 +35,20 @@ def test_three_devices_train_the_run_of_one(
         assert largest_difference(fits(cut, 3)[0], one, metric) <= 1e-5, metric
 
 
+@pytest.mark.nightly
 def test_a_micro_batch_that_does_not_divide_is_the_most_that_a_device_takes(fits: Fits) -> None:
     for fit in (LANGUAGE, replace(CLASSIFIER, global_batch=16, micro_batch=None)):
         (one,), (cut,) = fits(fit), fits(replace(fit, micro_batch=5))
         assert largest_difference(cut, one) <= 1e-5
 
 
+@pytest.mark.nightly
 def test_tensor_parallel_groups_take_slices_of_two_sizes(fits: Fits) -> None:
     odd = replace(LANGUAGE, global_batch=15)
     assert largest_difference(fits(replace(odd, strategy=TENSOR_PARALLEL), 4)[0], fits(odd)[0]) <= 1e-5
 
 
+@pytest.mark.nightly
 def test_a_mean_over_tokens_is_that_of_all_devices(fits: Fits) -> None:
     whole = replace(WHOLE, module=partial(Tagger), global_batch=16)
     for strategy in ("ddp", "fsdp"):

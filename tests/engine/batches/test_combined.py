@@ -47,6 +47,7 @@ def test_two_loaders_read_the_same_at_any_world_size_and_after_a_resume(mode: st
     assert {name: len(read) for name, read in _read(whole)[7].items()} == longest[mode]
 
 
+@pytest.mark.nightly
 def test_a_shorter_loader_is_read_again_in_another_order(train: Train) -> None:
     read = _read(train(*PAIRS, "data.mode=max_size_cycle", "trainer.max_steps=10"))
     rounds = [[read[step]["b"] for step in steps] for steps in (range(5), range(5, 10))]
@@ -67,6 +68,7 @@ def test_loaders_of_as_many_samples_are_shuffled_each_in_its_own_way(train: Trai
     assert read[0]["a"] != read[0]["b"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -83,6 +85,7 @@ def test_what_can_not_be_combined_is_refused_in_a_line(arguments: tuple[str, ...
     assert (refused.returncode, len(refused.err.splitlines())) == (2, 1)
 
 
+@pytest.mark.nightly
 def test_a_run_that_logs_no_steps_trains(train: Train) -> None:
     run = train(*PLAIN, "trainer.log_every_n_steps=0", "trainer.max_steps=3", "trainer.val_check_interval=3")
     assert not any(row.get("train/loss") for row in run.metrics())

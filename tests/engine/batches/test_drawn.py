@@ -189,6 +189,7 @@ def test_what_hooks_draw_follows_the_position(step: int, workers: int, drawn: Fi
         assert found.keys() >= {at for at in expected if at >= step}
 
 
+@pytest.mark.nightly
 def test_a_validation_draws_the_same_where_it_is_run_again(drawn: Finished, train: Train) -> None:
     validate = (*DRAWN, "mode=validate", f"ckpt_path={drawn.run_dir}/checkpoints/last.ckpt")
     again, repeated = train(*validate, "run_id=other"), train(*validate, "run_id=third")
@@ -206,6 +207,7 @@ def test_a_fraction_of_an_epoch_is_of_its_steps(fraction: str, train: Train) -> 
     assert max(whole.column("samples").values()) == 72  # three of six steps an epoch
 
 
+@pytest.mark.nightly
 def test_a_run_whose_loaders_are_made_anew_goes_on_beside_a_schedule_of_its_length(train: Train) -> None:
     run = (f"model._target_={HERE}.AskingModel", PLAIN_DATA, *RUN, "data.samples=60", "trainer.max_epochs=3")
     run = (*run, "+trainer.reload_dataloaders_every_n_epochs=1")
@@ -228,11 +230,13 @@ def test_what_the_methods_of_loaders_draw_follows_the_position(train: Train) -> 
         assert two.column(name) == pytest.approx(expected, abs=1e-5), name
 
 
+@pytest.mark.nightly
 def test_a_step_that_takes_the_loaders_iterator_trains(train: Train) -> None:
     run = train(f"model._target_={HERE}.IteratingModel", PLAIN_DATA, *RUN, "trainer.max_steps=3")
     assert len(run.column("train/loss")) == 3
 
 
+@pytest.mark.nightly
 def test_predictions_on_fewer_devices_leave_none_of_an_earlier_start(train: Train) -> None:
     trained = train(*PLAIN, *RUN, "trainer.max_steps=2")
     predict = (*PLAIN, *RUN, "mode=predict", f"ckpt_path={trained.run_dir}/checkpoints/last.ckpt", "run_id=predicted")

@@ -143,6 +143,7 @@ def test_they_go_on_over_one_resume_after_another(alone: Finished, train: Train)
         assert resumed.column(name) == alone.column(name), name
 
 
+@pytest.mark.nightly
 def test_they_go_on_under_another_strategy_and_world_size(alone: Finished, train: Train) -> None:
     stopped = train(*RUN, "strategy=ddp", "trainer.max_steps=3", ranks=3)
     resumed = train(*RUN, "strategy=fsdp", f"resume={stopped.run_dir}/checkpoints/step_3.ckpt", ranks=2)
@@ -242,6 +243,7 @@ def test_ranks_make_the_same_collectives_where_one_alone_goes_on_with_what_was_l
         assert largest_difference(resumed, whole, f"train/{name}_epoch") <= 2e-6, name
 
 
+@pytest.mark.nightly
 def test_the_best_so_far_goes_on_from_an_epochs_end(best: Finished, train: Train) -> None:
     """Twice, the second time from a run that has not validated, whose checkpoint is of its end."""
     run = (*BEST, "strategy=ddp", "callbacks.last_checkpoint.every_n_steps=100")

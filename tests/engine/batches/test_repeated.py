@@ -77,6 +77,7 @@ NAMES = [
 NAMES += ["at_end/curve", "at_end/mean", "at_end/highest", "test/loss", "test/accuracy"]
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets:UserWarning")  # of 12 samples, by class
 @pytest.mark.parametrize("strategy", ["fsdp", *at_night("ddp")])
 def test_four_ranks_tell_of_three_samples_what_one_does(strategy: str, fits: Fits) -> None:

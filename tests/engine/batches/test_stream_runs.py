@@ -44,6 +44,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     return {kind: run(*RUN, *STEPS, f"data.kind={kind}", "strategy=single") for kind in ("plain", "stateful")}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("strategy", "ranks", "more"),
     [("ddp", 2, ("micro_batch_size=4",)), *at_night(("fsdp", 3, ("data.workers=2",)))],
@@ -60,6 +61,7 @@ def test_a_stream_has_the_curve_of_one_process(
     assert "stream     " in split.err + split.out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "strategy", "ranks"), [("plain", "ddp", 2), *at_night(("stateful", "single", 0))])
 def test_a_stream_whose_epochs_end_was_cut_off_goes_on_in_the_next(
     kind: str, strategy: str, ranks: int, alone: dict[str, Finished], train: Train
@@ -73,6 +75,7 @@ def test_a_stream_whose_epochs_end_was_cut_off_goes_on_in_the_next(
         assert largest_difference(gone_on, alone[kind], metric) <= 1e-5, metric
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["stateful", *at_night("plain")])
 def test_a_killed_stream_goes_on_under_another_strategy_and_world_size(
     kind: str, alone: dict[str, Finished], train: Train
@@ -121,6 +124,7 @@ def test_a_stream_goes_on_where_its_first_batch_was_read_before_the_checkpoint(
     assert largest_difference(resumed, alone["plain"]) <= 1e-5
 
 
+@pytest.mark.nightly
 def test_a_stream_is_predicted_once_over_all_ranks(train: Train) -> None:
     trained = train(*STREAM, "run_id=mine", "trainer.max_steps=2", "trainer.val_check_interval=2")
     checkpoint = trained.run_dir / "checkpoints" / "last.ckpt"
@@ -131,6 +135,7 @@ def test_a_stream_is_predicted_once_over_all_ranks(train: Train) -> None:
     assert Counter(whole.tolist()) == Counter(split.tolist())
 
 
+@pytest.mark.nightly
 def test_a_stream_that_splits_itself_by_ranks_is_refused_until_that_is_declared(train: Train) -> None:
     run = (
         *STREAM,
@@ -150,6 +155,7 @@ def test_a_stream_that_splits_itself_by_ranks_is_refused_until_that_is_declared(
     assert {step: sorted(ids) for step, ids in read.items()} == {0: [*range(16)], 1: [*range(16, 32)]}
 
 
+@pytest.mark.nightly
 def test_a_schedule_that_epochs_of_a_stream_do_not_bound_is_refused(train: Train) -> None:
     run = (*STREAM, "model._target_=tests.engine.plain.CycleModel", "trainer.max_epochs=2")
     refused = train(*run, check=False)

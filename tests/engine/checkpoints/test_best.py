@@ -43,6 +43,7 @@ def say(run_dir: Path, folder: Path | None = None, score: float = 9.0, **said: A
             hostile.sign(path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["a link", *at_night("..")])
 def test_no_path_from_a_checkpoint_is_removed_outside_of_the_run(how: str, again: Path, train: Train) -> None:
     victim = hostile.ours(again.parent / "victim")  # a directory of ours: another run's checkpoint
@@ -64,6 +65,7 @@ def test_the_test_after_fit_reads_no_checkpoint_of_another_run(again: Path, trai
     assert "tests      the last weights" in resumed.out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["mine", "moved"])
 def test_a_run_remembers_its_best_where_it_is_now(name: str, trained: Finished, tmp_path: Path, train: Train) -> None:
     run_dir = tmp_path / "again" / "runs/plainmodel" / name

@@ -51,6 +51,7 @@ AS_LIGHTNING = (
 fresh = once(*RUN, "strategy=single", *AS_LIGHTNING)
 
 
+@pytest.mark.nightly
 def test_a_run_starts_from_its_weights(fresh: Finished, train: Train) -> None:
     path = fresh.run_dir / "lightnings.ckpt"
     tested = train(*RUN, "mode=test", f"ckpt_path={path}", "strategy=single")
@@ -59,6 +60,7 @@ def test_a_run_starts_from_its_weights(fresh: Finished, train: Train) -> None:
     assert begun.column("train/loss")[0] < fresh.column("train/loss")[0] - 0.01
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["fsdp × 2", "deepspeed_stage_3 × 2", *at_night("deepspeed_stage_2 × 2")])
 def test_a_sharded_directory_is_refused_with_what_converts_it(way: str, train: Train) -> None:
     written = train(*RUN, *WAYS[way].switches, *AS_LIGHTNING, ranks=WAYS[way].ranks)
@@ -113,6 +115,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["fsdp × 2", *at_night("single", "deepspeed_stage_3 × 2")])
 def test_a_run_starts_from_those_that_fit_and_tells_the_others(way: str, folder: Path, train: Train) -> None:
     words = (*SHORT, f"init_from={folder}", "init_names={body.: net.}", *WAYS[way].switches)

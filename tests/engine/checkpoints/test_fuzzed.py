@@ -38,6 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run.run_dir / "checkpoints"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", [0, *at_night(*range(BATCH, 2000, BATCH))])
 def test_a_damaged_checkpoint_is_passed_over_or_it_is_what_was_written(
     first: int, trained: Path, caplog: pytest.LogCaptureFixture
@@ -86,6 +87,7 @@ def weights_of(kind: str, folder: Path) -> None:
         torch.save({"state_dict": {"w": torch.rand(100)}}, path, _use_new_zipfile_serialization=is_zip)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [3, *at_night(*range(7, 24, 4))])
 def test_a_run_goes_on_whatever_happened_to_its_newest_checkpoint(seed: int, trained: Path, train: Train) -> None:
     with copied(trained) as run_dir:

@@ -135,6 +135,7 @@ def test_each_hook_is_counted_once(uninterrupted: Finished) -> None:
     assert (weights["begun"], weights["ended"]) == (3, 3)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("step", [5, *at_night(3, 10)])
 def test_a_run_goes_on_from_any_step_with_what_all_hooks_have_done(
     step: int, uninterrupted: Finished, train: Train
@@ -143,6 +144,7 @@ def test_a_run_goes_on_from_any_step_with_what_all_hooks_have_done(
     assert_same(train(*RUN, END, f"resume={checkpoint}"), uninterrupted)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("steps", [8, *at_night(5)])
 def test_a_run_that_was_shorter_goes_on(steps: int, uninterrupted: Finished, train: Train) -> None:
     run = (*RUN, "callbacks.last_checkpoint.every_n_steps=100")
@@ -150,6 +152,7 @@ def test_a_run_that_was_shorter_goes_on(steps: int, uninterrupted: Finished, tra
     assert_same(train(*run, END, folder=shorter.folder), uninterrupted)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("every_n_steps", [100, *at_night(1)])
 def test_a_run_that_is_preempted_at_an_epochs_end_goes_on(
     every_n_steps: int, uninterrupted: Finished, train: Train

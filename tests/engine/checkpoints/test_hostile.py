@@ -61,6 +61,7 @@ def test_the_checkpoints_of_these_tests_do_run_code_elsewhere(build: Build, tmp_
 RESUME, INIT_FROM, TEST = ("resume={path}",), ("init_from={path}",), ("mode=test", "ckpt_path={path}")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("build", "switches"),
     [
@@ -87,6 +88,7 @@ def test_a_strategy_from_elsewhere_is_given_no_directory(tmp_path: Path, train: 
     assert refused.refusal == f"{path} {told}"
 
 
+@pytest.mark.nightly
 def test_a_run_started_again_passes_it_over(tmp_path: Path, ran: Path, train: Train) -> None:
     checkpoints = tmp_path / "runs" / "plainmodel" / "mine" / "checkpoints"
     hostile.index(checkpoints / "step_4.ckpt", ran)
@@ -220,6 +222,7 @@ def bomb(path: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_a_compressed_archive_is_not_unpacked(tmp_path: Path) -> None:
     path = bomb(tmp_path / "x.ckpt")
     assert path.stat().st_size < 1 << 20
@@ -227,6 +230,7 @@ def test_a_compressed_archive_is_not_unpacked(tmp_path: Path) -> None:
         Reader(path, group=None)
 
 
+@pytest.mark.nightly
 def test_nor_is_a_part_of_a_tensor(tmp_path: Path) -> None:
     path = hostile.ours(tmp_path / "x.ckpt")
     content = bomb(tmp_path / "bomb").read_bytes()
@@ -252,6 +256,7 @@ def test_a_state_of_another_type_is_no_state_of_a_run(key: str, value: Any, tmp_
         position_of(hostile.sign(path))
 
 
+@pytest.mark.nightly
 def test_what_libraries_stumble_over_in_a_state_is_told_in_a_line(tmp_path: Path, train: Train) -> None:
     good = train(*RUN, "trainer.max_steps=3")
     path = good.run_dir / "checkpoints" / "step_3.ckpt"

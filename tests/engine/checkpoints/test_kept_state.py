@@ -161,6 +161,7 @@ def test_a_buffer_may_be_a_view(view: str) -> None:
     assert saved
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("checkpoint", "strategy", "ranks"),
     [

@@ -32,6 +32,7 @@ WAYS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", list(WAYS)[:1])
 def test_a_run_that_was_killed_is_the_uninterrupted_one_to_the_bit(way: str, train: Train) -> None:
     """By chance and by augmentation, too; over and over: tests/nightly/checkpoints/test_killed.py."""

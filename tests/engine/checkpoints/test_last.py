@@ -122,6 +122,7 @@ def test_a_batch_of_several_steps_is_known_to_be_saved_before_it_begins(train: T
     assert possible - {0} == {step - 3 for step in saved}
 
 
+@pytest.mark.nightly
 def test_those_to_keep_stay_for_ever(train: Train) -> None:
     every = ("callbacks.last_checkpoint.every_n_steps=1", "callbacks.last_checkpoint.keep_every_n_steps=3")
     run = train(*RUN, "trainer.max_steps=8", *every, "callbacks.last_checkpoint.keep=1", "micro_batch_size=16")
@@ -190,6 +191,7 @@ def test_a_disk_that_is_full_to_the_last_byte_ends_a_run_in_a_line(logger: str, 
 # What stands beside the checkpoints of a run
 
 
+@pytest.mark.nightly
 def test_what_stands_beside_them_does_not_keep_old_ones(train: Train, tmp_path: Path) -> None:
     every = ("callbacks.last_checkpoint.every_n_steps=2", "trainer.val_check_interval=2")
     first = train(*RUN, *every, "trainer.max_steps=4", folder=tmp_path)
@@ -207,6 +209,7 @@ def test_what_stands_beside_them_does_not_keep_old_ones(train: Train, tmp_path: 
     assert run.err == ""
 
 
+@pytest.mark.nightly
 def test_what_is_not_ours_is_not_removed_and_told_once(train: Train, tmp_path: Path) -> None:
     """As an earlier version wrote it, or the user put it there."""
     first = train(*RUN, "trainer.max_steps=2", folder=tmp_path)
@@ -226,6 +229,7 @@ def test_what_is_not_ours_is_not_removed_and_told_once(train: Train, tmp_path: P
     }
 
 
+@pytest.mark.nightly
 def test_a_copy_in_place_of_the_link_is_replaced_by_one(train: Train, tmp_path: Path) -> None:
     """As `rsync --copy-links` brings it from another machine."""
     first = train(*RUN, "trainer.max_steps=2", folder=tmp_path)

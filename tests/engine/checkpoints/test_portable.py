@@ -117,6 +117,7 @@ def test_an_optimizer_inside_of_another_goes_on(wrapper: str, strategy: str, tra
     assert largest_difference(gone_on, whole, "train/loss") <= 1e-6
 
 
+@pytest.mark.nightly
 def test_deepspeed_says_that_it_begins_an_inner_optimizer_anew(train: Train) -> None:
     run = train(*TWO, WRAPPED, "model.wrapper=Lookahead", "strategy=deepspeed_stage_2", "trainer.max_steps=2", ranks=2)
     assert "omit the state of the inner optimizer of Lookahead(AdamW)" in run.out
@@ -362,6 +363,7 @@ class OutsideModel(PlainModel):
         return torch.optim.Adam([*self.parameters(), self.shift], lr=0.05)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["fsdp", *at_night("single", "deepspeed_stage_2")])
 def test_an_optimizer_over_what_is_no_parameter_is_refused_before_training(strategy: str, train: Train) -> None:
     options = {} if strategy == "single" else {"ranks": 2}
@@ -388,12 +390,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run.run_dir / "checkpoints" / "step_4.ckpt"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("other", OTHERS)
 def test_what_differs_is_told_in_a_line(other: str, saved: Path, train: Train) -> None:
     refused = train(*SHORT, f"resume={saved}", other, "trainer.max_steps=6", check=False)
     assert refused.refusal.startswith(f"{saved} {OTHERS[other]}")
 
 
+@pytest.mark.nightly
 def test_a_run_can_start_from_the_weights_alone(saved: Path, train: Train) -> None:
     others = ("data.samples=201", "global_batch_size=32", "model._target_=tests.engine.plain.SGDModel")
     run = (*SHORT, *others, "trainer.max_steps=6", "trainer.log_every_n_steps=1")
@@ -450,6 +454,7 @@ HARMED = (*SHORT, "strategy=ddp", "callbacks.last_checkpoint.every_n_steps=2", "
 of_two = once(*HARMED, ranks=2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("harmed", [["step_4"], ["step_4", "step_2"]], ids=["the newest", "all"])
 def test_every_rank_knows_which_checkpoints_are_harmed(
     harmed: list[str], of_two: Finished, train: Train, tmp_path: Path

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch.distributed as dist
 from torch import Tensor
 
@@ -76,6 +77,7 @@ TWO = (*PLAIN, "strategy=ddp", "run_id=mine", "trainer.max_steps=8", "callbacks.
 TWO += ("~callbacks.best_checkpoint", "global_batch_size=8")
 
 
+@pytest.mark.nightly
 def test_a_rank_that_does_not_come_to_a_save_is_named(train: Train) -> None:
     absent = ("model._target_=tests.engine.checkpoints.test_ranks.Absent", "trainer.strategy.timeout_seconds=45")
     run = train(*TWO, *absent, ranks=2, check=False)
@@ -101,6 +103,7 @@ def _told(folder: Path) -> str | None:
     return None
 
 
+@pytest.mark.nightly
 def test_a_write_that_fails_or_hangs_on_one_rank_costs_that_checkpoint_alone(train: Train) -> None:
     stalling = ("trainer.strategy._target_=tests.engine.checkpoints.test_ranks.FailsAndStalls",)
     stalling += ("trainer.strategy.timeout_seconds=45", "+trainer.strategy.stall_seconds=20")

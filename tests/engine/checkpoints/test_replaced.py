@@ -155,6 +155,7 @@ class Clock(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
+@pytest.mark.nightly
 def test_what_is_read_of_a_run_that_goes_on_is_whole(train: Train, tmp_path: Path) -> None:
     steps: list[float | None] = []
     other = train(*CLOCK, "trainer.max_steps=2").run_dir

@@ -58,6 +58,7 @@ SPREAD = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["fsdp_hybrid 2 × 2", *at_night("ddp × 2")])
 def test_ranks_stage_the_state_once_and_equally(way: str, train: Train) -> None:
     ranks, *switches = SPREAD[way]

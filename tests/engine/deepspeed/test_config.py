@@ -274,6 +274,7 @@ def test_a_wrong_file_is_refused_in_a_line_each_before_torch_is_imported(train: 
     ]
 
 
+@pytest.mark.nightly
 def test_a_run_trains_by_a_file(train: Train, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
     steps = ("trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.accelerator=cpu", "micro_batch_size=8")

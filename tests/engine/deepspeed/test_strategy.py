@@ -44,6 +44,7 @@ def test_losses_are_those_of_one_process(model: str, stage: str, fits: Fits) -> 
         assert largest_difference(sharded, alone, metric) <= 1e-5, metric
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("precision", "kept_in", "stage"), [("bf16-mixed", torch.float32, "1"), ("bf16-true", torch.bfloat16, "3")]
 )
@@ -59,6 +60,7 @@ def test_precision_means_the_same(precision: str, kept_in: torch.dtype, stage: s
         assert {weight.dtype, state["exp_avg"].dtype} == {kept_in}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", [2, 3])
 def test_16_bit_weights_under_mixed_precision_are_told_once(stage: int, fits: Fits, tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
@@ -128,6 +130,7 @@ def in_sequence() -> tuple[float, float, float, int]:
     return validated, tested, trainer.validate(module, data, verbose=False)[0]["val/loss"], predicted
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")  # which is what the test takes
 def test_stages_follow_one_another_in_a_process(pool: Pool) -> None:
     validated, tested, again, predicted = pool(2)(in_sequence)[0]

@@ -219,12 +219,14 @@ def test_a_permission_that_is_not_of_a_file_is_a_bug() -> None:
 CLOSED = ("strategy=single", "run_id=mine", "trainer.accelerator=cpu", "trainer.max_steps=50")
 
 
+@pytest.mark.nightly
 def test_a_run_without_stdout_ends_as_it_should(start: Start) -> None:
     words = (*PLAIN, *CLOSED, "trainer.max_steps=2")
     process = start("bash", "-c", 'exec "$@" >&-', "bash", "python", TRAIN_PY, *words)
     assert (said(process), process.returncode) == ("", 0)
 
 
+@pytest.mark.nightly
 def test_a_reader_of_stdout_that_has_gone_leaves_no_traceback(start: Start) -> None:
     words = ("bash", "python", TRAIN_PY, *PLAIN, *CLOSED, "trainer.log_every_n_steps=1")
     process = start("bash", "-c", '"$@" | true; exit ${PIPESTATUS[0]}', *words, PYTHONUNBUFFERED="1")

@@ -43,6 +43,7 @@ def test_a_loaders_worker_that_was_killed_for_memory_is_named_and_so_is_its_node
     assert f"; {socket.gethostname()} ran out of memory\n" in failed.err
 
 
+@pytest.mark.nightly
 @with_cgroups
 def test_another_process_that_the_kernel_killed_for_memory_is_not_blamed_for_a_bug(train: Train) -> None:
     failed = _failed(train, "model.how='sees another run out of memory'")
@@ -105,6 +106,7 @@ def test_a_rank_that_hangs_is_found_with_the_line_it_stands_at(where: str, train
     assert failed.returncode == 1
 
 
+@pytest.mark.nightly
 def test_a_rank_that_others_wait_for_is_found_wherever_they_stand(train: Train) -> None:
     """In a test after the training, and as under NCCL, where ranks enter a collective and go on."""
     model = "model._target_=tests.engine.failures.failing.LaggingModel"

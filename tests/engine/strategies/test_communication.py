@@ -57,6 +57,7 @@ REDUCE, SUM, GATHER = "_reduce_scatter_base_", "allreduce_", "_allgather_base_"
 HYBRID = "fsdp_hybrid shard_size=2 accumulate_gradients="
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("strategy", "ranks", "collective", "first", "last"),
     [

@@ -54,12 +54,14 @@ def test_units_that_zero_3_would_leave_empty_are_refused(train: Train) -> None:
     assert "error: compile=true: net.0 is a Linear, which has direct parameters" in run.err
 
 
+@pytest.mark.nightly
 def test_the_training_step_is_compiled_as_a_whole(fits: Fits) -> None:
     (eager,), (run,) = fits(LANGUAGE_FIT), fits(replace(LANGUAGE_FIT, callbacks=WHOLE))
     assert "compiles   the training step by aot_eager" in run.told
     assert largest_difference(run, eager) <= 1e-5
 
 
+@pytest.mark.nightly
 def test_a_resume_may_switch_it_and_weights_keep_their_names(train: Train) -> None:
     switches = (*LANGUAGE, "strategy=single", "scheduler=constant", "run_id=mine", "trainer.val_check_interval=4")
     alone = train(*switches, "trainer.max_steps=8")
@@ -179,6 +181,7 @@ def test_recompilations_beyond_the_first_few_are_told_with_their_reason(caplog: 
     assert "size mismatch at index 0. expected 6, actual 7" in line
 
 
+@pytest.mark.nightly
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match=r"compile.backend=inducter: torch has no such backend. Did you mean induc"):
         Compilation(backend="inducter")

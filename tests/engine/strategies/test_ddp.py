@@ -62,6 +62,7 @@ UNUSED = replace(SHORT, module=WithUnused)
 OPTIONS = ("find_unused_parameters=true bucket_cap_mb=0.01", "gradient_as_bucket_view=true", "static_graph=true")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("option", [*OPTIONS, "process_group_backend=gloo"])
 def test_an_option_keeps_the_losses(option: str, fits: Fits) -> None:
     (alone,), run = fits(LANGUAGE), fits(replace(LANGUAGE, strategy=f"ddp {option}"), 2)[0]
@@ -81,6 +82,7 @@ def test_gradients_rounded_to_16_bits_change_the_losses_a_little(hook: str, fits
     assert 0 < largest_difference(run, in_32_bits) < 1e-2  # 0: the hook was not there
 
 
+@pytest.mark.nightly
 def test_powersgd_starts_at_the_step_it_is_told(fits: Fits) -> None:
     twenty = replace(LANGUAGE, steps=20)
     (alone,), run = fits(twenty), fits(replace(twenty, strategy="ddp comm_hook=powersgd start_powerSGD_iter=10"), 2)[0]

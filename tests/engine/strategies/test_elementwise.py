@@ -177,6 +177,7 @@ def test_a_run_that_would_train_otherwise_is_refused(strategy: str, fits: Fits) 
     )
 
 
+@pytest.mark.nightly
 def test_shards_that_keep_their_shapes_are_stepped_as_the_whole(fits: Fits) -> None:
     (alone,), run = fits(LAMB), fits(replace(LAMB, strategy="fsdp"), 2)[0]
     assert largest_difference(run, alone) <= 1e-5

@@ -26,6 +26,7 @@ AS_UNDER_DDP = [
 BUILT = [("fsdp", 2), *at_night(("fsdp", 1), ("fsdp", 4), ("deepspeed_stage_3", 1), ("deepspeed_stage_3", 4))]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("module", "strategy"), AS_UNDER_DDP)
 def test_it_trains_as_under_ddp(module: str, strategy: str, fits: Fits) -> None:
     """Also a batch norm, whose statistics are those of a device's micro batch, and in evaluation rank 0's."""

@@ -43,6 +43,7 @@ CASES = [*(("language", switch) for switch in SWITCHES if switch not in OVER)]
 CASES += at_night(("classifier", "fsdp × 2"), *(("language", switch) for switch in OVER))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("model", "switch"), CASES)
 def test_it_is_the_run_of_one_process(model: str, switch: str, fits: Fits) -> None:
     (alone,), (ranks, part) = fits(MODELS[model]), SWITCHES[switch]
@@ -70,6 +71,7 @@ def test_two_by_two_devices_of_tensor_parallelism_run_as_one(fits: Fits) -> None
         assert rank.held["optimizer"] == 2 * (matrices / 4 + others / 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")  # the logits, unchanged
 def test_the_devices_of_a_tensor_parallel_group_drop_the_same_units(fits: Fits) -> None:
     dropping = replace(LANGUAGE, module=partial(LanguageModel, ADAMW, dropout=0.3, tied=False, bias=True))
@@ -81,6 +83,7 @@ def test_the_devices_of_a_tensor_parallel_group_drop_the_same_units(fits: Fits) 
 CLIPPED = Fit(Encoder, Pictures, arguments="gradient_clip_algorithm=value gradient_clip_val=0.01")
 
 
+@pytest.mark.nightly
 def test_gradients_are_clipped_by_value(fits: Fits) -> None:
     alone, sharded = fits(CLIPPED)[0], fits(replace(CLIPPED, strategy="fsdp"), 2)[0]
     assert largest_difference(sharded, alone) <= 1e-5

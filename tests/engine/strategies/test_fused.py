@@ -32,6 +32,7 @@ class Steps(pl.Callback):
 SHORT = replace(LANGUAGE, steps=1, callbacks=(Steps,))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("strategy", "ranks", "fused"),
     [

@@ -50,6 +50,7 @@ class GatheringOthers(PlainModel):
         self.all_gather(torch.zeros(3, 2 + self.global_rank))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["ddp", *at_night("fsdp", "deepspeed_stage_2")])
 def test_shorter_shares_are_filled_with_their_last_row(strategy: str, train: Train) -> None:
     if strategy.startswith("deepspeed"):
@@ -62,6 +63,7 @@ def test_shorter_shares_are_filled_with_their_last_row(strategy: str, train: Tra
     assert run.column("train/rows") == {0: 24, 1: 24, 2: 14}  # 13 samples are left of 61 for the last step
 
 
+@pytest.mark.nightly
 def test_other_shapes_are_refused_in_a_line(train: Train) -> None:
     model = "model._target_=tests.engine.strategies.test_gathering.GatheringOthers"
     run = train(model, *RUN, "trainer.max_steps=1", "strategy=ddp", ranks=2, check=False)

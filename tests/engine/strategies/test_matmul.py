@@ -17,6 +17,7 @@ class Seen(pl.Callback):
         print("products in", torch.get_float32_matmul_precision())
 
 
+@pytest.mark.nightly
 def test_products_of_matrices_are_computed_as_asked(train: Train) -> None:
     cpu = "trainer.accelerator=cpu"
     assert "products in highest" in train(*SHORT, cpu).out

@@ -131,6 +131,7 @@ def test_a_shape_trains_resumes_tests_and_exports_as_in_one_process(
     assert_same_export(tmp_path, folder_alone, shape)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("strategy", "tolerance"),
     [

@@ -64,6 +64,7 @@ MODULES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("module", MODULES)
 def test_of_modules(module: str, train: Train) -> None:
     name, strategy, *options = module.split()
@@ -83,6 +84,7 @@ PLANS = {  # one for the model is asked for in tours/test_pairs.py
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", PLANS)
 def test_of_tensor_parallel_plans(plan: str, train: Train) -> None:
     overrides, line = PLANS[plan]

@@ -67,6 +67,7 @@ def fit(strategy: str, module: Callable[[], pl.LightningModule]) -> Fit:
 TEMPERED, PLAIN = partial(Tempered, ADAMW), partial(LanguageModel, ADAMW)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("strategy", "ranks", "module", "most"),
     [

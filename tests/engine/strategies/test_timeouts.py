@@ -48,6 +48,7 @@ FITS = {  # and at least how many groups it has
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", FITS)
 def test_a_strategys_groups_have_its_time_out(strategy: str, fits: Fits) -> None:
     fit, groups = FITS[strategy]

@@ -140,6 +140,7 @@ def test_so_are_weights_that_a_module_sets_of_its_own_in_parts(fits: Fits) -> No
     assert distance(run.end, alone.end) <= 1e-5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["fsdp", *at_night("deepspeed_stage_3")])
 def test_accumulation_and_mixed_precision_keep_what_is_written(strategy: str, fits: Fits) -> None:
     plain = {"micro_batch": 6, "arguments": "gradient_clip_val=0.5 precision=bf16-mixed"}
@@ -199,6 +200,7 @@ class OfRank0Later(OfRank0):
     begins = 5
 
 
+@pytest.mark.nightly
 def test_one_rank_alone_may_read_a_weight_in_parts(fits: Fits) -> None:
     (alone,), run = (
         fits(fit("Clamped", module=OfRank0)),
@@ -263,6 +265,7 @@ def test_what_begins_to_be_written_later_is_refused_before_the_next_save(
     assert {path.name for path in tmp_path.glob("step_*")} == {"step_3.ckpt"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", [COPIES[0], *at_night(COPIES[1])])
 def test_it_is_refused_where_no_save_comes(strategy: str, fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
