@@ -28,7 +28,7 @@ from typing import NoReturn, Protocol, TypeVar
 from lightswitch.errors import ExitCode, Refused, RefusedRequest, Stopped
 from lightswitch.monitoring.display import leave_terminal
 
-_RANKS_PATIENCE_SECONDS = 10.0  # for ranks of a failed run, which write their reports
+_RANKS_PATIENCE_SECONDS = 10.0  # for ranks to end; those of a failed run write their reports
 _FLUSH_SECONDS = 1.0  # for what is buffered in stdout and stderr, before this process exits at once
 _GRACE_SECONDS = 20.0  # for a rank that gets SIGTERM: a step and a checkpoint
 
@@ -143,17 +143,21 @@ class Process:
         code = next((rank.poll() for rank in self.ranks if rank.pid == pid), None)
         return None if code is None else ended_by(code)
 
-    def end_ranks(self) -> None:
+    def wait_for_ranks(self) -> None:
         """Wait 10 s for the ranks that this process started, then kill them."""
-        if threading.current_thread() is threading.main_thread():
-            # torch's handler would raise that the workers below were killed
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         end = time.monotonic() + _RANKS_PATIENCE_SECONDS
         for rank in self.ranks:
             try:
                 rank.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 rank.kill()
+
+    def end_ranks(self) -> None:
+        """End what this process started: its ranks, which have 10 s to end by themselves, and loader workers."""
+        if threading.current_thread() is threading.main_thread():
+            # torch's handler would raise that the workers below were killed
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.wait_for_ranks()
         for worker in multiprocessing.active_children():
             worker.kill()
 

@@ -91,7 +91,7 @@ def failure(error: BaseException, cfg: DictConfig, rank: Rank, steps_have_begun:
     cleaned = Cleaner.of(whole).cleaned
     problems = problems_of(error, cfg, steps_have_begun)
     run_dir = Path(OmegaConf.select(whole, "hydra.runtime.output_dir") or ".")
-    if steps_have_begun and isinstance(error, FileNotFoundError) and lock.is_removed(run_dir):
+    if steps_have_begun and lock.is_removed(run_dir):  # whatever stumbled over it, and reports it in its own words
         problems = [lock.removed(run_dir)]
     if not problems:
         bug = Failure(str(error), full_traceback(error)) if isinstance(error, LostRank) else failure_of(rank, error)

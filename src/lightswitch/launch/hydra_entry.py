@@ -141,6 +141,7 @@ class Entry:
             run.process.raise_disk_error()  # of a rank other than 0, which does not report the end
             _flush_stdout()
             leave_watchdog(run.process)
+            run.process.wait_for_ranks()  # or the next command of a script would find their GPUs in use
         except Stopped as stopped:
             _stop(stopped, cfg, run)
         except Ended:

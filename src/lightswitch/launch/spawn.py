@@ -100,14 +100,13 @@ def _wait(ranks: Sequence[BaseProcess]) -> int:
     failed = next((rank for rank in ranks if rank.exitcode), None)
     if failed is None:
         return 0
+    code = failed.exitcode or 0
+    if code < 0:  # otherwise the rank has printed its error
+        of = f"rank {ranks.index(failed)} of {len(ranks)} on {os.uname().nodename}"
+        print(f"{of}: process {failed.pid} {ended_by(code)}", file=sys.stderr, flush=True)
     _end(ranks, _VERDICT_SECONDS, BaseProcess.terminate)
     _end(ranks, _GRACE_SECONDS, BaseProcess.kill)
-    code = failed.exitcode or 0
-    if code > 0:
-        return code
-    line = f"rank {ranks.index(failed)} on {os.uname().nodename}: process {failed.pid} {ended_by(code)}"
-    print(line, file=sys.stderr, flush=True)
-    return ExitCode.FAILED
+    return code if code > 0 else ExitCode.FAILED
 
 
 def _end(ranks: Sequence[BaseProcess], patience_seconds: float, by: Callable[[BaseProcess], None]) -> None:

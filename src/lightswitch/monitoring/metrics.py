@@ -241,9 +241,10 @@ def _is_row(fields: list[str], columns: list[str]) -> bool:
 def _is_whole(field: str) -> bool:
     """Return whether a field is empty, a number, or a text that does not begin like one: `1.5.25` is of two rows."""
     try:
-        return not field or float(field) is not None
+        float(field or 0)
     except ValueError:
         return field.isprintable() and field[0] not in "+-.0123456789"
+    return True
 
 
 def _is_training(metrics: Mapping[str, Any]) -> bool:

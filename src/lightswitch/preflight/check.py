@@ -272,6 +272,8 @@ def _files(cfg: dict[str, Any], run_dir: Path) -> Iterator[str]:
             continue
         if not name:
             yield f"{key} is empty; leave it out, or name a checkpoint"
+        elif "://" in name:
+            yield f"{key}={name}: checkpoints are read from folders; copy it to one, and type its path"
         elif not (path := saved.checkpoint(name, run_dir)).exists():
             yield f"{key}={name}{_what_is_missing(path, Path(name))}{_checkpoints_beside(path)}"
         elif within := next(_checkpoints_within(path), None):

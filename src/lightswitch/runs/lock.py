@@ -82,7 +82,7 @@ def is_removed(run_dir: Path) -> bool:
 
 def removed(run_dir: Path) -> str:
     """Return the line that ends a run whose directory was removed."""
-    return f"{shown(run_dir)} was removed while the run wrote to it; start the run again, from its beginning"
+    return f"{shown(run_dir)} was removed while the run wrote to it; start the run again"
 
 
 def take(

@@ -292,7 +292,5 @@ def test_a_run_whose_directory_is_removed_is_told_though_a_logger_makes_it_anew(
     held = lock.take(tmp_path / "run", on_lost=told.put)
     (tmp_path / "run").rename(tmp_path / "removed")
     (tmp_path / "run" / "tensorboard").mkdir(parents=True)
-    assert told.get(timeout=60).endswith(
-        "run was removed while the run wrote to it; start the run again, from its beginning"
-    )
+    assert told.get(timeout=60).endswith("run was removed while the run wrote to it; start the run again")
     held.release()
