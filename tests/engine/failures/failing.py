@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -169,6 +171,12 @@ def fail(how: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     if how == "hangs":
         time.sleep(1000)
+    if how == "loses its run":
+        for run_dir in Path("runs").glob("*/mine"):
+            shutil.rmtree(run_dir)
+        raise ValueError("as TensorBoard does") from FileNotFoundError("events")
+    if how == "lingers":
+        atexit.register(lambda: (time.sleep(3), Path("has ended").touch()))
 
 
 def run_out_of_memory() -> None:

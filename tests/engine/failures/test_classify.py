@@ -46,6 +46,11 @@ def test_a_batch_that_the_model_does_not_take_is_told_in_a_line(train: Train) ->
     assert "in validation_step" in (refused.run_dir / "train.log").read_text()  # the traceback
 
 
+def test_what_fails_because_the_run_directory_was_removed_is_told_as_that(train: Train) -> None:
+    refused = train(*BUG, "model.how='loses its run'", "model.rank=0", "strategy=single", check=False)
+    _is_a_line(refused, "runs/failingmodel/mine was removed while the run wrote to it; start the run again")
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_bug_keeps_its_traceback_in_the_terminal_the_log_and_the_crash_report(launcher: str, train: Train) -> None:
     arguments, ranks = LAUNCHERS[launcher]

@@ -58,6 +58,11 @@ def test_a_killed_rank_that_the_run_started_is_named_and_what_resumes_the_run(tr
     assert ("Traceback" in failed.err, failed.returncode) == (False, 1)
 
 
+def test_the_command_returns_once_the_ranks_that_it_started_have_ended(train: Train) -> None:
+    run = train(*RUN, "trainer.devices=2", "model.how=lingers")
+    assert (run.folder / "has ended").exists()
+
+
 def test_rank_0_that_is_stopped_is_killed_by_the_ranks_that_it_started(train: Train) -> None:
     def stop(processes: list[BaseProcess]) -> None:
         rank_0 = psutil.Process(processes[0].pid)
