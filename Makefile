@@ -16,7 +16,7 @@ NEWEST_INSTALLED := .venv-newest/installed
 SCHEMAS := .vscode/schemas/config.json
 LOWEST_TESTS := tests/engine/test_patches.py tests/engine/test_same_run.py tests/engine/tours \
   tests/engine/checkpoints tests/engine/launch tests/engine/strategies
-NEWEST_TESTS := $(LOWEST_TESTS) tests/engine/config tests/engine/preflight tests/engine/sweeps
+NEWEST_TESTS := $(LOWEST_TESTS) tests/engine/failures tests/engine/config tests/engine/preflight tests/engine/sweeps
 # the newest that pyproject.toml allows, where make installs older ones: no CPU build yet, or a pre-release
 NEWEST ?= torch==2.15.0 hydra-core==1.4.0rc3 hydra-optuna-sweeper==1.4.0rc3 hydra-submitit-launcher==1.4.0rc3
 # packages come from this folder, and nothing is asked of the internet: make train WHEELHOUSE=wheelhouse

@@ -374,7 +374,8 @@ class Signals:
         while numbers := heard.recv(64):
             interrupts += numbers.count(signal.SIGINT)
             asked = [number for number in numbers if number in CAUGHT]
-            if interrupts == 1 and self.is_deferred and self.is_first and sys.stderr.isatty():
+            is_answered = interrupts != 1 or signal.SIGINT not in numbers  # a launcher sends SIGTERM after Ctrl+C
+            if not is_answered and self.is_deferred and self.is_first and sys.stderr.isatty():
                 self._say("stopping   at the end of this step; Ctrl+C again stops at once")
             if asked and not failed.is_set() and (interrupts > 1 or not self.is_deferred):
                 time.sleep(_PATIENCE_SECONDS)

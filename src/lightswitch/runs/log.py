@@ -48,6 +48,8 @@ class RunLog(logging.FileHandler):
     def __init__(self, filename: str, mode: str = "a", encoding: str | None = "utf-8", delay: bool = True) -> None:
         super().__init__(filename, mode, encoding, delay=True, errors="replace")  # a name may be no text
         self._held: list[str] | None = []
+        # Hydra 1.4 writes the traceback that ended the run, which the log already has
+        self.addFilter(lambda record: record.name != "hydra.core.utils")
 
     def _open(self) -> TextIOWrapper:
         opener = regular_files.open_own

@@ -146,10 +146,11 @@ def test_a_signal_to_one_rank_before_it_trains_ends_all_by_it(
 
 
 @contextmanager
-def in_terminal(folder: Path, *run: str) -> Iterator[tuple[FileIO, subprocess.Popen[bytes]]]:
+def in_terminal(folder: Path, *run: str, strategy: str = "single") -> Iterator[tuple[FileIO, subprocess.Popen[bytes]]]:
     """A run in a terminal of its own, in its first batch, and the end of that terminal at which a user sits."""
     controller, terminal = pty.openpty()
-    command = ("setsid", "--ctty", "python", TRAIN_PY, *RUN, *run, "strategy=single", "trainer.num_sanity_val_steps=0")
+    words = (*RUN, *run, f"strategy={strategy}", "trainer.num_sanity_val_steps=0")
+    command = ("setsid", "--ctty", "python", TRAIN_PY, *words)
     environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'src'}"}
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
     with subprocess.Popen(command, cwd=folder, env=environment, **streams) as it, open(controller, "r+b", 0) as user:
@@ -167,6 +168,18 @@ def test_ctrl_c_in_a_terminal_is_answered_before_the_step_ends_and_twice_does_no
             os.write(user.fileno(), b"\x03")
             assert answer in shown_by(user.fileno(), lambda text, answer=answer: answer in text)
         assert it.wait(300) == 130
+
+
+@pytest.mark.nightly
+def test_ctrl_c_in_a_terminal_ends_spawned_ranks_in_one_checkpoint(tmp_path: Path) -> None:
+    """Each rank gets SIGINT from the terminal, and SIGTERM from the process that has spawned it."""
+    with in_terminal(tmp_path, SLOWLY, "trainer.devices=2", strategy="ddp_spawn") as (user, it):
+        os.write(user.fileno(), b"\x03")
+        shown = shown_by(user.fileno(), lambda text: "go on  " in text)
+        assert it.wait(300) == 130
+        assert _are_gone(it.pid, within_seconds=60)
+    assert shown.count("stopping   at the end of this step") == shown.count("stopped    by SIGINT") == 1
+    assert len(list((tmp_path / "runs/plainmodel/mine/checkpoints").glob("step_*.ckpt"))) == 1
 
 
 def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path: Path) -> None:

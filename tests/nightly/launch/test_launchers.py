@@ -1,15 +1,20 @@
-"""Processes of one run that were given different words."""
+"""Processes of one run, each started by itself."""
 
 from __future__ import annotations
 
 import socket
 from pathlib import Path
 
-from tests.engine.launch.test_launchers import RUN, TIMEOUT_SECONDS
+import pytest
+
+from tests.engine.conftest import Finished, Train
+from tests.engine.curves import largest_difference
+from tests.engine.launch.test_launchers import RUN, TIMEOUT_SECONDS, finish, the_run
+from tests.engine.launch.witness import witnesses
 from tests.engine.processes import TRAIN_PY, Start
 
 
-def test_ranks_that_were_given_different_values_are_told_once(start: Start, tmp_path: Path, port: str) -> None:
+def test_ranks_with_different_values_say_so_in_every_terminal(start: Start, tmp_path: Path, port: str) -> None:
     (tmp_path / "runs/plainmodel/mine").mkdir(parents=True)
     (tmp_path / "runs/plainmodel/mine/config.yaml").write_text("an earlier run's")
     common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
@@ -17,8 +22,28 @@ def test_ranks_that_were_given_different_values_are_told_once(start: Start, tmp_
     outs = [rank.communicate(timeout=TIMEOUT_SECONDS)[0] for rank in ranks]
     host = socket.gethostname()
     assert [rank.returncode for rank in ranks] == [2, 2]
-    assert outs[0].endswith(
-        f"\nerror: rank 1 on {host} has seed=1, rank 0 on {host} has seed=0; give every process the same overrides\n"
-    )
-    assert outs[1] == ""
+    line = f"error: rank 1 on {host} has seed=1, rank 0 on {host} has seed=0; give every process the same overrides\n"
+    assert outs[0].endswith("\n" + line)
+    assert outs[1] == line
     assert (tmp_path / "runs/plainmodel/mine/config.yaml").read_text() == "an earlier run's"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_terminals_of_nodes_with_different_numbers_of_processes_train_the_same_run(
+    strategy: str, start: Start, train: Train, tmp_path: Path, port: str
+) -> None:
+    words = (*RUN, "global_batch_size=24", "trainer.log_every_n_steps=1")
+    meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2"}
+    names = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    places = [meet | dict(zip(names, place, strict=True)) for place in ("0002", "1012", "2101")]
+    ranks = [start("python", TRAIN_PY, *words, f"strategy={strategy}", **place) for place in places]
+    outs = [finish(rank) for rank in ranks]
+    assert [(seen["node_rank"], seen["local_rank"]) for seen in witnesses(the_run(tmp_path))] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+    ]
+    assert [out.count("precision 32-true, 3 CPU on 2 nodes") for out in outs] == [1, 0, 0]
+    run, alone = Finished(0, outs[0], "", tmp_path), train(*words, "strategy=single")
+    for metric in ("train/loss", "val/loss", "test/loss"):
+        assert largest_difference(run, alone, metric) <= 1e-6, metric
