@@ -41,7 +41,7 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
     """
 
     _reader: Reader
-    _kept: Mapping[str, Tensor] = MappingProxyType({})  # weights of a resumed run, by name
+    _kept: Mapping[str, int] = MappingProxyType({})  # digests of a resumed run's weights, by name
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -64,18 +64,18 @@ class PortableCheckpoints(WrittenTogether, Finetuned):
             self.described_optimizers()
 
     def keep_weights(self) -> None:
-        """Copy this rank's weights to the CPU, until training starts: a resumed run has them after these hooks, too."""
-        self._kept = {name: local(held).to("cpu", copy=True) for name, held in self.local_parameters().items()}
+        """Take digests of this rank's weights until training starts: a resumed run has them after these hooks, too."""
+        self._kept = {name: _checksum(local(held)) for name, held in self.local_parameters().items()}
 
     @torch.no_grad()
     def _set_back_weights(self) -> None:
-        """Undo changes to the kept weights, and report them. Collective if weights were kept."""
+        """Read the weights again if they are no longer those of the digests, and report it. Collective after these."""
         kept, self._kept = self._kept, {}
-        here = {name: local(held) for name, held in self.local_parameters().items()} if kept else {}
-        changed = [name for name, values in kept.items() if not torch.equal(values, here[name].cpu())]
+        here = self.local_parameters() if kept else {}
+        changed = [name for name, digest in kept.items() if _checksum(local(here[name])) != digest]
         if kept and self.reduce(torch.tensor(float(len(changed)), device=self.root_device), reduce_op="sum"):
-            for name in changed:
-                here[name].copy_(kept[name])
+            for kind in ("model", "trained"):
+                self.read(kind, here)
             self.parameters_changed()
             if self.is_global_zero:
                 log.warning(

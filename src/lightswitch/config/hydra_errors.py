@@ -211,9 +211,10 @@ def _in_quotes(override: str) -> str | None:
     """
     key, _, value = override.partition("=")
     items = value[1:-1].split(",") if re.fullmatch(r"\[.*\]", value) else [value]
-    if re.search(r'[][{}"\\]', "".join(items)):
+    if re.search(r"[][{}\\]", "".join(items)) or any(item.lstrip().startswith('"') for item in items):
         return None
-    line = ",".join(item if re.fullmatch(r"[\w./*-]+", item, re.ASCII) else f'"{item.strip()}"' for item in items)
+    escaped = [item.strip().replace('"', '\\"') for item in items]
+    line = ",".join(item if re.fullmatch(r"[\w./*-]+", item, re.ASCII) else f'"{item}"' for item in escaped)
     return shlex.quote(f"{key}=[{line}]" if value.startswith("[") else f"{key}={line}")
 
 

@@ -23,10 +23,9 @@ from torch.overrides import TorchFunctionMode
 
 from lightswitch.deepspeed.state import Part, parts
 from lightswitch.errors import Refused, listed
-from lightswitch.strategies.rounds import FIRST, Rounds
+from lightswitch.strategies.rounds import FIRST, LATER_SECONDS, Rounds
 from lightswitch.strategies.writes import Looks, carried, share, take_rank_0s
 
-_LATER_SECONDS = 60.0  # how long, in later calls, a rank waits for the others to touch the same weight
 _STEP = "training_step"
 _METADATA = {  # attributes and methods of a tensor that do not access its values
     getattr(Tensor, name).__get__
@@ -222,7 +221,7 @@ class EngineWrites:
         self._touched.add(name)
         while not _is_there(self._parameters[name]):
             is_first = self._calls[hook] <= FIRST
-            seconds = self._rounds.timeout_seconds if is_first else min(_LATER_SECONDS, self._rounds.timeout_seconds)
+            seconds = self._rounds.timeout_seconds if is_first else min(LATER_SECONDS, self._rounds.timeout_seconds)
             self._gather_first(hook, _wanted(self._rounds.agree(hook, name, seconds)))
 
     def _refuse(self, found: str) -> None:

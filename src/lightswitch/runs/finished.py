@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch import regular_files
 from lightswitch.context import RunContext
-from lightswitch.runs import saved
+from lightswitch.errors import Refused
+from lightswitch.runs import claim, saved
 from lightswitch.runs.saved import set_aside
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ def before(cfg: DictConfig, run: RunContext) -> bool:
         log.info("finished   fit and test have ended at step %d%s; resume=never starts anew", ended.step, otherwise)
         if ended.go_on:
             log.info("go on      %s", ended.go_on)
+        with suppress(Refused):  # removes the lock of a start that was killed after it had written the mark
+            claim.take(cfg, run)
     return True
 
 

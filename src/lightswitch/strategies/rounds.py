@@ -20,7 +20,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightswitch.errors import Refused
 
-FIRST = 3  # calls of a hook, or batches of an evaluation, in which ranks wait for each other
+FIRST = 3  # calls of a hook in which ranks wait for each other
+LATER_SECONDS = 60.0  # how long, in later calls, a rank waits for others to do as it does
 MOST_ASKED = 64  # ranks that tell each other what they read: each of them asks for the answers of all others
 
 
@@ -39,6 +40,7 @@ class Rounds:
         self._sharded_by, self._instead = sharded_by, instead
         self._store = PrefixStore(f"writes/{key}", _get_default_store())
         self._round = 0
+        self._calls: dict[str, list[str | None]] = {}  # parts called in the last batch of a step, None at its end
 
     def agree(self, hook: str, wanted: str | None, seconds: float) -> Mapping[int, str | None]:
         """Return the names of the weights that ranks want to touch in a hook, by rank; None after its hook has ended.
@@ -82,7 +84,10 @@ class Rounds:
 
     @contextmanager
     def in_evaluation(self, step: str, trainer: Trainer, parts: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Context of an evaluation step, in whose first batches ranks are compared: all have to call the same parts.
+        """Context of an evaluation step, in which all ranks have to call the same parts in the same order.
+
+        A rank asks the others only from where its calls are not those of the batch before, which were the same on all
+        ranks: it waits there, so that no collective of one part meets that of another.
 
         Args:
             parts: modules that gather their parameters before a forward pass, by name.
@@ -90,29 +95,48 @@ class Rounds:
         Raises:
             Refused: the ranks call different parts, or one of them more often.
         """
-        progress: Any = getattr(trainer._active_loop, "batch_progress", None)  # None: a hook of the fit calls the step
+        is_hook_of_fit = getattr(trainer._active_loop, "batch_progress", None) is None
         is_compiled = any(getattr(part, "_compiled_call_impl", None) is not None for part in parts.values())
-        if progress is None or progress.current.ready > FIRST or trainer.world_size > MOST_ASKED or is_compiled:
+        if is_hook_of_fit or trainer.world_size > MOST_ASKED or is_compiled:
             yield
             return
+        calls: list[str | None] = []
+        before = iter(self._calls.get(step, []))
+
+        def call(part: str | None, *_: Any) -> None:
+            nonlocal before
+            expected = next(before, "")
+            if part != expected:
+                before = iter(())
+                self._compare(step, part, expected)
+            calls.append(part)
+
         hooks = [
-            part.register_forward_pre_hook(partial(self._call, step, name or "the module"), prepend=True)
+            part.register_forward_pre_hook(partial(call, name or "the module"), prepend=True)
             for name, part in parts.items()
         ]
         yield  # no try/finally: an error ends the run
         for hook in hooks:
             hook.remove()
-        self._call(step, None)
+        call(None)
+        self._calls[step] = calls
 
-    def _call(self, step: str, part: str | None, *_: Any) -> None:
-        found = self.agree(step, part, self.timeout_seconds)
+    def _compare(self, step: str, part: str | None, expected: str | None) -> None:
+        """Compare what ranks call next; `expected` is "" where all are about to compare."""
+        seconds = min(LATER_SECONDS, self.timeout_seconds) if step in self._calls else self.timeout_seconds
+        try:
+            found = {f"rank {rank}": name for rank, name in self.agree(step, part, seconds).items()}
+        except Refused:
+            if expected == "":
+                raise
+            found = {f"rank {dist.get_rank()}": part, "another rank": expected}
         calls = {name: rank for rank, name in found.items() if name is not None}
         if calls and len({*found.values()}) > 1:
             name, rank = next(iter(calls.items()))
             other = next(other for other, its in found.items() if its != name)
             raise Refused(
-                f"{step} calls {name} on rank {rank} when rank {other} does not, and {self._sharded_by} has a shard of "
-                "it on each: ranks run another number of forward passes, as if each generates until an end in its own "
+                f"{step} calls {name} on {rank} when {other} does not, and {self._sharded_by} has a shard of it on "
+                "each: ranks run another number of forward passes, as if each generates until an end in its own "
                 f"samples; run as many on all ranks, or use strategy={self._instead}"
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,7 @@ from lightswitch.sweeps import record
 
 _SWEEPERS = ("BasicSweeper", "OptunaSweeper")  # they take jobs from the command line and hydra.sweeper.params
 _SAMPLES = ("search_space", "custom_search_space")  # other sources of jobs in OptunaSweeper
+_ADVISED = re.compile(r"(; type [\w.]+)=\S+$")  # the end of a problem that tells a key with the job's value
 
 Compose = Callable[[list[str]], DictConfig]
 
@@ -180,16 +182,18 @@ def shared_problems(cfg: DictConfig, compose: Compose) -> list[str]:
     sweeper = cfg.hydra.sweeper
     if not str(sweeper._target_).endswith(_SWEEPERS) or any(sweeper.get(key) for key in _SAMPLES):
         return []
-    shared: list[str] | None = None
+    shared: dict[str, str] | None = None  # by what is the same whatever the job's value
     try:
         for overrides in _jobs(cfg):
-            found = _problems_of_job(compose(overrides))
-            shared = found if shared is None else [problem for problem in shared if problem in found]
+            found = {_ADVISED.sub(r"\1=VALUE", problem): problem for problem in _problems_of_job(compose(overrides))}
+            if shared is None:
+                shared = found
+            shared = {key: told if told == found[key] else key for key, told in shared.items() if key in found}
             if not shared:
                 break
     except (HydraException, OmegaConfBaseException):
         return []
-    return shared or []
+    return [*(shared or {}).values()]
 
 
 def _jobs(cfg: DictConfig) -> Iterator[list[str]]:

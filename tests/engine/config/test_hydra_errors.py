@@ -118,6 +118,8 @@ MISTAKES = {
     "'data.files=[\"~/a/*.txt\",b]'",
     "resume=runs/gpt/a=b/checkpoints/last.ckpt": "resume=runs/gpt/a=b/checkpoints/last.ckpt: Hydra requires quotes "
     "here; type 'resume=\"runs/gpt/a=b/checkpoints/last.ckpt\"'",
+    'ckpt_path=say "q"/last.ckpt': 'ckpt_path=say "q"/last.ckpt: Hydra requires quotes here; type '
+    """'ckpt_path="say \\"q\\"/last.ckpt"'""",
     "model.name=it's": "model.name=it's: Hydra requires quotes here; type 'model.name=\"it'\"'\"'s\"'",
     "~callbacks.thruput": "~callbacks.thruput: there is no such key. Did you mean throughput?",
     "~callbcks": "~callbcks: there is no such key. Did you mean callbacks?",

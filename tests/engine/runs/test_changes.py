@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from lightswitch.process import Process
 from lightswitch.runs import finished, saved
 from tests.engine.conftest import PLAIN, Train
 
@@ -115,7 +116,7 @@ CFG = OmegaConf.create(
 def test_a_harmed_note_of_the_end_is_passed_over(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run: Any = SimpleNamespace(run_dir=tmp_path, is_first=True)
+    run: Any = SimpleNamespace(run_dir=tmp_path, is_first=True, process=Process())
     finished.keep(CFG, tmp_path, 2, None)
     assert finished.before(CFG, run)
     (tmp_path / "ended.json").write_bytes(content)
@@ -133,4 +134,6 @@ def test_a_directory_in_its_place_is_passed_over_and_kept(train: Train) -> None:
     assert again.column("test/loss") == first_test
     assert again.out.count("can't be read; the run uses its checkpoints instead\n") == 1
     assert (again.err, (first.run_dir / "ended_1.json").is_dir()) == ("", True)
+    (first.run_dir / ".lock").touch()  # as of a process that was killed behind the mark
     assert "finished   fit and test have ended at step 2;" in train(*RUN, folder=first.folder).out
+    assert not (first.run_dir / ".lock").exists()

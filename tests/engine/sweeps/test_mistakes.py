@@ -54,6 +54,12 @@ def test_what_all_jobs_have_is_told(told: Told, swept: tuple[str, ...]) -> None:
     assert told(*swept, "trainer.max_stps=4") == TYPO
 
 
+@pytest.mark.parametrize(("swept", "value"), [("0.1", "0.1"), ("0.1,0.2", "VALUE"), ("range(1,4)", "VALUE")])
+def test_a_swept_key_is_told_once_with_the_one_to_type(told: Told, swept: str, value: str) -> None:
+    expected = f"model.lr: LanguageModel takes no lr; type optimizer.lr={value}"
+    assert told("seed=1,2", f"model.lr={swept}") == [expected]
+
+
 def test_what_no_job_reads_is_told_once(told: Told) -> None:
     own = ("model._target_=tests.engine.plain.PlainModel",)
     settings = "model.lr, model.width, model.dropout, model.eps, "
