@@ -232,7 +232,7 @@ def _items(group: str) -> set[str]:
 
 
 # of this repository alone, whose README, forks and documents name the examples
-ON_EXAMPLES = ("test_readme.py", "fork/", "launch/migrations.py", "tables/claims.py", "tables/guide.py")
+ON_EXAMPLES = ("test_readme.py", "fork/", "tables/claims.py", "tables/guide.py")
 ON_EXAMPLES += ("tables/pictures.py",)
 ENGINES_TESTS = [
     path

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 from torch.distributed import TCPStore
 
@@ -21,97 +22,16 @@ from lightswitch.config.confidential import Values
 from lightswitch.errors import Refused
 from lightswitch.runs.claim import meeting_place
 
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "RANK": "5",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "8",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "29500",
-}
-BATCH_SHELL = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-SRUN = {
-    **BATCH_SHELL,
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-}
-EXPORTED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+TABLES = yaml.safe_load((Path(__file__).parent / "placements.yaml").read_text())
+LAUNCHERS: dict[str, dict[str, str]] = TABLES["launchers"]
+TORCHRUN, BATCH_SHELL, SRUN, EXPORTED = (LAUNCHERS[name] for name in ("torchrun", "batch_shell", "srun", "exported"))
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        pytest.param({}, Placement("local"), id="a shell"),
-        pytest.param(TORCHRUN, Placement("torchrun", nodes=2, devices_per_node=4, rank=5), id="torchrun"),
-        pytest.param(
-            {**TORCHRUN, "WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "2"},
-            Placement("torchrun", nodes=2, devices_per_node=4, rank=5, uneven=6),
-            id="torchrun, unevenly",
-        ),
-        pytest.param(
-            {**TORCHRUN, "WORLD_SIZE": "12", "GROUP_WORLD_SIZE": "3", "RANK": "3"},
-            Placement("torchrun", nodes=3, devices_per_node=4, rank=3, uneven=12),
-            id="torchrun, unevenly before this node",
-        ),
-        pytest.param(SRUN, Placement("slurm", nodes=2, devices_per_node=2, rank=3), id="srun"),
-        pytest.param(
-            {**SRUN, "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2", "SLURM_NODEID": "1"},
-            Placement("slurm", nodes=2, devices_per_node=2, rank=3, uneven=5),
-            id="srun, unevenly",
-        ),
-        pytest.param(
-            {
-                **SRUN,
-                "SLURM_STEP_NUM_NODES": "3",
-                "SLURM_STEP_NUM_TASKS": "6",
-                "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
-                "SLURM_NODEID": "1",
-            },
-            Placement("slurm", nodes=3, devices_per_node=2, rank=3),
-            id="srun, evenly",
-        ),
-        pytest.param(BATCH_SHELL, Placement("local"), id="the shell of a batch script"),
-        pytest.param(
-            {**BATCH_SHELL, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"},
-            Placement("local"),
-            id="a single task of srun",
-        ),
-        pytest.param(
-            {**SRUN, **TORCHRUN}, Placement("torchrun", nodes=2, devices_per_node=4, rank=5), id="torchrun in srun"
-        ),
-        pytest.param(EXPORTED, Placement("env", nodes=1, devices_per_node=2, rank=1), id="exported variables"),
-        pytest.param(
-            {**EXPORTED, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "3"},
-            Placement("env", nodes=2, devices_per_node=2, rank=3),
-            id="exported variables on two nodes",
-        ),
-        pytest.param(
-            {**EXPORTED, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"},
-            Placement("env", nodes=2, devices_per_node=2, rank=1, uneven=3),
-            id="exported variables, unevenly",
-        ),
-        pytest.param({"MASTER_ADDR": "node1", "MASTER_PORT": "1"}, Placement("local"), id="an address left over"),
-        pytest.param(
-            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "NODE_RANK": "0", "LOCAL_RANK": "1", "WORLD_SIZE": "2"},
-            Placement("local", rank=1),
-            id="a process that Lightning started",
-        ),
-    ],
-)
-def test_placement_is_read_from_the_environment(environ: dict[str, str], expected: Placement) -> None:
-    assert detect(environ) == expected
-
-
-def test_the_processes_of_a_launcher_are_external() -> None:
-    assert detect(SRUN).is_external
-    assert detect(TORCHRUN).is_external
-    assert detect(EXPORTED).is_external
-    assert not detect(BATCH_SHELL).is_external
+@pytest.mark.parametrize("case", TABLES["placements"])
+def test_placement_is_read_from_the_environment(case: str) -> None:
+    row = TABLES["placements"][case]
+    assert detect(row["environ"]) == Placement(**row["place"])
+    assert detect(row["environ"]).is_external == (row["place"]["launcher"] != "local")
 
 
 # The port at which the processes that one process starts will meet
@@ -164,28 +84,11 @@ def test_a_store_of_another_program_is_told(port: str) -> None:
         agree_on_id(MeetingPoint("localhost", other.port, 1, 2, timeout_seconds=0.5), "of rank 1")
 
 
-LIGHTNINGS = {"MASTER_ADDR": "node1", "MASTER_PORT": "7", "NODE_RANK": "1"}
-BY_HAND = {"main_address": "node1", "main_port": 7, "node_rank": 1}
-
-
-@pytest.mark.parametrize(
-    ("environ", "cfg", "place"),
-    [
-        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, {}, ("node1", 29500, 5, 8)),
-        (EXPORTED, {}, ("localhost", 29500, 1, 2)),
-        ({**EXPORTED, "WORLD_SIZE": "1", "RANK": "0"}, {}, None),
-        (LIGHTNINGS, {"trainer": {"num_nodes": 2}}, ("node1", 7, 1, 2)),
-        (LIGHTNINGS, {"trainer": {"num_nodes": 1}}, None),
-        (LIGHTNINGS, {"trainer": {"num_nodes": 2}, "mode": "plan"}, None),
-        ({}, {"trainer": {"num_nodes": 2}, "cluster": BY_HAND}, ("node1", 7, 1, 2)),
-        ({}, {"trainer": {"num_nodes": 2}, "cluster": {**BY_HAND, "node_rank": "???"}}, None),
-        ({}, {"trainer": {"num_nodes": "two"}, "cluster": BY_HAND}, None),
-    ],
-)
-def test_the_place_to_meet_is_that_of_the_launcher_or_of_cluster_manual(
-    environ: dict[str, str], cfg: dict[str, object], place: object
-) -> None:
-    assert meeting_place(detect(environ), environ, OmegaConf.create(cfg)) == place
+@pytest.mark.parametrize("case", TABLES["meetings"])
+def test_the_place_to_meet_is_that_of_the_launcher_or_of_cluster_manual(case: str) -> None:
+    row = TABLES["meetings"][case]
+    found = meeting_place(detect(row["environ"]), row["environ"], OmegaConf.create(row.get("cfg", {})))
+    assert found == (row["meets"] and tuple(row["meets"]))
 
 
 # Processes that were given different things, and what they are told
@@ -202,49 +105,11 @@ READABLE: Mapping[str, Mapping[str, str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        (
-            {3: {"versions": {"python": "3.12.1", "torch": "2.12.0"}}},
-            "rank 3 on node2 has torch 2.12.0, the other 3 have torch 2.13.0; install the same version on every node",
-        ),
-        (
-            {2: {"code": {"train.py": "a", "src/net.py": "c", "new.py": "d"}}},
-            "rank 2 on node2 has another src/net.py, another new.py than the other 3; use the same code on every node",
-        ),
-        (
-            {0: {"config": "other seed"}, 1: {"config": "more"}, 3: {"config": "other seed"}},
-            "rank 1 on node1 has lr=1, most have no lr; give every process the same overrides",
-        ),
-        (
-            {3: {"config": "other token"}},
-            "rank 3 on node2 has another data.token than the other 3; "
-            "give every process the same overrides, and the same environment",
-        ),
-        (
-            {3: {"config": "left nowhere"}},
-            "rank 3 on node2 has another config than the other 3; "
-            "give every process the same overrides, and the same environment",
-        ),
-        (
-            {2: {"config": "", "sees_run_directory": False}, 3: {"config": "", "sees_run_directory": False}},
-            "2 ranks on node2 do not see what rank 0 writes to the run directory; put it where all nodes can read it",
-        ),
-        (
-            {1: {"config": "", "sees_run_directory": False, "run_dir": "/runs/b"}},
-            "rank 1 on node1 has run directory /runs/b, rank 0 on node1 has run directory /runs/a; "
-            "start every process in the same folder, with the same run_id",
-        ),
-    ],
-    ids=["versions", "code", "config", "hidden value", "unreadable", "run directory", "other run"],
-)
-def test_the_odd_ones_are_named_with_what_they_have(changed: dict[int, dict[str, object]], told: str) -> None:
-    assert difference([replace(one, **changed.get(one.rank, {})) for one in FOUR], READABLE.get) == told
-
-
-def test_those_that_agree_are_told_nothing() -> None:
-    assert difference(FOUR, READABLE.get) is None
+@pytest.mark.parametrize("case", TABLES["differences"])
+def test_the_odd_ones_are_named_with_what_they_have(case: str) -> None:
+    row = TABLES["differences"][case]
+    ranks = [replace(one, **row["changed"].get(one.rank, {})) for one in FOUR]
+    assert difference(ranks, READABLE.get) == row["told"]
 
 
 def test_a_link_to_nothing_is_no_code(tmp_path: Path) -> None:

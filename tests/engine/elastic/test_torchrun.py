@@ -13,12 +13,12 @@ from lightswitch.runs import starts
 from tests.engine.conftest import Finished, Train
 from tests.engine.elastic.agents import HOLD, Agents
 from tests.engine.elastic.machines import Machines
-from tests.night import at_night
 
-pytestmark = [pytest.mark.timeout(3600), pytest.mark.slurm]  # it needs what those need: root and namespaces
+# as those of Slurm, they need root and namespaces
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600), pytest.mark.slurm]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *at_night("fsdp", "deepspeed_stage_2")])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2"])
 def test_a_run_loses_rank_0_and_goes_on_with_the_rest_and_then_with_more(
     strategy: str, agents: Agents, train: Train
 ) -> None:
@@ -50,7 +50,7 @@ def test_a_run_loses_rank_0_and_goes_on_with_the_rest_and_then_with_more(
 
 
 @pytest.mark.timeout(7200)  # of 200 changes, on a busy machine
-@pytest.mark.parametrize(("strategy", "processes", "changes"), at_night(("fsdp", 2, 20), ("ddp", 1, 200)))
+@pytest.mark.parametrize(("strategy", "processes", "changes"), [("fsdp", 2, 20), ("ddp", 1, 200)])
 def test_a_chain_of_nodes_that_leave_and_join_at_random_moments(
     strategy: str, processes: int, changes: int, machines: Machines, train: Train, tmp_path: Path, python: Path
 ) -> None:
@@ -97,7 +97,6 @@ def samples(folder: Path) -> dict[int, list[int]]:
     return of_steps
 
 
-@pytest.mark.nightly
 def test_a_run_outlives_two_losses_at_once_a_node_that_flaps_and_one_that_is_told_to_leave(
     agents: Agents, train: Train
 ) -> None:

@@ -13,8 +13,10 @@ from lightswitch.launch.fitting import by_states
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import Device
 from lightswitch.planning.fakes import World, has_collectives
-from tests.engine.conftest import Train
+from tests.engine.conftest import PLAIN_DATA, Train
+from tests.engine.failures.failing import FAILING_MODEL
 from tests.engine.tiny import LANGUAGE_MODEL, NO_CHECKPOINTS, TEXT
+from tests.night import at_night
 
 RUN = (
     *(*LANGUAGE_MODEL, TEXT, *NO_CHECKPOINTS, "global_batch_size=16", "trainer.max_steps=2", "trainer.devices=2"),
@@ -39,6 +41,7 @@ def test_where_replicas_do_not_fit_ranks_shard_and_each_decides_the_same(train: 
 
 
 @SIMULATED
+@pytest.mark.nightly
 def test_what_is_small_is_not_simulated_and_what_fits_nowhere_is_refused(train: Train) -> None:
     small = train(*RUN, "plan.device=h100", ranks=2)
     assert decision(small.out) == "single or ddp: states are 0.518 MiB of 78.8 GiB on H100"
@@ -80,6 +83,7 @@ def test_states_that_do_not_fit_on_the_fewest_nodes_of_an_elastic_run_are_refuse
 
 
 @SIMULATED
+@pytest.mark.nightly
 def test_micro_batch_size_auto_is_the_largest_that_fits(train: Train) -> None:
     run = train(*RUN, "strategy=fsdp", "micro_batch_size=auto", "plan.memory_gib=0.0015", ranks=2)
     assert decision(run.out).startswith("fsdp, micro batch 2: ")
@@ -105,3 +109,22 @@ def test_where_no_step_can_be_simulated_states_decide() -> None:
         choice = by_states((whole, parts), states * 2**30, 2**30, World(1, 2), device)
         assert (choice.candidate, choice.words) == (taken, taken.words)
         assert f"states are {states}" in choice.told
+
+
+# Where memory has run out
+
+RAISING = (
+    *(FAILING_MODEL, PLAIN_DATA, "run_id=mine"),
+    *("model.how='lacks device memory'", "model.where='training_step 0'", "model.rank=null"),
+)
+
+
+@pytest.mark.skipif(not has_collectives(), reason="torch has no collectives for tensors without values")
+@pytest.mark.parametrize("ranks", [2, *at_night(0)])
+def test_a_smaller_micro_batch_is_the_first_thing_to_try(ranks: int, train: Train) -> None:
+    failed = train(*RAISING, "global_batch_size=32", "strategy=ddp", ranks=ranks, check=False)
+    assert failed.returncode == 1
+    (line,) = (line for line in failed.err.splitlines() if line.startswith("next: "))
+    started, _, command = line.partition("; try ")
+    assert started.startswith("next: parameters, gradients and optimizer state are ")
+    assert command.endswith(f" strategy=ddp micro_batch_size={8 if ranks else 16} run_id=mine")

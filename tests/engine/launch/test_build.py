@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +14,16 @@ from omegaconf import OmegaConf
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.launch.build import _of_other_kinds, _strategy
+from lightswitch.launch.instantiation import refused_optimizers
 from lightswitch.strategies.ddp import DDP, Single
 from tests.engine.conftest import PLAIN_DATA, Train
 from tests.engine.curves import largest_difference
-from tests.engine.plain import SGDModel
+from tests.engine.fits import Fit, trained
+from tests.engine.modules import walk
+from tests.engine.plain import PlainData, PlainModel, SGDModel
 from tests.engine.tiny import NO_CHECKPOINTS
+from tests.night import at_night
+from tests.pool import Pool, RankFailed
 
 _BY_FUNCTION = {"_target_": "lightswitch.strategies.ddp.auto", "accelerator": "cpu", "devices": 2, "num_nodes": 1}
 
@@ -91,7 +98,107 @@ def test_a_module_that_clips_itself_is_handed_no_value_that_nobody_typed(train: 
         assert largest_difference(train(*clipped, f"strategy={strategy}", ranks=2), alone) <= 1e-5
 
 
+@pytest.mark.nightly
 def test_a_module_that_clips_itself_is_handed_the_value_that_is_typed(train: Train) -> None:
     run = train(*OWN_CLIP, "strategy=single", "trainer.gradient_clip_val=0.5")
     assert "handed 0.5\n" in run.out
     assert "is ignored" not in run.out
+
+
+# Values that an optimizer or a schedule of torch's fails with
+
+_OPTIM, _SCHEDULES = "torch.optim", "torch.optim.lr_scheduler"
+
+
+def _told(target: str, run_mode: str = "fit", **arguments: Any) -> list[str]:
+    node = {"_target_": target, "_partial_": True, **arguments}
+    return [
+        str(one)
+        for one in refused_optimizers(OmegaConf.create({"mode": run_mode, "tuned": node, "model": {"by": "${tuned}"}}))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "good", "bad"),
+    [
+        ("Adam", {}, {"betas": [0.9]}),
+        ("AdamW", {"lr": 1e-3}, {"betas": 0.9}),
+        ("NAdam", {"lr": 1e-3}, {"betas": [0.9, 0.9, 0.9]}),  # which its constructor takes, and its step does not
+        ("AdamW", {}, {"betas": [0.9], "eps": -1, "weight_decay": -0.1}),
+        ("SGD", {"nesterov": True, "momentum": 0.9}, {"dampening": 0.5}),
+        ("Rprop", {"lr": 0.1}, {"etas": [0.5]}),
+        ("lr_scheduler.StepLR", {"gamma": 0.5}, {"step_size": 0}),
+        ("lr_scheduler.OneCycleLR", {"max_lr": 0.1, "total_steps": 9}, {"pct_start": 3.0}),
+        ("lr_scheduler.ReduceLROnPlateau", {"factor": 0.5}, {"mode": "least"}),
+    ],
+)
+def test_each_value_that_fails_is_told_by_its_key(target: str, good: dict[str, Any], bad: dict[str, Any]) -> None:
+    told = _told(f"{_OPTIM}.{target}", **good, **bad)
+    assert {line.partition("=")[0] for line in told} == {f"tuned.{key}" for key in bad}
+    assert not _told(f"{_OPTIM}.{target}", run_mode="test", **bad)  # which makes none
+
+
+def test_what_the_model_may_yet_add_or_a_gpu_take_is_let_through() -> None:
+    assert not _told(f"{_SCHEDULES}.CosineAnnealingLR", eta_min=0.0)  # its T_max
+    assert not _told(f"{_SCHEDULES}.OneCycleLR", max_lr=1.0)  # its total_steps
+    assert not _told(f"{_OPTIM}.SparseAdam", eps=1e-6)  # its gradients are sparse
+    assert not _told(f"{_OPTIM}.AdamW", capturable=True)
+    for name in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD"):
+        assert not _told(f"{_OPTIM}.{name}", lr=1e-3, foreach=True)
+
+
+def test_no_random_number_is_drawn() -> None:
+    before = torch.get_rng_state()
+    assert _told(f"{_OPTIM}.AdamW", betas=[0.9])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("mode", ["fit", *at_night("plan")])
+def test_a_list_that_is_too_short_is_a_line(train: Train, mode: str) -> None:
+    run = train(f"mode={mode}", "optimizer.betas=[0.9]", "strategy=ddp", "trainer.devices=2", check=False)
+    assert run.returncode == 2
+    assert run.err.splitlines() == [
+        "error: optimizer.betas=[0.9]: AdamW fails with it: IndexError: list index out of range; its default is "
+        "[0.9,0.999]"
+    ]
+
+
+# What a strategy can't do with a module
+
+NONE = (
+    "StepsByHand.training_step returns None in automatic optimization, but all devices have to train on each batch; "
+    "return a loss (to skip a batch, 0 times its loss), or set self.automatic_optimization = False if it steps manually"
+)
+
+
+class Raises(PlainModel):
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        raise RuntimeError("of my own")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "way", "line"),
+    [
+        ("StepsByHand", "ddp", NONE),
+        ("GradientPenalty", "fsdp", "GradientPenalty differentiates a gradient (create_graph=True), which needs each "),
+        *at_night(
+            ("StepsByHand", "ZeRO 2", NONE),
+            ("Snapshot", "fsdp", "Snapshot fails in its first steps under FSDP, which shards parameters over devices"),
+            ("PhysicsInformed", "ZeRO 3", "PhysicsInformed fails in its first steps under DeepSpeed, which "),
+        ),
+    ],
+)
+def test_what_a_strategy_cannot_do_is_a_line(name: str, way: str, line: str, pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed) as failed:
+        pool(2)(walk.trained, name, way, tmp_path, None)
+    assert isinstance(failed.value.error, Refused)
+    assert str(failed.value.error).startswith(line)
+    assert "\n" not in str(failed.value.error)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", *at_night("deepspeed_stage_3")])
+def test_what_a_module_raises_on_purpose_is_its_own(strategy: str, pool: Pool) -> None:
+    with pytest.raises(RankFailed) as failed:
+        pool(2)(trained, Fit(Raises, partial(PlainData, 48), strategy, global_batch=8, micro_batch=4, steps=2))
+    assert type(failed.value.error) is RuntimeError

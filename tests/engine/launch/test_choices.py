@@ -1,56 +1,61 @@
-"""Debug choices, callbacks, loggers, optimizers and modes on the command line, in runs for real."""
+"""Debug choices, callbacks, loggers, optimizers, modes and the Trainer's arguments on the command line, in runs."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar, Timer
 
 from lightswitch.checkpoints.directory import read_state
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
+from tests.engine.plain import PlainData
+from tests.engine.requests import composed, composing, problems
 from tests.engine.tiny import LANGUAGE_MODEL, RECORD, TEXT
 
 ON_CPU = (*PLAIN, "trainer.accelerator=cpu")
 SHORT = (*ON_CPU, "run_id=mine", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
-DEBUG = ("limit", "one_batch", "overfit", "profiler")
 
 
 # debug=
 
 
-@pytest.fixture(scope="module")
-def debugged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
-    """A run by debug choice."""
-    train = runs_in(tmp_path_factory.mktemp("debug"))
-    return {choice: train(*ON_CPU, *RECORD, "trainer.max_steps=20", f"debug={choice}") for choice in DEBUG}
+def _debug(choice: str, train: Train) -> Finished:
+    return train(*ON_CPU, *RECORD, "trainer.max_steps=20", f"debug={choice}")
 
 
-def test_one_batch_runs_every_stage_and_leaves_no_checkpoint(debugged: dict[str, Finished]) -> None:
-    run_dir = debugged["one_batch"].run_dir
-    assert len(_steps(run_dir)) == 1
-    assert list(run_dir.glob("checkpoints/*")) == []
+def test_one_batch_runs_every_stage_and_leaves_no_checkpoint(train: Train) -> None:
+    run = _debug("one_batch", train)
+    assert len(_steps(run.run_dir)) == 1
+    assert list(run.run_dir.glob("checkpoints/*")) == []
 
 
-def test_limit_cuts_every_stage_short(debugged: dict[str, Finished]) -> None:
-    assert list(debugged["limit"].column("train/loss")) == list(range(20))
-    assert list(debugged["limit"].column("val/loss")) == [9, 19]
-    assert len(debugged["limit"].column("test/loss")) == 1
+@pytest.mark.nightly
+def test_limit_cuts_every_stage_short(train: Train) -> None:
+    run = _debug("limit", train)
+    assert [list(run.column("train/loss")), list(run.column("val/loss"))] == [list(range(20)), [9, 19]]
+    assert len(run.column("test/loss")) == 1
 
 
-def test_overfit_reads_the_same_samples_over_and_over(debugged: dict[str, Finished]) -> None:
-    steps = _steps(debugged["overfit"].run_dir)
+def test_overfit_reads_the_same_samples_over_and_over(train: Train) -> None:
+    run = _debug("overfit", train)
+    steps, loss = _steps(run.run_dir), run.column("train/loss")
     assert len(steps) == 20
     assert len({tuple(sorted(ids)) for ids in steps}) == 1
-    loss = debugged["overfit"].column("train/loss")
     assert loss[19] < loss[0] / 2
 
 
-def test_profiler_leaves_a_table_in_the_run_directory(debugged: dict[str, Finished]) -> None:
-    run = debugged["profiler"]
+@pytest.mark.nightly
+def test_profiler_leaves_a_table_in_the_run_directory(train: Train) -> None:
+    run = _debug("profiler", train)
     (table,) = run.run_dir.glob("fit-profile*.txt")
     assert "run_training_batch" in table.read_text()
     assert re.search(rf"^profile +.*runs/plainmodel/{run.run_dir.name}/{table.name}", run.out, re.MULTILINE)
@@ -65,13 +70,9 @@ def _steps(run_dir: Path) -> list[list[int]]:
 
 def test_callbacks_and_loggers_are_switched_by_name(train: Train) -> None:
     run = train(
-        *SHORT,
-        "trainer.max_steps=4",
+        *(*SHORT, "trainer.max_steps=4", "trainer.limit_val_batches=2", "~logger.tensorboard", "~callbacks.throughput"),
         "callbacks=[default,early_stopping,grad_norm,device_monitor,model_summary]",
-        "~callbacks.throughput",
         "callbacks.early_stopping.patience=2",
-        "~logger.tensorboard",
-        "trainer.limit_val_batches=2",
     )
     columns = run.metrics()[0].keys()  # of those that a run has by default, throughput/… is missing
     assert any("grad_norm" in name for name in columns)
@@ -100,27 +101,13 @@ TINY = (*LANGUAGE_MODEL, TEXT, "model.layers=1", "model.width=16", "trainer.acce
 
 def test_optimizer_and_scheduler_are_replaced_and_the_rate_follows_the_batch(train: Train) -> None:
     run = train(
-        *TINY,
-        "trainer.max_steps=6",
-        "trainer.log_every_n_steps=1",
-        "trainer.val_check_interval=6",
-        "optimizer._target_=torch.optim.SGD",
-        "optimizer.lr=0.1",
-        "scheduler._target_=torch.optim.lr_scheduler.StepLR",
-        "scheduler.step_size=2",
-        "scheduler.gamma=0.5",
-        "global_batch_size=16",
-        "lr_scaling.rule=linear",
+        *(*TINY, "trainer.max_steps=6", "trainer.log_every_n_steps=1", "trainer.val_check_interval=6"),
+        *("optimizer._target_=torch.optim.SGD", "optimizer.lr=0.1", "global_batch_size=16", "lr_scaling.rule=linear"),
+        *("scheduler._target_=torch.optim.lr_scheduler.StepLR", "scheduler.step_size=2", "scheduler.gamma=0.5"),
     )
     assert "learning rate 0.1 tuned at a global batch of 64 becomes 0.025 at 16 (linear rule)" in run.out
     rates = run.column("lr-SGD/pg1")
     assert rates == pytest.approx({0: 0.025, 1: 0.025, 2: 0.0125, 3: 0.0125, 4: 0.00625, 5: 0.00625})
-
-
-def test_a_constant_schedule_leaves_the_rate_as_it_is(train: Train) -> None:
-    steps = ("trainer.max_steps=3", "trainer.val_check_interval=3", "trainer.log_every_n_steps=1")
-    run = train(*TINY, *steps, "scheduler=constant")
-    assert set(run.column("lr-AdamW/pg1").values()) == {3e-3}
 
 
 # modes
@@ -142,6 +129,7 @@ def test_a_checkpoint_is_evaluated_as_it_was_in_training(trained: Finished, trai
     assert f"reads      {checkpoint}" in tested.out
 
 
+@pytest.mark.nightly
 def test_the_best_checkpoint_is_tested_and_not_the_last_weights(train: Train) -> None:
     first = train(*SHORT, "trainer.max_steps=6", "model.lr=1.0")
     best, last = (first.run_dir / "checkpoints" / f"{name}.ckpt" for name in ("best", "last"))
@@ -157,6 +145,7 @@ def test_the_best_checkpoint_is_tested_and_not_the_last_weights(train: Train) ->
     assert best_test != last_test
 
 
+@pytest.mark.nightly
 def test_a_run_from_another_ones_checkpoint_keeps_the_best_of_its_own(trained: Finished, train: Train) -> None:
     moved = train(*SHORT, "run_id=moved", "trainer.max_steps=8", f"resume={trained.run_dir}/checkpoints/last.ckpt")
     assert moved.err == ""
@@ -171,3 +160,104 @@ def test_a_missing_checkpoint_is_told_with_those_that_are_there(trained: Finishe
     refused = train(*PLAIN, "mode=test", f"ckpt_path={missing}", check=False)
     assert refused.err == f"error: ckpt_path={missing}: there is no such file; that folder has {', '.join(there)}\n"
     assert {"best.ckpt", "last.ckpt"} <= set(there)
+
+
+# arguments of the Trainer
+
+
+REFUSED = {  # what is typed
+    "accumulate_grad_batches": "2",
+    "barebones": "true",
+    "callbacks": "[]",
+    "default_root_dir": "mine",
+    "logger": "false",
+    "model_registry": "mine",
+    "plugins": "[]",
+    "use_distributed_sampler": "true",
+}
+EFFECTS: dict[str, tuple[str, Any]] = {  # what is typed, and what `Effects` finds in the run's second epoch
+    "benchmark": ("true", True),
+    "detect_anomaly": ("true", True),
+    "deterministic": ("true", True),
+    "enable_autolog_hparams": ("false", False),
+    "enable_checkpointing": ("false", 0),
+    "enable_model_summary": ("true", 1),
+    "enable_progress_bar": ("false", 0),
+    "gradient_clip_algorithm": ("value", "value"),
+    "gradient_clip_val": ("0.3", 0.3),
+    "inference_mode": ("false", True),
+    "limit_predict_batches": ("5", 5),
+    "limit_test_batches": ("2", 2),
+    "limit_train_batches": ("4", 4),
+    "limit_val_batches": ("3", 3),
+    "log_every_n_steps": ("3", 3),
+    "max_time": ("00:01:00:00", 1),
+    "min_epochs": ("2", 2),
+    "min_steps": ("2", 2),
+    "num_sanity_val_steps": ("1", 1),
+    "reload_dataloaders_every_n_epochs": ("1", 2),
+}
+ELSEWHERE = [  # others show the effect: habits.yaml, debug= above, every switch, preflight, step times
+    *("accelerator", "check_val_every_n_epoch", "devices", "fast_dev_run", "max_epochs", "max_steps", "num_nodes"),
+    *("overfit_batches", "precision", "profiler", "strategy", "sync_batchnorm", "val_check_interval"),
+]
+
+
+class Reloaded(PlainData):
+    """Counts how often its training loader is asked for; there are three epochs."""
+
+    asked = 0
+
+    def train_dataloader(self) -> Any:
+        self.asked += 1
+        return super().train_dataloader()
+
+
+class Effects(Callback):
+    """Writes what the arguments have come to, in the second epoch."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        if trainer.current_epoch == 1:
+            Path("effects.json").write_text(json.dumps(_effects(trainer)))
+
+
+def _effects(trainer: Trainer) -> dict[str, Any]:
+    plain = [name for name in EFFECTS if name.startswith(("limit_", "log_", "gradient_", "num_sanity", "min_"))]
+
+    def count(kind: type) -> int:
+        return sum(isinstance(callback, kind) for callback in trainer.callbacks)
+
+    return {
+        **{name: getattr(trainer, name) for name in plain},
+        "benchmark": torch.backends.cudnn.benchmark,
+        "detect_anomaly": torch.is_anomaly_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "enable_autolog_hparams": trainer.enable_autolog_hparams,
+        "enable_checkpointing": count(Checkpoint),
+        "enable_model_summary": count(ModelSummary),
+        "enable_progress_bar": count(ProgressBar),
+        "inference_mode": not trainer.fit_loop.epoch_loop.val_loop.inference_mode,
+        "max_time": count(Timer),
+        "reload_dataloaders_every_n_epochs": trainer.datamodule.asked,
+    }
+
+
+def test_every_argument_is_known() -> None:
+    known = [*REFUSED, *EFFECTS, *ELSEWHERE]
+    assert sorted(known) == sorted(inspect.signature(Trainer).parameters)
+
+
+def test_an_argument_that_would_do_nothing_is_refused(tmp_path: Path) -> None:
+    for argument, typed in REFUSED.items():
+        with composing():
+            (line,) = problems(composed(*PLAIN, f"trainer.{argument}={typed}", into=tmp_path))
+        assert re.match(rf"trainer\.{argument}[ =:].* (type \S|leave it out$)", line), line
+
+
+def test_each_argument_has_its_effect(train: Train) -> None:
+    here = "tests.engine.launch.test_choices"
+    classes = (PLAIN[0], f"data._target_={here}.Reloaded", f"callbacks.effects._target_={here}.Effects")
+    given = [f"trainer.{name}={typed}" for name, (typed, _) in EFFECTS.items()]
+    run = train(*classes, "global_batch_size=20", "trainer.max_epochs=3", *given)
+    found = json.loads((run.folder / "effects.json").read_text())
+    assert found == {name: effect for name, (_, effect) in EFFECTS.items()}

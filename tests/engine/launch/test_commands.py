@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,8 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.cluster import placement
 from lightswitch.config.overrides import normalised
-from lightswitch.launch import commands
+from lightswitch.launch import commands, dry_run
 from lightswitch.launch.hydra_entry import register_resolvers
+from lightswitch.planning.fakes import World
 from tests.engine.cluster.test_placement import SRUN, TORCHRUN
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train
 from tests.engine.failures.pace import PACE_TARGET
@@ -42,7 +45,7 @@ def _command(run: Finished, what: str) -> list[str]:
     ("devices", "place", "run_dir"),
     [
         (("strategy=ddp", "trainer.devices=2"), "run_id=mine", "runs/plainmodel/mine"),
-        ((), "hydra.run.dir='runs/sweep/3'", "runs/sweep/3"),
+        *at_night(((), "hydra.run.dir='runs/sweep/3'", "runs/sweep/3")),
     ],
     ids=["a run", "a job of a sweep"],
 )
@@ -61,12 +64,14 @@ def test_what_a_run_says_to_type_next_can_be_pasted(
     assert "at step 12" in train(*go_on, folder=first.folder).out
 
 
+@pytest.mark.nightly
 def test_a_run_that_its_time_has_ended_goes_on_without_it(train: Train) -> None:
     own = (*PLAIN, "run_id=mine", "trainer.max_steps=1000", PACE_TARGET, "callbacks.pace.seconds=0.3")
     first = train(*own, "trainer.max_time={seconds: 1}", "trainer.limit_val_batches=0")
     assert _command(first, "go on")[-2:] == ["run_id=mine", "trainer.max_time=null"]
 
 
+@pytest.mark.nightly
 def test_a_schedule_with_a_length_goes_on_in_another_run(train: Train) -> None:
     """One that goes on in the same run would take a step more than OneCycleLR has."""
     own = ("model._target_=tests.engine.plain.CycleModel", PLAIN[1], "logger=csv", "trainer.val_check_interval=2")
@@ -159,8 +164,8 @@ def _pasted(line: str) -> list[str]:
 def test_a_pasted_line_composes_what_the_run_had(launcher: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
-    for number in range(len(NAMES) if not launcher else 1):
-        run_id, name = NAMES[number], NAMES[-number - 1]
+    pairs = [*zip(NAMES[::2], NAMES[1::2], strict=True)]
+    for number, (run_id, name) in enumerate(pairs if not launcher else pairs[:1]):
         typed = [*PLAIN, *(OVERRIDES if number == 0 else ()), f"run_id={run_id}", f"name={name}"]
         monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *typed])
         cfg = _composed(typed)
@@ -175,7 +180,8 @@ def test_a_pasted_evaluation_reads_that_checkpoint(monkeypatch: pytest.MonkeyPat
         assert _composed(_pasted(commands.evaluate(path, placement.detect(), "test"))).ckpt_path == path
 
 
-@pytest.mark.parametrize(("run_id", "name"), [("a=b,c", "1e3"), *at_night(("1234_5", "gpt"))])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("run_id", "name"), [("a=b,c", "1e3"), ("1234_5", "gpt")])
 def test_what_a_run_of_an_odd_name_says_to_type_goes_on_in_it(run_id: str, name: str, train: Train) -> None:
     first = train(*PLAIN, f"run_id={run_id}", f"name={name}", "trainer.max_steps=2", "trainer.val_check_interval=2")
     told = dict(line.split(maxsplit=1) for line in first.out.replace("go on", "go_on").splitlines() if " " in line)
@@ -183,3 +189,59 @@ def test_what_a_run_of_an_odd_name_says_to_type_goes_on_in_it(run_id: str, name:
     gone_on = train(*words[0], folder=first.folder)
     assert f"resumes    runs/{name}/{run_id}/checkpoints/step_2.ckpt, at step 2" in gone_on.out
     assert f"reads      runs/{name}/{run_id}/checkpoints/best.ckpt" in train(*words[1], folder=first.folder).out
+
+
+# The job script of a dry run
+
+WORDS = ["strategy=fsdp", "data.files=[a b.txt]"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_slurm"), [("cuda", {"SLURM_GPUS_PER_NODE": "h100:4"}), ("cpu", {"SLURM_NTASKS": "8"})]
+)
+def test_the_script_starts_what_a_dry_run_says(tmp_path: Path, kind: str, of_slurm: dict[str, str]) -> None:
+    told = dry_run.job_script(CHECKOUT, World(2, 4), kind, ["python", "train.py"], WORDS)
+    given = _given_to_srun(tmp_path, SLURM_NNODES="2", SLURM_CPUS_ON_NODE="16", **of_slurm)
+    options = {word for word in shlex.split(told["srun"]) if word.startswith("--")}
+    assert options == {word for word in given if word.startswith(("--nodes", "--ntasks", "--gpus"))}
+    assert shlex.split(told["srun"])[-3:] == ["train.py", *WORDS]
+    assert given[-3:] == [str(CHECKOUT / "train.py"), *WORDS]
+
+
+def test_what_is_typed_counts_before_what_the_script_says() -> None:
+    told = dry_run.job_script(CHECKOUT, World(128, 8), "cuda", ["python", "train.py"], WORDS)
+    assert told["submit"].startswith("sbatch --nodes=128 --gpus-per-node=8 slurm/multinode.sh strategy=fsdp ")
+    options = shlex.split(told["#SBATCH"])
+    assert {"--nodes=128", "--gpus-per-node=8", "--exclusive", "--requeue"} <= set(options)
+    assert "--nodes=2" not in options
+
+
+def test_one_node_is_shared() -> None:
+    told = dry_run.job_script(CHECKOUT, World(1, 2), "cuda", ["python", "train.py"], WORDS)
+    assert told["submit"].startswith("sbatch --nodes=1 --gpus-per-node=2 slurm/single.sh strategy=fsdp ")
+    assert "--exclusive" not in told["#SBATCH"]
+    assert "--time=04:00:00" in told["#SBATCH"]
+    told = dry_run.job_script(CHECKOUT, World(1, 2), "cpu", ["python", "train.py"], WORDS)
+    assert told["submit"].startswith("sbatch --nodes=1 --gpus-per-node=0 --ntasks-per-node=2 slurm/single.sh ")
+
+
+def test_without_a_script_there_is_no_job(tmp_path: Path) -> None:
+    assert dry_run.job_script(tmp_path, World(1, 1), "cpu", ["python", "train.py"], []) == {}
+
+
+def _given_to_srun(folder: Path, **environment: str) -> list[str]:
+    """Run the script with an srun that writes down its arguments."""
+    srun = folder / "srun"
+    srun.write_text('#!/bin/bash\nprintf "%s\\n" "$@" > "$GIVEN"\n')
+    srun.chmod(0o755)
+    given = {"PATH": f"{folder}:{os.environ['PATH']}", "GIVEN": str(folder / "given")}
+    given |= {"SLURM_JOB_ID": "1", "HOME": str(folder), **environment}
+    subprocess.run(["bash", CHECKOUT / "slurm/multinode.sh", *WORDS], check=True, env=given, cwd=folder)
+    return (folder / "given").read_text().splitlines()
+
+
+def test_each_script_finds_what_they_share_in_the_same_lines() -> None:
+    """Slurm copies one script, so these have to stand in each."""
+    scripts = [path.read_text() for path in (CHECKOUT / "slurm").glob("*.sh") if "\n#SBATCH" in path.read_text()]
+    beginnings = {text[text.index("set -euo") : text.index('source "$scripts/job.sh"')] for text in scripts}
+    assert (len(scripts), len(beginnings)) == (4, 1)

@@ -117,7 +117,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return ran
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", ["ddp", *at_night("single", "fsdp", "deepspeed_stage_3")])
 def test_a_fit_and_its_test_call_in_each_rank_what_a_plain_trainer_calls(strategy: str, plain: Ran, ours: Ran) -> None:
     zero, *others = ({call[1] for call in calls} for calls in _calls(plain(STRATEGIES[strategy])))
     assert {"on_save_checkpoint", "on_sanity_check_start", "on_train_epoch_end", "on_test_end"} <= zero
@@ -125,13 +125,14 @@ def test_a_fit_and_its_test_call_in_each_rank_what_a_plain_trainer_calls(strateg
     _compare(strategy, plain(STRATEGIES[strategy]), ours(strategy))
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", *at_night("deepspeed_stage_3")])
+@pytest.mark.parametrize("strategy", ["single", *at_night("ddp", "deepspeed_stage_3")])
 def test_a_resume_in_mid_epoch_calls_what_a_plain_trainer_calls(strategy: str, plain: Ran, ours: Ran) -> None:
     expected = plain(STRATEGIES[strategy], "resume")
     assert all("on_load_checkpoint" in {call[1] for call in calls} for calls in _calls(expected))
     _compare(strategy, expected, ours(strategy, "resume"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["validate", "predict"])
 def test_a_stage_by_itself_calls_what_a_plain_trainer_calls(mode: str, plain: Ran, ours: Ran) -> None:
     _compare("single", plain("single", mode), ours("single", mode))

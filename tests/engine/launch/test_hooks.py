@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, Trainer
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.trainer import call
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightswitch.loop.hooks import skip_empty_hooks
 from lightswitch.loop.loops import replace_loops
 from tests.engine.launch import hooked
-from tests.engine.launch.hooked import trained_by
+from tests.engine.launch.hooked import Logging, Shown, trained_by
 from tests.engine.plain import PlainData, PlainModel
 
 HOOKS = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")
-RUNS = {  # a run, and hooks of it that must be among those compared
+FITS = {  # a run, and hooks of it that must be among those compared
     "accumulation": (
         PlainModel,
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
@@ -45,7 +51,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.filterwarnings("ignore:(You are using the|Found) `dataloader_iter`")
-@pytest.mark.parametrize(("model", "arguments", "compared"), RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(("model", "arguments", "compared"), FITS.values(), ids=FITS)
 def test_who_has_every_hook_has_the_same_calls_in_the_same_order(
     model: type[PlainModel], arguments: dict[str, Any], compared: set[str], tmp_path: Path
 ) -> None:
@@ -67,17 +73,6 @@ def test_a_hook_of_one_object_is_called(tmp_path: Path) -> None:
     assert seen == ["callback", "module"] * 2
 
 
-def test_an_empty_hook_is_not_called_and_one_that_ends_the_epoch_is(tmp_path: Path) -> None:
-    class Ending(PlainModel):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 1 else None
-
-    skip_empty_hooks()
-    trainer = trained_by(tmp_path, [], max_epochs=3)
-    trainer.fit(Ending(), PlainData())
-    assert (trainer.global_step, trainer.current_epoch) == (3, 3)
-
-
 def test_a_profiler_sees_every_hook(tmp_path: Path) -> None:
     skip_empty_hooks()
     profiler = SimpleProfiler()
@@ -88,3 +83,130 @@ def test_a_profiler_sees_every_hook(tmp_path: Path) -> None:
 def _as_the_engine(trainer: Trainer) -> None:
     skip_empty_hooks()
     replace_loops(trainer)
+
+
+# The loop over batches shows and computes what Lightning's does
+
+
+def test_what_is_logged_is_shown_at_the_same_steps(tmp_path: Path) -> None:
+    expected = _shown(tmp_path, lambda trainer: None)
+    assert {"train/loss", "train/both_step", "train/both_epoch", "train/mean"} <= expected[-1]["callback"].keys()
+    assert _shown(tmp_path, replace_loops) == expected
+
+
+def test_a_value_that_a_bar_shows_is_read_once(tmp_path: Path) -> None:
+    class LoggingOnce(PlainModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 0:
+                self.log("train/loss", loss, prog_bar=True)
+            return loss
+
+    def readings(arrange: Callable[[Trainer], None]) -> int:
+        trainer = trained_by(tmp_path, [], max_epochs=1, limit_val_batches=0)
+        arrange(trainer)
+        with Readings() as counted:
+            trainer.fit(LoggingOnce(), PlainData())
+        return counted.count
+
+    assert readings(lambda trainer: None) - readings(replace_loops) == 3  # of 4 batches
+
+
+def test_a_step_takes_few_calls_of_python(tmp_path: Path) -> None:
+    def calls(arrange: Callable[[Trainer], None]) -> int:
+        counting = CountingCalls()
+        trainer = trained_by(tmp_path, [counting], max_epochs=1, limit_val_batches=0)
+        arrange(trainer)
+        trainer.fit(PlainModel(), PlainData())
+        return counting.calls
+
+    assert calls(replace_loops) < 0.85 * calls(lambda trainer: None)  # with no help of loop/loops.py
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_weights_are_the_same_to_the_bit(accumulation: int, tmp_path: Path) -> None:
+    def weights(arrange: Callable[[Trainer], None]) -> dict[str, Tensor]:
+        seed_everything(1, verbose=False)
+        model = PlainModel()
+        trainer = trained_by(tmp_path, [], max_epochs=2, accumulate_grad_batches=accumulation)
+        arrange(trainer)
+        trainer.fit(model, PlainData())
+        return model.state_dict()
+
+    torch.testing.assert_close(weights(replace_loops), weights(lambda trainer: None), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # which Lightning says once a process
+def test_a_step_that_is_replaced_between_epochs_gets_the_arguments_it_takes(tmp_path: Path) -> None:
+    class Replacing(PlainModel):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.training_step = lambda batch: self.took.append(batch)  # type: ignore[method-assign]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.took: list[Any] = []
+            return super().training_step(batch, batch_idx)
+
+    model, trainer = Replacing(), trained_by(tmp_path, [], max_epochs=2, limit_val_batches=0)
+    replace_loops(trainer)
+    trainer.fit(model, PlainData())
+    assert len(model.took) == 4
+
+
+class CountingCalls(Callback):
+    """Counts the calls of functions from the start of the third batch to that of the fourth."""
+
+    calls = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        sys.setprofile(self._count if batch_idx == 2 else None)
+
+    def _count(self, frame: FrameType, event: str, argument: Any) -> None:
+        self.calls += event in ("call", "c_call")
+
+
+class Readings(TorchDispatchMode):
+    """Counts how often a tensor's value is read: on a GPU, the process would wait each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def _shown(folder: Path, arrange: Callable[[Trainer], None]) -> list[dict[str, dict[str, float]]]:
+    seed_everything(1, verbose=False)
+    shown = Shown()
+    trainer = trained_by(folder, [shown], max_epochs=2, val_check_interval=3)
+    arrange(trainer)
+    trainer.fit(Logging(), PlainData())
+    return shown.seen
+
+
+def test_an_error_at_the_end_of_an_epoch_without_a_batch_ends_a_run_that_was_not_resumed(tmp_path: Path) -> None:
+    """The engine lets it pass where the batches were read by the process before."""
+
+    class Gathering(PlainModel):
+        def on_train_epoch_start(self) -> None:
+            self.trainer.should_stop = True
+
+        def on_train_epoch_end(self) -> None:
+            torch.stack([])
+
+    trainer = trained_by(tmp_path, [], max_epochs=2, limit_val_batches=0)
+    replace_loops(trainer)
+    with pytest.raises(RuntimeError, match="non-empty"):
+        trainer.fit(Gathering(), PlainData())
+
+
+def test_a_hook_that_the_module_has_set_itself_is_called_at_the_end_of_each_epoch(tmp_path: Path) -> None:
+    ended: list[int] = []
+    model = PlainModel()
+    model.on_train_epoch_end = lambda: ended.append(model.current_epoch)  # type: ignore[method-assign]
+    trainer = trained_by(tmp_path, [], max_epochs=3, limit_val_batches=0)
+    replace_loops(trainer)
+    trainer.fit(model, PlainData())
+    assert ended == [0, 1, 2]

@@ -16,17 +16,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightswitch.errors import ExitCode
+from lightswitch.errors import ExitCode, LostRank
 from lightswitch.failures.launchers import Scripts
+from lightswitch.launch.handshake import Handshake
 from lightswitch.process import Process, Signals
 from tests.engine.config.mistaken import answers
 from tests.engine.conftest import PLAIN, Finished, Train, context
+from tests.engine.failures.pace import FAILS_ONCE
 from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.plain import PlainModel
 from tests.engine.processes import TRAIN_PY, Start, said
 from tests.night import at_night
+from tests.pool import Pool
 from tests.runs import CHECKOUT
 
 RUN = (*PLAIN, *WITNESS, "trainer.accelerator=cpu", "trainer.max_steps=4", "trainer.val_check_interval=4")
@@ -49,9 +53,11 @@ class Wandering(PlainModel):
 @pytest.mark.parametrize(
     ("python", "words"),
     [
-        pytest.param(("train.py",), ("hydra.job.chdir=true",), id="Hydra changes the folder"),
-        pytest.param(("-m", "train"), ("model.to=/",), id="a module is run, and user code changes the folder"),
-        pytest.param(("-m", "cProfile", "-o", "profile", "train.py"), (), id="a profiler runs the script"),
+        (("train.py",), ("hydra.job.chdir=true",)),
+        *at_night(
+            (("-m", "train"), ("model.to=/",)),  # a module is run, and user code changes the folder
+            (("-m", "cProfile", "-o", "profile", "train.py"), ()),
+        ),
     ],
 )
 def test_ranks_start_as_the_script_did_whoever_ran_it_and_wherever_it_went(
@@ -124,7 +130,7 @@ UNMET = {  # by the number of the node that is started alone
 }
 
 
-@pytest.mark.parametrize("node", UNMET)
+@pytest.mark.parametrize("node", [0, *at_night(1)])
 def test_ranks_that_do_not_meet_are_named(node: int, train: Train, port: str) -> None:
     place = (f"cluster.node_rank={node}", f"cluster.main_port={port}", "meet_timeout_seconds=1", "run_id=mine")
     alone = train(*BY_HAND, *place, check=False)
@@ -168,6 +174,7 @@ def test_two_machines_can_be_started_by_hand(way: str, train: Train, tmp_path: P
     assert [it.out.count("strategy   DDP, precision 32-true, 2 nodes × 1 CPU") for it in both] == [1, 0]
 
 
+@pytest.mark.nightly
 def test_processes_can_be_started_one_by_one(train: Train, tmp_path: Path, port: str) -> None:
     meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     both = started_in_two(train, tmp_path, *((RUN, {**meet, "RANK": rank}) for rank in "01"))
@@ -200,6 +207,7 @@ def test_a_refused_start_prints_its_line_in_each_terminal(
     assert both[0].refusal.startswith(line.format(host=socket.gethostname()))
 
 
+@pytest.mark.nightly
 def test_lightning_starts_the_others_also_where_a_flag_comes_last(start: Start, tmp_path: Path) -> None:
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     (tmp_path / "mine" / "experiment" / "tiny.yaml").write_text("# @package _global_\ntrainer:\n  devices: 2\n")
@@ -283,3 +291,70 @@ def _observe_a_stopped_rank(received: signal.Signals | None, told: Path) -> None
     # it sleeps once it has seen that the rank is gone: then comes the signal
     time.sleep = lambda _: setattr(signals, "received", received)
     launcher._observe()
+
+
+# torchrun with real agents
+
+COMMAND = ("python", "-m", "torch.distributed.run")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_run_that_agents_restart_goes_on_where_it_stood(
+    nodes: int, start: Start, train: Train, tmp_path: Path, port: str
+) -> None:
+    """Agents of two nodes, which are given no id of the run, or one of both processes."""
+    place = (f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}")
+    place += ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--max-restarts=1")
+    place += ("--rdzv-id=mine",) if nodes == 1 else ()
+    run = (*RUN, "trainer.max_steps=8", "trainer.log_every_n_steps=1")
+    fails = (FAILS_ONCE, "callbacks.fails.step=5")
+    agents = [start(*COMMAND, *place, TRAIN_PY, *run, *fails) for _ in range(nodes)]
+    out = "".join(finish(agent) for agent in agents)
+    assert "RuntimeError: a passing fault" in out
+    restarted, uninterrupted = Finished(0, out, "", tmp_path), train(*run, "strategy=single")
+    assert f"resumes    runs/plainmodel/{restarted.run_dir.name}/checkpoints/best.ckpt, at step 4" in out
+    assert restarted.column("train/loss") == pytest.approx(uninterrupted.column("train/loss"), abs=1e-5)
+
+
+# Processes that see different checkpoints
+
+
+def _agree(rank_0: Path | None, rank_1: Path | None) -> str:
+    """Return what each process is told of its start, which rank 0 and rank 1 have found."""
+    dist.init_process_group("gloo")
+    own: Any = SimpleNamespace(ckpt_path=(rank_0, rank_1)[dist.get_rank()], global_rank=dist.get_rank())
+    unused: Any = None
+    handshake = Handshake(own, SimpleNamespace(broadcast=_broadcast), 1, *[unused] * 5)  # type: ignore[arg-type]  # of a strategy
+    try:
+        handshake._agree_on_start()
+    except LostRank as lost:
+        return str(lost)
+    finally:
+        dist.destroy_process_group()
+    return ""
+
+
+def _broadcast(value: object) -> object:
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+@pytest.mark.parametrize(
+    ("rank_0", "rank_1", "told"),
+    [
+        (None, None, ""),
+        (Path("step_5.ckpt"), Path("step_5.ckpt"), ""),
+        (Path("step_5.ckpt"), Path("step_4.ckpt"), ""),  # read by rank 0's choice
+        (Path("step_5.ckpt"), None, "rank 1 starts at step 0, but rank 0 resumes from step_5.ckpt: the file system "),
+        (None, Path("step_5.ckpt"), "rank 1 resumes from step_5.ckpt, but rank 0 starts at step 0: the file system "),
+    ],
+)
+def test_a_process_that_sees_no_checkpoint_or_alone_sees_one_tells_so(
+    rank_0: Path | None, rank_1: Path | None, told: str, pool: Pool
+) -> None:
+    of_0, of_1 = pool(2)(_agree, rank_0, rank_1)
+    assert of_0 == ""
+    assert of_1.startswith(told)
+    assert bool(of_1) == bool(told)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.engine.config import test_hydra_errors as mistakes
-from tests.engine.launch.habits import HABITS
+from tests.engine.launch.test_habits import RUNS
 from tests.engine.tables.page import MADE
 from tests.engine.tables.reference import ENGINE, FOLDER, SCRIPTS, pages
 
@@ -45,7 +45,8 @@ def test_messages_are_found_by_what_a_user_pastes(now: dict[str, str]) -> None:
 
 
 MISTAKES = {told for told in mistakes.MISTAKES.values() if isinstance(told, str)}
-MISTAKES |= {habit.told[len("error: ") : -1] for habit in HABITS if re.fullmatch(r"error: .*\n", habit.told)}
+HABITS = [habit.get("told", "") for row in RUNS.values() for habit in row.get("habits", {}).values()]
+MISTAKES |= {told[len("error: ") : -1] for told in HABITS if re.fullmatch(r"error: .*\n", told)}
 
 
 def test_each_mistake_that_is_typed_in_a_test_is_on_the_page(now: dict[str, str]) -> None:

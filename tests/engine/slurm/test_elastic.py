@@ -15,7 +15,7 @@ from tests.engine.slurm import jobs
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import SLURM, Job, submit, with_site
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slurm, pytest.mark.timeout(3600)]
 
 RUN = (
     *(*jobs.RUN, "trainer.accelerator=cpu", "global_batch_size=24", "trainer.max_steps=60"),
@@ -116,7 +116,6 @@ def test_what_becomes_of_jobs_that_lose_a_node(four_nodes: Cluster, checkout: Pa
     end_as_they_should(submitted)
 
 
-@pytest.mark.nightly
 def test_agents_that_may_restart_wait_for_the_lost_node_first(four_nodes: Cluster, checkout: Path) -> None:
     with_site(checkout, "torchrun_options=(--max-restarts=3 --rdzv-conf=join_timeout=25)\n")
     (checkout / "train.py").unlink()
@@ -134,7 +133,6 @@ def test_agents_that_may_restart_wait_for_the_lost_node_first(four_nodes: Cluste
     assert job.details()["Restarts"] == "0"
 
 
-@pytest.mark.nightly
 def test_what_becomes_of_runs_that_lose_a_node(four_nodes: Cluster, checkout: Path, undisturbed: Finished) -> None:
     strategy = {"refused": ("strategy=fsdp_hybrid", "trainer.strategy.shard_size=2")}
     submitted = submit_all(four_nodes, checkout, lambda name: (*RUN, *PACE, *strategy.get(name, ("strategy=ddp",))))

@@ -11,9 +11,8 @@ from tests.engine.conftest import PLAIN_DATA
 from tests.engine.failures.failing import FAILING_MODEL
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import SLURM, submit
-from tests.night import at_night
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.nightly, pytest.mark.slurm]
 
 RUN = (
     *(FAILING_MODEL, "model.how=nothing", "model.step_seconds=0.1", "name=failing"),
@@ -23,7 +22,7 @@ RUN = (
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"), [("crash", "(failed|was lost): "), *at_night(("cut", "was lost: nothing heard for 20 s"))]
+    ("fault", "told"), [("crash", "(failed|was lost): "), ("cut", "was lost: nothing heard for 20 s")]
 )
 def test_the_job_of_a_lost_node_ends_and_names_it(
     fault: str, told: str, slurm_cluster: Cluster, checkout: Path

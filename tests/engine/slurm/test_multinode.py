@@ -10,6 +10,7 @@ from tests.engine.conftest import Finished, runs_in
 from tests.engine.slurm import jobs
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import SLURM, submit
+from tests.night import at_night
 
 pytestmark = pytest.mark.slurm
 
@@ -22,7 +23,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return runs_in(tmp_path_factory.mktemp("alone"))(*RUN, "strategy=single")
 
 
-@pytest.mark.parametrize(("script", "tasks_per_node"), [("multinode.sh", 1), ("torchrun.sh", 2)])
+@pytest.mark.parametrize(("script", "tasks_per_node"), [("multinode.sh", 1), *at_night(("torchrun.sh", 2))])
 def test_nodes_train_the_run_of_one_process(
     script: str, tasks_per_node: int, slurm_cluster: Cluster, checkout: Path, alone: Finished
 ) -> None:
@@ -30,6 +31,7 @@ def test_nodes_train_the_run_of_one_process(
     trains_the_run(alone, script, "fsdp", 2, tasks_per_node, slurm_cluster, checkout)
 
 
+@pytest.mark.nightly
 def test_an_srun_with_another_number_of_tasks_on_each_node_trains_the_run_of_one_process(
     slurm_cluster: Cluster, checkout: Path, alone: Finished, python: Path
 ) -> None:

@@ -20,6 +20,8 @@ RUN = (
     *("trainer.val_check_interval=7", "trainer.log_every_n_steps=1", "callbacks.last_checkpoint.every_n_steps=5"),
 )
 PACE = (PACE_TARGET, "callbacks.pace.seconds=0.5", "callbacks.pace.until=preempted")
+NOTICE = ("callbacks.asks._target_=tests.engine.failures.pace.Asks", "callbacks.asks.when=on_fit_start")
+NOTICE += ("callbacks.asks.by=SIGUSR1",)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,7 @@ def test_jobs_that_slurm_preempts_go_on_and_one_that_its_user_cancels_does_not(
     assert (cancelled.details()["JobState"], cancelled.details()["Restarts"]) == ("CANCELLED", "0")
 
 
+@pytest.mark.nightly
 def test_a_job_that_fails_is_started_again_and_goes_on(
     slurm_cluster: Cluster, read_only: Path, tmp_path: Path, uninterrupted: Finished
 ) -> None:
@@ -76,10 +79,7 @@ def test_a_job_whose_notice_comes_before_it_trains_is_not_started_without_end(
     slurm_cluster: Cluster, checkout: Path
 ) -> None:
     with_site(checkout, "max_failures=0\n")
-    notice = {"time": 4, "signal": "SIGUSR1@240"}  # it comes within a minute; a busy machine starts Python in another
-    hangs = ("model._target_=tests.engine.failures.failing.FailingModel", "model.how=hangs", "model.where=setup")
-    run = (*RUN, *hangs, "model.rank=0")
-    job = submit(slurm_cluster, SLURM / "single.sh", *run, cwd=checkout, gpus_per_node=0, **notice)
+    job = submit(slurm_cluster, SLURM / "single.sh", *RUN, *NOTICE, cwd=checkout, gpus_per_node=0)
     assert (job.wait(), job.details()["Restarts"]) == ("FAILED", "0"), job.output()
     assert "SIGUSR1 came before a step was trained; if its time limit was near, ask for more --time" in job.output()
     assert "failed 1 times: not started again" in job.output()

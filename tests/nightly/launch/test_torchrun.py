@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.engine.launch.test_launchers import RUN, finish, the_run
-from tests.engine.launch.test_torchrun import TORCHRUN
+from tests.engine.launch.test_launchers import COMMAND, RUN, finish, the_run
 from tests.engine.launch.witness import witnesses
 from tests.engine.processes import TRAIN_PY, Start
 
@@ -13,7 +12,7 @@ LAUNCH = ("python", "-m", "torch.distributed.launch")  # its older name
 
 
 def test_standalone_it_starts_one_run(start: Start, tmp_path: Path) -> None:
-    out = finish(start(*TORCHRUN, "--standalone", "--nproc-per-node=2", TRAIN_PY, *RUN))
+    out = finish(start(*COMMAND, "--standalone", "--nproc-per-node=2", TRAIN_PY, *RUN))
     run_dir = the_run(tmp_path)
     first, second = witnesses(run_dir)
     assert [first["local_rank"], second["local_rank"]] == [0, 1]
@@ -25,7 +24,7 @@ def test_standalone_it_starts_one_run(start: Start, tmp_path: Path) -> None:
 def test_agents_that_are_told_their_rank_start_one_run(start: Start, tmp_path: Path, port: str) -> None:
     place = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=localhost", f"--master-port={port}")
     run = (TRAIN_PY, *RUN, "run_id=mine")
-    agents = [start(*command, *place, f"--node-rank={rank}", *run) for rank, command in enumerate((LAUNCH, TORCHRUN))]
+    agents = [start(*command, *place, f"--node-rank={rank}", *run) for rank, command in enumerate((LAUNCH, COMMAND))]
     outs = [finish(agent) for agent in agents]
     assert [seen["node_rank"] for seen in witnesses(the_run(tmp_path))] == [0, 1]
     assert [out.count("strategy   DDP, precision 32-true, 2 nodes × 1 CPU") for out in outs] == [1, 0]

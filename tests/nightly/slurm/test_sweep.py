@@ -44,25 +44,6 @@ def test_an_array_trains_a_run_in_each_task(slurm_cluster: Cluster, checkout: Pa
     assert {"seed=2", "++model.width=8"} <= set(told[1])
 
 
-def test_an_array_task_without_overrides_is_refused(slurm_cluster: Cluster, checkout: Path) -> None:
-    script = CHECKOUT / "slurm/sweep.sh"
-    job = Job(slurm_cluster, f"{submit(slurm_cluster, script, '--', 'seed=1', cwd=checkout, nodes=1, array=1).id}_1")
-    assert job.wait() == "FAILED"
-    assert job.printed() == "error: found array task 1, but 1 lines of overrides after --; use --array=0-N\n"
-
-
-def test_a_quote_that_is_not_closed_is_an_error(slurm_cluster: Cluster, checkout: Path) -> None:
-    script, options = CHECKOUT / "slurm/sweep.sh", {"nodes": 1, "array": 1}
-    lines = ("seed=1", "seed=2 x=it's optimizer.lr=1e-3")
-    job = Job(slurm_cluster, f"{submit(slurm_cluster, script, '--', *lines, cwd=checkout, **options).id}_1")
-    assert (job.wait(), job.details()["ExitCode"]) == ("FAILED", "2:0")
-    assert job.printed() == (
-        "error: found a quote that is not closed in line 1 (from 0) of the overrides after --: "
-        "seed=2 x=it's optimizer.lr=1e-3; close it, or put a backslash before it\n"
-    )
-    assert not list(checkout.glob("runs/*/"))
-
-
 @pytest.fixture
 def swept(slurm_cluster: Cluster, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Swept:
     """A sweep by submitit, each job on two nodes."""
