@@ -1,60 +1,60 @@
-"""The documents name what is there: files, links, packages."""
+"""The documents name what is there: links, files, modules, packages, choices, commands; in Chinese, too."""
 
 from __future__ import annotations
 
-import ast
 import re
+import shlex
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
+from lightswitch.config.overrides import GROUPS
+from tests.engine.config.mistaken import answers, refused
 from tests.engine.conftest import CHECKOUT
+from tests.engine.test_layout import PACKAGES
 
-ENGINE = CHECKOUT / "src" / "lightswitch"
-DOCUMENTS = [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
-DOCUMENTS += sorted((CHECKOUT / "docs" / "zh").glob("*.md"))
-REFERENCE = sorted((CHECKOUT / "docs" / "reference").glob("*.md"))  # made by tests/engine/tables
+DOCS, ENGINE = CHECKOUT / "docs", CHECKOUT / "src" / "lightswitch"
+REFERENCE = sorted((DOCS / "reference").glob("*.md"))  # made by tests/engine/tables
+WRITTEN = [*sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("zh/*.md"))]
+DOCUMENTS = [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *WRITTEN]
+README, RUNNING = (path.read_text() for path in (CHECKOUT / "README.md", DOCS / "running.md"))
 MOST_PAGES, MOST_LINES, MOST_LINES_OF_A_PAGE = 18, 4500, 450
-ROOTS = (CHECKOUT, CHECKOUT / "src", ENGINE, CHECKOUT / "docs", CHECKOUT / "tests" / "engine")
-CODE = re.compile(r"`([^`\n]+)`")
+ROOTS = (CHECKOUT, CHECKOUT / "src", ENGINE, DOCS, CHECKOUT / "tests" / "engine")
 PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]+\.(?:py|yaml|sh|toml|json|md|yml)|(?:[\w-]+/)+")
 # Of a run, or of the reader's own
 ELSEWHERE = re.compile(
     r"runs/|checkpoints/$|checkpoints_1/|crash/|\.?tensorboard/|\.?hydra/|\.submitit/|predictions/|src/project/|my/|"
     r"exports/|[\w.-]+@|slurm/site\.sh|NVIDIA/|optimization_results"
 )
+FENCED = re.compile(r"^```\w*\n.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def _prose(path: Path) -> str:
     return re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
 
 
-def _named_paths(path: Path) -> Iterator[str]:
-    for code in CODE.findall(_prose(path)):
-        for word in code.split():
-            if PATH.fullmatch(word) and not ELSEWHERE.match(word):
-                yield word
-
-
-def test_every_file_that_a_document_names_is_there() -> None:
-    named = {(path, name) for path in DOCUMENTS for name in _named_paths(path)}
+def test_every_file_and_module_that_a_document_names_is_there() -> None:
+    codes = [(path, word) for path in DOCUMENTS for code in _codes(_prose(path)) for word in code.split()]
+    named = {(path, word) for path, word in codes if PATH.fullmatch(word) and not ELSEWHERE.match(word)}
+    assert len(named) > 30
     assert {(path, name) for path, name in named if not any((root / name).exists() for root in ROOTS)} == set()
+    for name in re.findall(r"`(?:python -m )?lightswitch\.([\w.]+)[`(]", "\n".join(map(Path.read_text, DOCUMENTS))):
+        module = ENGINE.joinpath(*name.split("."))  # or a class or function of the one above
+        assert any(place.is_dir() or place.with_suffix(".py").exists() for place in (module, module.parent)), name
 
 
-def test_the_names_of_files_are_found_in_the_documents() -> None:
-    assert sum(len(list(_named_paths(path))) for path in DOCUMENTS) > 30
+def _codes(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", text)
 
 
-def test_every_link_leads_somewhere() -> None:
-    links = [(path, link) for path in (*DOCUMENTS, *REFERENCE) for link in re.findall(r"\]\(([^)\s]+)\)", _prose(path))]
-    for path, link in links:
-        if re.match(r"\w+:", link):
-            continue
-        file, _, heading = link.partition("#")
-        target = (path.parent / file).resolve() if file else path
-        assert target.exists(), link
-        if heading:
-            assert heading in _anchors(target), link
+def test_every_link_leads_somewhere_and_every_page_is_found_from_the_first() -> None:
+    for path in (*DOCUMENTS, *REFERENCE):
+        for file, heading in re.findall(r"\]\((?!\w+:)([^)\s#]*)#?([^)\s]*)\)", _prose(path)):
+            target = (path.parent / file).resolve() if file else path
+            assert target.exists(), f"{path}: {file}"
+            assert not heading or heading in _anchors(target), f"{path}: {file}#{heading}"
+    pages = {path.relative_to(CHECKOUT).as_posix() for path in DOCS.rglob("*.md")}
+    assert pages - {*re.findall(r"\]\((docs/[^)#]+)", README)} == {"docs/index.md"}
 
 
 def _anchors(path: Path) -> set[str]:
@@ -65,95 +65,71 @@ def _anchors(path: Path) -> set[str]:
 
 
 def test_the_pages_that_are_written_by_hand_stay_few_and_short() -> None:
-    folder = CHECKOUT / "docs"
-    pages = {*folder.rglob("*.md")} - {*REFERENCE, folder / "index.md"}
-    lines = {page.name: len(page.read_text().splitlines()) for page in pages}
+    lines = {path.name: len(path.read_text().splitlines()) for path in WRITTEN if path.name != "index.md"}
     assert len(lines) <= MOST_PAGES
     assert sum(lines.values()) <= MOST_LINES
     assert {name for name, count in lines.items() if count > MOST_LINES_OF_A_PAGE} == set()
+    assert len(README.splitlines()) <= 90
+    assert len(README.partition("\n## ")[0].splitlines()) <= 30  # the first screen
 
 
-def test_every_package_has_its_row_in_the_architecture() -> None:
-    rows = re.findall(r"^\| `([\w.]+)` \| \S", (CHECKOUT / "docs" / "architecture.md").read_text(), re.MULTILINE)
-    packages = {path.parent.name for path in ENGINE.glob("*/__init__.py")}
-    modules = {path.name for path in ENGINE.glob("*.py") if path.name != "__init__.py"}
-    assert packages | modules <= set(rows)
+def test_the_architecture_has_the_packages_and_says_where_to_look() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    rows = re.findall(r"^\| `(\w+)(?:\.py)?` \| \S", text, re.MULTILINE)
+    assert [row for row in rows if row in PACKAGES] == [*PACKAGES]
+    places = re.findall(r"\(\.\./(src/\S+\.py)\)[,;]? `(\w+)`", text)
+    assert [
+        (file, name) for file, name in places if not re.search(rf"(def|class) {name}\b", (CHECKOUT / file).read_text())
+    ] == []
 
 
-def test_rows_of_the_architecture_point_down_as_the_layout_has_it() -> None:
-    from tests.engine.test_layout import PACKAGES
-
-    rows = re.findall(r"^\| `([\w.]+)` \| \S", (CHECKOUT / "docs" / "architecture.md").read_text(), re.MULTILINE)
-    packages = [row.removesuffix(".py") for row in rows if row.removesuffix(".py") in PACKAGES]
-    assert packages == sorted(packages, key=PACKAGES.index)
-
-
-def test_nobody_needs_more_than_two_files_to_find_what_architecture_lists() -> None:
-    text = (CHECKOUT / "docs" / "architecture.md").read_text()
-    _, _, section = text.partition("## Where do I look for…\n")
-    rows = re.findall(r"^\| (?!---)(.+?) \| (.+) \|$", section.partition("\n## ")[0], re.MULTILINE)[1:]
-    assert len(rows) >= 10
-    for _, files in rows:
-        assert files.count("](") <= 2, files
-        for file, name in re.findall(r"\(\.\./(src/\S+\.py)\)(?:[,;]? `(\w+)`)?", files):
-            assert not name or f"def {name}" in (CHECKOUT / file).read_text(), name
-
-
-def test_the_package_is_typed_for_those_who_install_it() -> None:
-    assert (ENGINE / "py.typed").exists()
-    assert '"py.typed"' in (CHECKOUT / "pyproject.toml").read_text()
-
-
-def test_every_module_that_a_document_names_is_there() -> None:
-    text = "\n".join(path.read_text() for path in DOCUMENTS)
-    for name in re.findall(r"`(?:python -m )?(lightswitch(?:\.\w+)+)[`(]", text):
-        module = CHECKOUT.joinpath("src", *name.split("."))
-        owner = module.parent  # of a class or function
-        assert any(place.is_dir() or place.with_suffix(".py").exists() for place in (module, owner)), name
-
-
-# A docstring names the thing or begins with a verb, for one who has not read the file.
-LINES_WITHOUT_DOCSTRING = 8
-FRAGMENT = re.compile(
-    r"(?:Of|As|Until|For|Where|When|While|Whether|With|Without|Before|After|In|On|At|By|To|From|Under|Over|Also|Not|Unless|"
-    r"Those|These|It|Its|They|Their|Once|Whose|Who|None|Nothing|Here|There|How|Why|What|Which|That|Args|Raises|Returns)\b"
+# What only the page itself makes, or the reader has; flags; sweeps; a host; a choice without what it needs
+OF_THE_READER = re.compile(
+    r"…|<|my\.|(^|\s)-|\b(mlp|stripes|listener|calls|mine|resnet|table|jsonl|all_reduce|HEAD)\b|gpt_search|=ddp,|=hf_text$"
 )
-# Called by Lightning, torch or pickle, which say what they are for
-HOOK = re.compile(
-    r"(on|set_up|configure|lookup|commit|load|read|write|find)_\w+|setup\w*|teardown|forward|finish|experiment|name|version|"
-    r"(train|validat|test|predict|optimizer|training)\w*_step|post_backward|block_backward_sync|convert_\w+|log_\w+"
-)
+A_CHOICE = re.compile(rf"({'|'.join(GROUPS)})=[\w\[]")
 
 
-def _definitions(node: ast.AST, inherits: bool = False) -> Iterator[tuple[ast.FunctionDef | ast.ClassDef, bool]]:
-    """Every class, function and method, and whether it is one of a class that has bases."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.ClassDef):
-            yield child, inherits
-        if isinstance(child, ast.ClassDef):
-            yield from _definitions(child, bool(child.bases))
+def _typed(path: Path) -> Iterator[str]:
+    """What a page says to type after `python train.py`, and what begins with a choice."""
+    text = re.sub(r" *\\\n +", " ", path.read_text())
+    lines = re.findall(r"^    (?:\$ )?python train\.py (.+)$(?!\n    error:)", text, re.MULTILINE)
+    passing = re.findall(r"`(?:python train\.py )?([a-z]\w+=[^`\n]+)`", text)
+    yield from (line for line in (*lines, *filter(A_CHOICE.match, passing)) if not OF_THE_READER.search(line))
 
 
-def _needs_docstring(node: ast.FunctionDef | ast.ClassDef, inherits: bool) -> bool:
-    lines = (node.end_lineno or 0) - node.lineno + 1
-    is_hook = isinstance(node, ast.FunctionDef) and inherits and HOOK.fullmatch(node.name)
-    return lines > LINES_WITHOUT_DOCSTRING and not node.name.startswith("_") and not is_hook
-
-
-def test_docstrings_are_sentences_or_names() -> None:
-    unclear = [
-        f"{path.relative_to(ENGINE)}: {told}" for path in sorted(ENGINE.rglob("*.py")) for told in _unclear(path)
+def test_what_the_pages_say_to_type_is_taken_and_mistakes_are_answered_as_they_show(tmp_path: Path) -> None:
+    elsewhere = ("your-own-code.md", "fork.md", "extension.md")  # which have tests of their own
+    pages = [path for path in DOCUMENTS if path.name not in elsewhere]
+    typed = dict.fromkeys(line for page in pages for line in _typed(page))
+    assert len(typed) >= 40
+    assert refused(map(shlex.split, typed), tmp_path) == {}
+    errors = re.findall(r"^    \$ python (train\.py .*)\n    (error: .*)$", RUNNING, re.MULTILINE)
+    assert len(errors) == 3
+    (tmp_path / "mistakes").mkdir()
+    found = answers({command: shlex.split(command)[1:] for command, _ in errors}, tmp_path / "mistakes")
+    assert [(command, found[command].err.strip(), found[command].returncode) for command, _ in errors] == [
+        (*error, 2) for error in errors
     ]
-    assert unclear == []
 
 
-def _unclear(path: Path) -> Iterator[str]:
-    tree = ast.parse(path.read_text())
-    if not re.match("[A-Z`]|[a-z.]+[:,]|torch|metrics", ast.get_docstring(tree) or ""):
-        yield "the file's own"
-    for node, inherits in _definitions(tree):
-        told = ast.get_docstring(node)
-        is_property = bool(node.decorator_list) and node.name.lstrip("_").startswith("is_")
-        is_fragment = told and FRAGMENT.match(told) and not (is_property and told.startswith("Whether"))
-        if (told and not re.match("[A-Z]", told)) or is_fragment or (not told and _needs_docstring(node, inherits)):
-            yield f"{node.name}: {told or 'none'}"
+def test_the_chinese_page_types_and_names_what_the_english_ones_do() -> None:
+    start, _, strategies = (DOCS / "zh" / "guide.md").read_text().partition("\n## 策略\n")
+    english, tutorial = ((DOCS / name).read_text() for name in ("strategies.md", "tutorial.md"))
+    pages = [CHECKOUT / "README.md", *(path for path in DOCS.rglob("*.md") if path.parent.name != "zh")]
+    commands = {line for path in pages for line in _lines_of_code(path.read_text())}
+    assert len(_lines_of_code(start)) >= 15
+    assert {*_lines_of_code(start), *_lines_of_code(strategies)} <= commands
+    assert len(FENCED.findall(start)) == 4
+    assert [file for file in FENCED.findall(start) if file not in tutorial] == []
+    by_hand = re.sub(r"<!-- ([\w ]+) -->\n.*?<!-- end of \1 -->", "", english, flags=re.DOTALL)
+    names = {*_codes(FENCED.sub("", strategies))}
+    assert {*_codes(FENCED.sub("", by_hand))} <= names
+    assert [name for name in names if name not in english] == []
+    tables = english.partition("\n## ")[0], strategies.partition("\n### ")[0]
+    rows, translated = (re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for text in tables)
+    assert [*map(_codes, translated)] == [*map(_codes, rows)]
+
+
+def _lines_of_code(text: str) -> list[str]:
+    return re.findall(r"^    +(\S.*)$", FENCED.sub("", text), re.MULTILINE)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import subprocess
-import sys
-import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -28,11 +24,11 @@ def test_every_pin_but_torch_has_hashes(pins: str) -> None:
     ] == [next(entry for entry in entries if entry.startswith("torch=="))]
 
 
-@pytest.mark.parametrize("package", SUPPORTED)
-def test_the_lowest_pins_are_the_lower_bounds(package: str) -> None:
-    pinned, *_ = re.findall(rf"^{package}==(\S+)", LOWEST, re.MULTILINE)
-    lowest = SUPPORTED[package].partition(",")[0].removeprefix(">=")
-    assert re.fullmatch(rf"{re.escape(lowest)}(\.0)*", pinned)
+def test_the_lowest_pins_are_the_lower_bounds() -> None:
+    for package, bounds in SUPPORTED.items():
+        pinned, *_ = re.findall(rf"^{package}==(\S+)", LOWEST, re.MULTILINE)
+        lowest = bounds.partition(",")[0].removeprefix(">=")
+        assert re.fullmatch(rf"{re.escape(lowest)}(\.0)*", pinned)
 
 
 @pytest.mark.parametrize("venv", VENVS)
@@ -43,12 +39,8 @@ def test_make_installs_nothing_by_name_alone_but_torch(venv: str) -> None:
     unhashed = [line for line in installs if "--require-hashes --no-deps" not in line]
     assert len(installs) == 5
     assert all(f"{venv}/bin/python -m pip" in line for line in installs)
-    assert [
-        "^torch==" in line or line.endswith("--no-deps --no-build-isolation --editable .") for line in unhashed
-    ] == [
-        True,
-        True,
-    ]
+    assert len(unhashed) == 2
+    assert all("^torch==" in line or line.endswith("--no-build-isolation --editable .") for line in unhashed)
 
 
 def test_a_wheelhouse_is_filled_by_the_hashes_and_then_nothing_else_is_asked() -> None:
@@ -60,28 +52,6 @@ def test_a_wheelhouse_is_filled_by_the_hashes_and_then_nothing_else_is_asked() -
     shows = ["make", "--silent", "--eval=shown: ; @env", "shown", "WHEELHOUSE=wheelhouse"]
     exported = subprocess.check_output(shows, cwd=CHECKOUT, text=True).splitlines()
     assert {"PIP_NO_INDEX=1", f"PIP_FIND_LINKS={CHECKOUT}/wheelhouse"} <= {*exported}
-
-
-@pytest.mark.parametrize("is_pinned", [False, True])
-def test_another_file_of_the_same_name_is_refused(is_pinned: bool, tmp_path: Path) -> None:
-    entry = re.search(r"^sniffio==(\S+) (\\\n    --hash=\S+ ?)+", PINS, re.MULTILINE)
-    assert entry is not None
-    version = entry[1]
-    info = f"sniffio-{version}.dist-info"
-    counterfeit = tmp_path / f"sniffio-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(counterfeit, "w") as wheel:
-        wheel.writestr("sniffio.py", "print('harm')")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: sniffio\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
-    own = f"sniffio=={version} --hash=sha256:{hashlib.sha256(counterfeit.read_bytes()).hexdigest()}"
-    (tmp_path / "pins.txt").write_text(own if is_pinned else entry[0])
-    options = ("--isolated", "--no-index", "--find-links", str(tmp_path), "--target", str(tmp_path / "site"))
-    pip = (sys.executable, "-m", "pip", "install", *options, "--require-hashes", "--no-deps", "-r", "pins.txt")
-    done = subprocess.run(pip, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == (0 if is_pinned else 1), done.stderr
-    assert ("DO NOT MATCH THE HASHES" in done.stderr) != is_pinned
-    assert (tmp_path / "site" / "sniffio.py").exists() == is_pinned
 
 
 def test_actions_are_pinned_by_commit() -> None:

@@ -1,9 +1,10 @@
-"""Files that may come from anywhere: what is no regular one, or is too much, is refused at once."""
+"""Files that may come from anywhere: no pipe, no bomb; and one function removes directories, only those made here."""
 
 from __future__ import annotations
 
 import json
 import os
+import pwd
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 from lightswitch import regular_files
-from lightswitch.errors import IrregularFile, printable
+from lightswitch.errors import IrregularFile, Refused, printable
+from lightswitch.regular_files import make_tree, remove_tree
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x]\n" + "".join(
     f"{chr(98 + n)}: &{chr(98 + n)} [{','.join([f'*{chr(97 + n)}'] * 8)}]\n" for n in range(20)
@@ -85,3 +87,56 @@ def test_fields_of_another_type_make_no_record(found: Any) -> None:
 
 def test_a_terminal_gets_letters_alone() -> None:
     assert printable("\x1b[31mred\x07\r\u202etxt\nnext\ttab é ☃\udcff") == "�[31mred���txt\nnext\ttab é ☃�"
+
+
+def test_what_was_made_is_removed_whole_and_what_is_there_already_is_not_made_ours(tmp_path: Path) -> None:
+    tree = make_tree(tmp_path / "parent" / "tree")
+    (tree / "below").mkdir()
+    (tree / "below" / "file").touch()
+    remove_tree(tree)
+    assert os.listdir(tmp_path / "parent") == []
+    with pytest.raises(FileExistsError):
+        make_tree(tmp_path)
+    assert os.listdir(tmp_path) == ["parent"]
+
+
+@pytest.mark.parametrize("path", [".", "..", "", "/", "~"])
+def test_the_working_directory_the_home_and_their_parents_stay(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, work = (make_tree(tmp_path / name) for name in ("home", "work"))
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(make_tree(work / "below"))
+    with pytest.raises(Refused, match="directory, or contains it"):
+        remove_tree(Path(path).expanduser())
+    assert home.exists()
+    assert work.exists()
+
+
+def test_what_holds_no_mark_stays_and_so_does_what_a_link_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/cat.png").touch()
+    (tmp_path / "link").symlink_to(make_tree(tmp_path / "tree"))
+    for name, why in {"photos": r"photos was not removed: it has no \.lightswitch", "link": "it is a link"}.items():
+        with pytest.raises(Refused, match=why):
+            remove_tree(tmp_path / name)
+    assert (tmp_path / "photos/cat.png").exists()
+    assert (tmp_path / "tree").exists()
+
+
+def test_what_was_removed_in_part_can_be_removed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = make_tree(tmp_path / "tree")
+    make_tree(tree / "below")
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", lambda path: os.rmdir(path))  # which fails, as a disk would
+        with pytest.raises(OSError, match="not empty"):
+            remove_tree(tree)
+    remove_tree(tree)
+    assert not tree.exists()
+
+
+def test_a_tree_is_removed_for_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # no entry: KeyError
+    remove_tree(make_tree(tmp_path / "tree"))
+    assert not (tmp_path / "tree").exists()

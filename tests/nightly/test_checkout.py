@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,7 @@ import pytest
 from tests.engine.conftest import CHECKOUT
 from tests.engine.slurm.cluster import PATH
 
-SUITE = (
-    *("tests/engine/slurm", "tests/engine/test_trees.py"),
-    *(
-        f"tests/engine/checkpoints/test_last.py::test_{name}"
-        for name in ("last_points_to_the_newest_and_older_ones_go", "what_is_not_ours_is_not_removed_and_told_once")
-    ),
-)
+SUITE = ("tests/engine/slurm", "tests/engine/test_regular_files.py")
 
 
 @pytest.fixture
@@ -68,18 +61,3 @@ def _contents(folder: Path) -> dict[str, tuple[int, int]]:
     """Every path below a folder, with its size and the time of its last change."""
     found = ((path, path.lstat()) for path in folder.rglob("*"))
     return {str(path): (state.st_size, state.st_mtime_ns) for path, state in found}
-
-
-def test_what_the_processes_of_a_test_leave_in_the_temporary_folder_goes_with_the_run(tmp_path: Path) -> None:
-    """Those that a test kills can't remove it."""
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    leaves = "import subprocess, sys\n\n\ndef test_it():\n    subprocess.run([sys.executable, '-c', %r], check=True)\n"
-    (tmp_path / "test_leaves.py").write_text(leaves % "import tempfile; print(tempfile.mkdtemp())")
-    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(CHECKOUT)}
-    environment.pop("PYTEST_DEBUG_TEMPROOT", None)
-    command = [sys.executable, "-m", "pytest", "-s", "-p", "tests.conftest", "-p", "no:cacheprovider", "test_leaves.py"]
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert re.search(rf"{temporary}/tests_\w+/\w+", run.stdout)
-    assert not any(path.name.startswith("tests_") for path in temporary.iterdir())

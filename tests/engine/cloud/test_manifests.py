@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import subprocess
-import sys
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet, TrainerV1alpha1TrainJob
@@ -22,7 +18,6 @@ from tests.engine.failures.pace import PACE_TARGET
 from tests.engine.launch.test_launchers import finish
 from tests.engine.processes import Start
 from tests.engine.slurm.jobs import RUN as PLAIN_RUN
-from tests.night import at_night
 
 STEPS = 60
 RUN = (*PLAIN_RUN, "trainer.accelerator=cpu", "global_batch_size=24", f"trainer.max_steps={STEPS}")
@@ -39,35 +34,6 @@ def read(name: str) -> Any:
 def test_manifests_of_kubernetes_are_what_their_schemas_allow(name: str, model: Any) -> None:
     """The models drop keys that they do not know."""
     assert model.from_dict(read(name)).to_dict() == read(name)
-
-
-@pytest.mark.nightly
-def test_the_manifest_of_skypilot_is_what_its_schemas_allow(tmp_path: Path) -> None:
-    """Those of the newest wheel, without what it requires."""
-    download = (sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", tmp_path, "skypilot")
-    subprocess.run(download, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    command = (sys.executable, "-m", "tests.engine.cloud.skypilot_schemas", tmp_path, wheel.name.split("-")[1])
-    schemas = json.loads(subprocess.check_output(command, cwd=CHECKOUT))
-    jsonschema.validate(read("skypilot"), schemas["task"])
-    jsonschema.validate(read("skypilot")["resources"], schemas["resources"])
-    with pytest.raises(jsonschema.ValidationError, match="num_nods"):
-        jsonschema.validate({**read("skypilot"), "num_nods": 2}, schemas["task"])
-
-
-@pytest.mark.parametrize(
-    "path",
-    [path.relative_to(CHECKOUT).as_posix() for path in sorted(CLOUD.iterdir())],
-    ids=lambda path: Path(path).stem,
-)
-def test_a_manifest_takes_the_image_of_the_container(path: str) -> None:
-    text = (CHECKOUT / path).read_text()
-    dockerfile = (CHECKOUT / "container/Dockerfile").read_text()
-    assert "registry.example.com/train:latest # container/Dockerfile" in text
-    assert "--tag train " in dockerfile
-    assert "WORKDIR /opt/code" in dockerfile
-    assert "/opt/code/runs" in text
 
 
 def containers(job: Any) -> dict[str, Any]:
@@ -122,7 +88,8 @@ class Pods:
         return self.start("bash", "-c", script, **task["envs"] | exported | self.path)
 
 
-@pytest.mark.parametrize("name", ["trainjob", *at_night("jobset", "skypilot")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["trainjob", "jobset", "skypilot"])
 def test_what_a_manifest_starts_saves_when_it_is_preempted_and_goes_on(
     name: str, tmp_path: Path, python: Path, port: str, start: Start, train: Train
 ) -> None:

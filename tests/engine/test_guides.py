@@ -1,0 +1,307 @@
+"""What the guides say to write and to type, written and typed: the longer ones at night."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightswitch.export.__main__ import main as export
+from tests.engine.conftest import CHECKOUT, PLAIN, PLAIN_DATA, Finished, Train
+from tests.engine.curves import largest_difference
+from tests.night import at_night
+
+NAMES = ("running.md", "your-own-code.md", "extension.md", "tutorial.md", "debugging.md", "data.md")
+RUNNING, YOUR_OWN_CODE, EXTENSION, TUTORIAL, DEBUGGING, DATA = ((CHECKOUT / "docs" / n).read_text() for n in NAMES)
+README = (CHECKOUT / "README.md").read_text()
+ADD = YOUR_OWN_CODE.partition("\n## I have a LightningModule\n")[0]
+LAST_STEPS = ("trainer.max_steps=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1")
+SHORT = (*PLAIN, "trainer.max_steps=2", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=1")
+
+
+def written(page: str, folder: Path, package: str = "shown") -> Path:
+    """Write a page's files, those of src as a package of another name: the one that they name lies in the checkout."""
+    files = dict(re.findall(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    assert len(files) == page.count("```python\n") + page.count("```yaml\n")
+    modules = [path[len("src/") : -len(".py")].replace("/", ".") for path in files if path.startswith("src/")]
+    for path, text in files.items():
+        for module in modules:
+            text = text.replace(module, f"{package}.{module}".lstrip("."))
+        file = folder / (path.replace("src/", f"{package}/") if package else path.removeprefix("src/"))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return folder
+
+
+COMMANDS = {
+    command: page
+    for page in (RUNNING, ADD, README)
+    for command in re.findall(r"^    python train\.py (.*)$", page, re.MULTILINE)
+}
+EXAMPLES = [command for command in COMMANDS if "data=" in command]
+
+
+@pytest.mark.parametrize("command", [*EXAMPLES, *at_night(*(one for one in COMMANDS if one not in EXAMPLES))])
+def test_the_commands_of_the_first_pages_train(command: str, train: Train, tmp_path: Path) -> None:
+    page = COMMANDS[command]
+    folder = written(ADD if page == ADD else "", tmp_path / "typed")
+    (folder / "conf").mkdir(parents=True, exist_ok=True)
+    words = shlex.split(command.replace("trainer.devices=8", "trainer.devices=2"), comments=True)
+    ranks = 2 if "trainer.devices=2" in words else 0
+    run = train(*words, *LAST_STEPS, "--config-dir", str(folder / "conf"), folder=folder, ranks=ranks)
+    assert "step 2/2" in run.out
+
+
+@pytest.mark.nightly
+def test_the_plan_of_the_readme_is_what_its_command_prints(train: Train, tmp_path: Path) -> None:
+    """Its table is cut, at the right and below; of another version of torch, a number may differ a little."""
+    ((plan, table),) = re.findall(r"^    \$ python train\.py (mode=plan .*)\n((?:    .*\n)+)", README, re.MULTILINE)
+    folder = tmp_path / "plan"
+    folder.mkdir()
+    shutil.copy(CHECKOUT / "CHANGELOG.md", folder)  # its data
+    printed = map(_cells, train(*shlex.split(plan), folder=folder).out.splitlines())
+    for row in map(_cells, table.removesuffix("    …\n").splitlines()):
+        expected = [pytest.approx(cell, rel=0.02) if isinstance(cell, float) else cell for cell in row]
+        assert any(found[: len(row)] == expected for found in printed), row  # in this order
+
+
+def _cells(line: str) -> list[str | float]:
+    """Cells of a table's row."""
+    return [float(cell) if re.fullmatch(r"[\d.]+", cell) else cell for cell in re.split(r"\s{2,}", line.strip())]
+
+
+# docs/extension.md
+
+
+@pytest.fixture
+def fork(tmp_path: Path) -> Path:
+    return written(EXTENSION, tmp_path / "fork")
+
+
+def _overrides(fork: Path, *words: str) -> tuple[str, ...]:
+    return (*words, *SHORT, "--config-dir", str(fork / "conf"))
+
+
+def test_its_logger_has_a_line_for_each_step_and_its_callback_ends_a_run_whose_loss_is_too_high(
+    fork: Path, train: Train
+) -> None:
+    words = _overrides(fork, "callbacks=[default,loss_limit]", "logger=[default,jsonl]", "strategy=ddp")
+    run = train(*words, "run_id=sound", ranks=2, folder=fork)
+    (file,) = fork.glob("runs/*/sound/metrics.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    assert len(losses) == 2
+    assert losses == pytest.approx(Finished(0, "", "", fork, "sound").column("train/loss"))
+    assert "test/loss" in run.out
+    words = (*words, "callbacks.loss_limit.highest=0.1", "trainer.max_steps=20")
+    refusal = train(*words, ranks=2, folder=fork, check=False).refusal
+    assert re.match(r"train/loss is [\d.]+ at step \d+; use a smaller", refusal)
+
+
+def test_its_strategy_gives_the_curve_of_one_process_and_resumes_under_another(fork: Path, train: Train) -> None:
+    batch = ("global_batch_size=24", "micro_batch_size=6")
+    for steps, strategy in ((6, "all_reduce"), (9, "fsdp")):
+        words = (*batch, f"trainer.max_steps={steps}")
+        train(*_overrides(fork, "run_id=one", "strategy=single"), *words, folder=fork)
+        train(*_overrides(fork, "run_id=many", f"strategy={strategy}"), *words, ranks=2, folder=fork)
+        assert len(_losses(fork, "one")) == steps
+        assert _losses(fork, "many") == pytest.approx(_losses(fork, "one"), abs=1e-6)
+
+
+def _losses(fork: Path, run_id: str) -> list[float]:
+    return [*Finished(0, "", "", fork, run_id).column("train/loss").values()]
+
+
+def test_its_precision_is_refused_by_deepspeed_before_anything_starts(fork: Path, train: Train) -> None:
+    words = _overrides(fork, "strategy=deepspeed_stage_2", "precision=bf16-training")
+    assert train(*words, folder=fork, check=False).refusal == (
+        "precision BF16Training is a plugin, but DeepSpeed casts by its config; use strategy=ddp or strategy=fsdp"
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("single", 0)])
+def test_its_precision_computes_training_steps_in_bfloat16_and_nothing_else(
+    fork: Path, train: Train, strategy: str, ranks: int
+) -> None:
+    precise, own = (
+        train(*_overrides(fork, f"strategy={strategy}", *words), ranks=ranks, folder=fork)
+        for words in (("run_id=a",), ("run_id=b", "precision=bf16-training", "trainer.precision.device=cpu"))
+    )
+    assert "precision 32-true" in precise.out
+    assert "precision bf16-mixed" in own.out
+    first, other = (_losses(fork, run_id)[0] for run_id in ("a", "b"))
+    assert first != other
+    assert first == pytest.approx(other, rel=0.02)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    find_spec("transformers") is None and not os.environ.get("LIGHTSWITCH_REQUIRE_ALL"),
+    reason="transformers is an extra",
+)
+def test_its_module_is_a_folder_of_the_hub_and_starts_from_one(
+    fork: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = "model._target_=shown.project.points.Points"
+    run = (model, PLAIN_DATA, "trainer.max_steps=2", "trainer.limit_test_batches=0")
+    trained = train(*run, "run_id=a", folder=fork)
+    monkeypatch.syspath_prepend(fork)
+    export([str(trained.folder / "runs" / "points" / "a"), "--format", "hf", "-o", str(fork / "points")])
+    points = importlib.import_module("shown.project.points")
+    hub, module = points.HubPoints.from_pretrained(fork / "points"), points.Points()
+    module.load_state_dict(module.from_hf(hub.state_dict()))
+    some = torch.randn(3, 2)
+    assert torch.equal(hub(some), module(some))
+    started = train(*run, "run_id=b", f"init_from={fork}/points", folder=fork)
+    assert "init_from  4 of the model's 4 tensors are in " in started.out
+
+
+@pytest.mark.nightly
+def test_its_launcher_starts_a_run_of_two_processes(fork: Path) -> None:
+    script = ["python", "launch.py", "2", str(CHECKOUT / "train.py"), "strategy=ddp", "run_id=mine"]
+    environ = {**os.environ, "PYTHONPATH": f"{CHECKOUT / 'src'}:{CHECKOUT}"}
+    done = subprocess.run([*script, *SHORT], cwd=fork, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "64 samples a step = 32 × 2 devices × accumulation 1" in done.stdout
+    assert len(list(fork.glob("runs/*/mine/checkpoints/step_2.ckpt/*.distcp"))) == 2
+
+
+# docs/tutorial.md
+
+LINES = re.findall(r"^    (\S.*)$", re.sub(r"^```.*?^```", "", TUTORIAL, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+ELSEWHERE = {  # tried by others: tests/nightly/fork makes forks and runs their make, tests/engine/slurm submits
+    "make fork NAME=birdsong INTO=../birdsong ARGS=--bare",
+    "cd ../birdsong",
+    "make train",
+    "source .venv/bin/activate",
+    "make test",
+    "sbatch --nodes=4 --gpus-per-node=8 slurm/multinode.sh model=listener data=calls strategy=fsdp",
+}
+SAID = {  # of a command, by its beginning
+    "python train.py model=listener data=calls trainer.max_steps=250 run_id=first": r"val/right 0\.9\d",
+    "python train.py model=listener data=calls trainer.max_steps=350": r"resumes .*, at step 250",
+    "python -m lightswitch.compare": r"train/loss differs by \d(\.\d+)?e-0[789] at most",
+    "python train.py mode=plan": r"take       ddp, 32-true, micro batch 8",  # of a step of microseconds, the simplest
+    "python train.py -m": r"lr=0\.001 +0\.7\d+ +finished.*\n.*lr=0\.01 +0\.0\d+ +finished",
+    "python -c": r"Listener\(",
+}
+
+
+@pytest.mark.nightly
+def test_the_commands_of_the_tutorial_do_in_turn_what_it_says(train: Train, tmp_path: Path) -> None:
+    """In a folder with the package and the configs that a fork would have them in."""
+    written(TUTORIAL, tmp_path, package="")
+    (tmp_path / "exports").mkdir()
+    (tmp_path / "exports" / "runs").symlink_to(tmp_path / "runs")
+    assert all(any(command.startswith(beginning) for command in LINES) for beginning in SAID)
+    for command in (line for line in LINES if line not in ELSEWHERE):
+        said = _typed(shlex.split(command), train, tmp_path)
+        for beginning, expected in SAID.items():
+            assert not command.startswith(beginning) or re.search(expected, said), said
+
+
+def _typed(words: list[str], train: Train, folder: Path) -> str:
+    environment = {"PYTHONPATH": f"{CHECKOUT / 'src'}:{folder}", "PATH": "", "HOME": str(folder)}
+    if words[:2] == ["python", "train.py"]:
+        ranks, configs = 2 if "trainer.devices=2" in words else 0, ("--config-dir", str(folder / "conf"))
+        return train(*words[2:], *configs, folder=folder, ranks=ranks, environment=environment).out
+    # beside the weights, where nobody takes code from unasked, there is no package
+    exports = folder / "exports"
+    return subprocess.run(
+        [sys.executable, *words[1:]], cwd=exports, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+# docs/debugging.md
+
+
+@pytest.mark.nightly
+def test_what_a_failing_rank_read_comes_again_in_one_process(train: Train) -> None:
+    failing = ("model._target_=tests.engine.failures.failing.FailingModel", "model.how=raises", PLAIN[1])
+    failed = train("strategy=ddp", *failing, "trainer.max_steps=4", ranks=2, check=False)
+    (report,) = failed.run_dir.glob("crash/*/rank_1.txt")
+    said = re.search(r"step (\d+), micro batch (\d+): samples ([\d, ]+)", report.read_text())
+    assert said is not None
+    step, micro, samples = int(said[1]), int(said[2]), list(map(int, said[3].split(", ")))
+    record = ("callbacks.record._target_=tests.engine.plain.Record", "callbacks.record.folder=.")
+    again = train("strategy=single", "micro_batch_size=32", *PLAIN, *record, "trainer.max_steps=4")
+    rows = [json.loads(line) for line in (again.folder / "samples_0.jsonl").read_text().splitlines()]
+    batches = [row["ids"] for row in rows if row["step"] == step]
+    assert batches[micro * 2 + 1] == samples
+
+
+@pytest.mark.nightly
+def test_the_commands_and_the_snippet_of_debugging_do_what_they_say(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = (*PLAIN, "name=gpt", *LAST_STEPS, "global_batch_size=64", "trainer.accelerator=cpu")
+    mine = train("run_id=mine", *short).folder
+    pattern = r"^    (?:RANK=0 )?python (?:-m pdb -c continue )?train\.py (.*)$"
+    commands = re.findall(pattern, DEBUGGING, re.MULTILINE)
+    assert len(commands) >= 10
+    for number, command in enumerate(commands):
+        folder = tmp_path / f"typed{number}"
+        shutil.copytree(mine / "runs", folder / "runs")
+        words = [word for word in shlex.split(command) if word != "cluster=env"]  # as torchrun starts them here
+        short_of = () if "--cfg" in words else (*short, "trainer.max_steps=4")
+        finished = train(*words, *short_of, ranks=2 if "strategy=ddp" in words else 0, folder=folder)
+        assert ("lightswitch.strategies.fsdp.FSDP" if "--cfg" in words else "test/loss") in finished.out, command
+    monkeypatch.chdir(mine)
+    found: dict[str, object] = {}
+    (snippet,) = re.findall(r"```python\n(.*?)```", DEBUGGING, re.DOTALL)
+    exec(snippet, found)
+    assert float(found["loss"]) > 0  # type: ignore[arg-type]
+
+
+# networks in docs/your-own-code.md and tables in docs/data.md
+
+SECTIONS = ((YOUR_OWN_CODE, "A network of torchvision or timm"), (DATA, "A CSV or Parquet file"))
+NETWORK = """
+from torch import nn
+
+def layers(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, num_classes))
+"""
+
+
+@pytest.mark.nightly
+def test_a_network_learns_a_table_as_well_over_two_devices_and_a_table_is_read_alike_from_parquet(
+    train: Train, tmp_path: Path
+) -> None:
+    pages = [page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0] for page, heading in SECTIONS]
+    folder = written("\n".join(pages), tmp_path / "fork")
+    (folder / "layers.py").write_text(NETWORK)
+    rows = np.random.default_rng(0).normal(5, 2, (400, 2))
+    table = np.column_stack([rows, rows[:, 0] > rows[:, 1]])
+    file = folder / "flowers.csv"
+    np.savetxt(file, table, delimiter=",", header="petal,leaf,kind", comments="")
+    words = (
+        *("model=resnet", "data=table", "--config-dir", str(folder / "conf"), "trainer.accelerator=cpu"),
+        *("data.file=flowers.csv", "data.label=kind", "data.classes=2", "optimizer.lr=0.02"),
+        *("model.network._target_=layers.layers", "trainer.max_steps=40", "trainer.log_every_n_steps=1"),
+        "trainer.val_check_interval=40",
+    )
+    train(*words, "run_id=one", "strategy=single", folder=folder)
+    out = train(*words, "run_id=two", "strategy=fsdp", ranks=2, folder=folder).out
+    one, two = (Finished(0, "", "", folder, name) for name in ("one", "two"))
+    assert largest_difference(two, one) < 1e-5
+    assert float(re.findall(r"test/accuracy +([\d.]+)", out)[-1]) > 0.9
+    csv, parquet = pytest.importorskip("pyarrow.csv"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(csv.read_csv(file), file.with_suffix(".parquet"))
+    read = runpy.run_path(str(folder / "shown" / "project" / "data" / "table.py"))["read"]
+    from_csv, from_parquet = (read(file.with_suffix(end)) for end in (".csv", ".parquet"))
+    assert list(from_csv) == list(from_parquet) == ["petal", "leaf", "kind"]
+    assert all(np.array_equal(from_csv[name], from_parquet[name]) for name in from_csv)
