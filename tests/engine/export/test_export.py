@@ -1,10 +1,8 @@
-"""Weights taken out of real runs by `python -m lightswitch.export`."""
+"""Weights taken out of real runs by `python -m lightswitch.export`, and given back by `lightswitch.load`."""
 
 from __future__ import annotations
 
 import json
-import os
-import pty
 import resource
 import shutil
 import subprocess
@@ -21,148 +19,98 @@ from safetensors.torch import load_file
 
 import lightswitch
 from lightswitch.checkpoints import directory, weight_files
+from lightswitch.errors import UnfitCheckpoint
 from lightswitch.export.__main__ import main
 from lightswitch.launch import report
 from tests.engine.checkpoints.damages import Damage, flip, truncate
 from tests.engine.conftest import Train, context
-from tests.engine.export.conftest import STRATEGIES, RunOf
+from tests.engine.export.conftest import RunOf
 from tests.engine.export.models import Versioned, question
 from tests.engine.foreign import Late
 from tests.engine.models.language import LanguageModel
 from tests.engine.tiny import PICTURES
+from tests.night import at_night
 
 
 def export(*words: str | Path) -> None:
     main([str(word) for word in words])
 
 
-def saved_weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return lightswitch.load(run_dir / "checkpoints" / "last.ckpt").state_dict()
-
-
-NAMES = ("language.safetensors", "language.pt", "folder", "no export")
-
-
 @pytest.mark.parametrize(
-    ("strategy", "name"), [*(("single", name) for name in NAMES), *zip([*STRATEGIES][1:], NAMES, strict=True)]
+    ("model", "strategy", "name"),
+    [
+        ("language", "single", "out.pt"),
+        *at_night(
+            *(("language", "single", name) for name in ("out.safetensors", "folder", "no export")),
+            *(("language", "ddp", "out.safetensors"), ("language", "fsdp", "out.pt")),
+            *(("language", "deepspeed_stage_3", "folder"), ("language", "fsdp_tp", "no export")),
+            *(("tied", "fsdp", "no export"), ("configured", "fsdp", "no export")),
+        ),
+    ],
 )
 def test_of_every_strategy_the_loaded_model_answers_as_the_live_one(
-    strategy: str, name: str, run_of: RunOf, tmp_path: Path
+    model: str, strategy: str, name: str, run_of: RunOf, tmp_path: Path
 ) -> None:
-    run_dir = run_of("language", strategy)
+    run_dir = run_of(model, strategy)
     file = run_dir / "checkpoints" / "last.ckpt"
     if name != "no export":
         export(file, "-o", tmp_path / name)
         file = tmp_path / name
-    model = lightswitch.load(file)
-    live = torch.load(run_dir / "logits.pt")
+    before = torch.get_rng_state()
+    loaded = lightswitch.load(file)
+    assert torch.equal(torch.get_rng_state(), before), "it drew initial weights"
+    logits, live = loaded(question(loaded)), torch.load(run_dir / "logits.pt")
     # a tensor-parallel group adds up in another order
-    assert torch.allclose(model(question(model)), live, rtol=0, atol=1e-5 if strategy == "fsdp_tp" else 0)
+    assert torch.allclose(logits, live, rtol=0, atol=1e-5 if strategy == "fsdp_tp" else 0)
+    assert not loaded.training
+    assert not logits.requires_grad
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_floating_point_weights_take_the_dtype_asked_for(
-    dtype: torch.dtype, suffix: str, run_of: RunOf, tmp_path: Path
-) -> None:
-    run_dir, file = run_of("tied", "single"), tmp_path / f"tied.{suffix}"
-    export(run_dir / "checkpoints" / "last.ckpt", "-o", file, "--dtype", str(dtype).removeprefix("torch."))
-    found = load_file(file) if suffix == "safetensors" else torch.load(file)
-    expected = saved_weights(run_dir)
-    assert found["net.2.calls"].dtype == torch.int64
-    assert torch.equal(found["net.0.weight"], expected["net._orig_mod.0.weight"].to(dtype))
+@pytest.mark.parametrize("name", ["tied.safetensors", *at_night("tied.pt", "a run")])
+def test_tied_weights_stay_tied_inside_a_compiled_module(name: str, run_of: RunOf, tmp_path: Path) -> None:
+    path = run_of("tied", "single")
+    if name != "a run":
+        export(path, "-o", tmp_path / name)
+        path = tmp_path / name
+    net = lightswitch.load(path).net._orig_mod
+    assert net[2].there.weight is net[2].back.weight
+    assert not net[2].there.weight.requires_grad
 
 
-def test_names_are_the_users_own_and_a_tied_weight_is_written_once(run_of: RunOf, tmp_path: Path) -> None:
-    export(run_of("tied", "single"), "-o", tmp_path / "tied.safetensors")
-    assert sorted(load_file(tmp_path / "tied.safetensors")) == [
-        "net.0.bias", "net.0.weight", "net.2.calls", "net.2.there.weight", "net.3.bias", "net.3.weight"
-    ]  # fmt: skip
+def test_names_are_the_users_own_and_weights_of_the_dtype_asked_for(run_of: RunOf, tmp_path: Path) -> None:
+    run_dir = run_of("tied", "single")
+    for dtype, suffix in ((torch.bfloat16, "safetensors"), (torch.float16, "safetensors"), (torch.bfloat16, "pt")):
+        file = tmp_path / f"{dtype}.{suffix}"
+        export(run_dir / "checkpoints" / "last.ckpt", "-o", file, "--dtype", str(dtype).removeprefix("torch."))
+        found = load_file(file) if suffix == "safetensors" else torch.load(file)
+        expected = lightswitch.load(run_dir / "checkpoints" / "last.ckpt").state_dict()
+        assert found["net.2.calls"].dtype == torch.int64
+        assert torch.equal(found["net.0.weight"], expected["net._orig_mod.0.weight"].to(dtype))
+    names = "net.0.bias net.0.weight net.2.calls net.2.there.weight net.3.bias net.3.weight"  # what is tied, once
+    assert sorted(load_file(tmp_path / "torch.float16.safetensors")) == names.split()
+    model = lightswitch.load(file)
+    assert model.net._orig_mod[2].angles.dtype == model.dtype == torch.bfloat16  # of a table that is not saved
+    built = instantiate(OmegaConf.load(f"{file}.yaml"))
+    built.net = built.net._orig_mod  # it loads strictly into a module that is not compiled
+    built.load_state_dict(found)
+    assert found["net.2.there.weight"].data_ptr() == found["net.2.back.weight"].data_ptr()
 
 
-def test_a_state_dict_has_all_names_and_loads_strictly_into_a_module_that_is_not_compiled(
-    run_of: RunOf, tmp_path: Path
-) -> None:
-    export(run_of("tied", "single"), "-o", tmp_path / "tied.pt")
-    state = torch.load(tmp_path / "tied.pt", weights_only=True)
-    assert state["net.2.there.weight"].data_ptr() == state["net.2.back.weight"].data_ptr()
-    model = instantiate(OmegaConf.load(tmp_path / "tied.pt.yaml"))
-    model.net = model.net._orig_mod
-    model.load_state_dict(state)
-    assert torch.equal(model.net[2].back.weight, state["net.2.there.weight"])
-
-
-def test_a_sharded_model_lists_the_names_of_its_tied_tensors(train: Train, tmp_path: Path) -> None:
-    """Under DeepSpeed: test_zero.py."""
-    short = ("trainer.max_steps=1", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
-    late = ("model._target_=tests.engine.foreign.Late", PICTURES, "trainer.accelerator=cpu", "global_batch_size=16")
-    run = train(*late, *short, "strategy=fsdp", ranks=2)
-    export(run.run_dir, "-o", tmp_path / "late.pt")
-    state = torch.load(tmp_path / "late.pt")
-    assert state["tied_again.weight"].data_ptr() == state["tied.weight"].data_ptr()
-    model = Late()
-    model.configure_model()
-    model.load_state_dict(state)
-
-
-def test_lightning_loads_a_ckpt_file_as_its_own(
+def test_lightning_loads_a_ckpt_file_as_its_own_and_a_run_that_has_ended_has_one_of_its_best_weights(
     run_of: RunOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Arguments that the module has not saved are those of the config; an optimizer is no plain value."""
-    run_dir, file = run_of("language", "fsdp"), tmp_path / "language.ckpt"
+    run_dir, file = run_of("language", "single"), tmp_path / "language.ckpt"
     export(run_dir / "checkpoints" / "last.ckpt", "-o", file)
     assert f'LanguageModel.load_from_checkpoint("{file}")' in capsys.readouterr().out
-    model = LanguageModel.load_from_checkpoint(file, optimizer=torch.optim.SGD).eval()
-    assert model.width == 32
     live = torch.load(run_dir / "logits.pt")
-    assert torch.equal(model(question(model)), live)
-    assert torch.equal(lightswitch.load(file)(question(model)), live)
-    export(run_of("versioned", "single"), "-o", tmp_path / "versioned.ckpt", "--dtype", "bfloat16")
-    assert Versioned.load_from_checkpoint(tmp_path / "versioned.ckpt").version == 2
-
-
-def test_a_run_that_has_ended_has_a_file_of_its_best_weights(run_of: RunOf) -> None:
-    run_dir = run_of("language", "fsdp")
-    model = LanguageModel.load_from_checkpoint(run_dir / "model.ckpt", optimizer=torch.optim.SGD).eval()
-    best = lightswitch.load(run_dir)
-    assert torch.equal(model(question(model)), best(question(best)))
+    for path, logits in ((file, live), (run_dir / "model.ckpt", None)):
+        model = LanguageModel.load_from_checkpoint(path, optimizer=torch.optim.SGD).eval()
+        loaded = lightswitch.load(file if logits is not None else run_dir)
+        assert model.width == 32
+        assert torch.equal(model(question(model)), loaded(question(loaded)))
+        assert logits is None or torch.equal(model(question(model)), logits)
     assert not list(run_dir.glob("*.partial"))
-
-
-def test_a_run_whose_weights_can_not_be_copied_has_ended_well_and_says_so(train: Train) -> None:
-    first = train("run_id=mine", "trainer.max_steps=2")
-    in_the_way = first.run_dir / "model.ckpt"
-    in_the_way.unlink()
-    in_the_way.mkdir()
-    (in_the_way / "notes.txt").write_text("the user's own")
-    run = train("run_id=mine", "trainer.max_steps=4", folder=first.folder)
-    assert run.returncode == 0
-    assert "weights    model.ckpt was not written: " in run.out + run.err
-    assert [path.name for path in in_the_way.iterdir()] == ["notes.txt"]
-    assert not list(in_the_way.parent.glob("*.partial"))
-
-
-def test_of_large_weights_a_run_ends_with_the_command_that_copies_them(
-    run_of: RunOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = run_of("language", "single")
-    monkeypatch.setattr(report, "_LARGEST_COPIED_BYTES", 1000)
-    told = report._weights(run_dir)
-    assert told == {"export": f"python -m lightswitch.export {run_dir} -o {run_dir / 'model.ckpt'}"}
-
-
-def test_what_is_no_tensor_is_in_a_state_dict_and_safetensors_are_refused(
-    run_of: RunOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = run_of("versioned", "single")
-    export(run_dir, "-o", tmp_path / "versioned.pt")
-    assert lightswitch.load(tmp_path / "versioned.pt").version == lightswitch.load(run_dir).version == 2
-    with pytest.raises(SystemExit):
-        export(run_dir, "-o", tmp_path / "versioned.safetensors")
-    assert (
-        "error: _extra_state is not a dense tensor, and safetensors can store only those; use -o"
-        in capsys.readouterr().err
-    )
 
 
 def test_safetensors_are_cut_by_size_with_an_index(run_of: RunOf, tmp_path: Path) -> None:
@@ -180,76 +128,72 @@ def test_safetensors_are_cut_by_size_with_an_index(run_of: RunOf, tmp_path: Path
 
 
 def test_of_a_run_directory_the_best_is_taken_or_else_the_last(
-    run_of: RunOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_of: RunOf, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(run_of("language", "single"), run_dir)
+    best, of_run = (lightswitch.load(path).state_dict() for path in (run_dir / "checkpoints/best.ckpt", run_dir))
+    assert all(torch.equal(value, of_run[name]) for name, value in best.items())
     export(run_dir, "-o", tmp_path / "best.pt")
     directory.remove(run_dir / "checkpoints" / "best.ckpt")
     export(run_dir, "-o", tmp_path / "last.pt")
     reads = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("reads")]
     assert reads == [str(run_dir / "checkpoints" / name) for name in ("best.ckpt", "last.ckpt")]
+    monkeypatch.setattr(report, "_LARGEST_COPIED_BYTES", 1000)  # larger weights are copied by the command alone
+    command = f"python -m lightswitch.export {run_dir} -o {run_dir / 'model.ckpt'}"
+    assert report._weights(run_dir) == {"export": command}
 
 
-def test_a_checkpoint_of_a_stock_trainer_in_a_run_directory_is_exported(run_of: RunOf, tmp_path: Path) -> None:
-    run_dir, expected = run_of("tied", "single"), saved_weights(run_of("tied", "single"))
-    shutil.copy(run_dir / "config.yaml", tmp_path)
-    torch.save({"state_dict": expected, "global_step": 4}, tmp_path / "stock.ckpt")
-    export(tmp_path / "stock.ckpt", "-o", tmp_path / "tied.safetensors")
-    export(run_dir / "checkpoints" / "last.ckpt", "-o", tmp_path / "own.safetensors")
-    assert (tmp_path / "tied.safetensors").read_bytes() == (tmp_path / "own.safetensors").read_bytes()
+def test_another_model_in_the_config_and_a_truncated_file_are_told(run_of: RunOf, tmp_path: Path) -> None:
+    shutil.copytree(run_of("language", "single"), tmp_path, dirs_exist_ok=True)
+    for name in ("out.safetensors", "out.pt"):
+        export(tmp_path, "-o", tmp_path / name)
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-1000])
+        with pytest.raises(UnfitCheckpoint, match=f"{name} can't be read"):
+            lightswitch.load(tmp_path / name)
+    config = (tmp_path / "config.yaml").read_text()
+    for found, other, told in (
+        ("  width: 32\n", "  width: 64\n", "from a different model than its config builds: size mismatch for tokens"),
+        ("language.LanguageModel", "language.LanguageModle", "LanguageModle can't be built from its config: .*Modle"),
+    ):
+        (tmp_path / "config.yaml").write_text(config.replace(found, other))
+        with pytest.raises(UnfitCheckpoint, match=told):
+            lightswitch.load(tmp_path)
 
 
 def spoiled_by(harm: Damage) -> Callable[[Path], None]:
     return lambda run_dir: harm(Random(3), run_dir / "checkpoints/last.ckpt/__0_0.distcp")
 
 
-def lose_config(run_dir: Path) -> None:
-    (run_dir / "config.yaml").unlink()
+def written(name: str, text: str) -> Callable[[Path], object]:
+    return lambda run_dir: (run_dir / name).write_text(text)
 
 
-def break_config(run_dir: Path) -> None:
-    (run_dir / "config.yaml").write_text("model: [")
+LAST = "checkpoints/last.ckpt -o out.safetensors"
+NO_CHECKPOINT = "can't be read as a checkpoint"
 
 
-def lose_model(run_dir: Path) -> None:
-    (run_dir / "config.yaml").write_text("seed: 1\n")
-
-
-def write_output(run_dir: Path) -> None:
-    (run_dir / "out.safetensors").write_bytes(b"mine")
-
-
-LAST = ("checkpoints/last.ckpt", "-o", "out.safetensors")
-MISTAKES: list[tuple[Callable[[Path], object], tuple[str, ...], str]] = [
-    (
-        spoiled_by(truncate),
-        LAST,
-        "checkpoints/last.ckpt can't be read as a checkpoint: __0_0.distcp is shorter than .metadata says",
-    ),
-    (
-        spoiled_by(flip),
-        LAST,
-        "checkpoints/last.ckpt can't be read as a checkpoint: __0_0.distcp differs from its checksum",
-    ),
-    (lose_config, LAST, "checkpoints/last.ckpt has no config.yaml next to it, which defines its model"),
-    (break_config, LAST, "config.yaml can't be read as a config"),
-    (lose_model, LAST, "config.yaml names no model: it has no model._target_"),
-    (write_output, LAST, "out.safetensors exists already; remove it, or name another file"),
-    (Path.exists, ("nowhere", "-o", "out.pt"), "nowhere: there is no such file or directory"),
-    (Path.exists, ("metrics.csv", "-o", "out.pt"), "metrics.csv can't be read as a checkpoint"),
-    (Path.exists, ("checkpoints", "-o", "out.pt"), "checkpoints can't be read as a checkpoint: it has no SHA256SUMS"),
-    (Path.exists, (*LAST, "--dtype", "int8"), "argument --dtype: invalid choice: 'int8'"),
-    (Path.exists, (*LAST, "--shard-size", "5"), "argument --shard-size: 5 is not a size; write it as 500MB or 5GB"),
-    (Path.exists, (".", "-o", "out.bin"), "argument -o/--output: out.bin: end it with .safetensors, .pt or .ckpt"),
-    (Path.exists, (".", "-o", "metrics.csv/out.pt"), "Not a directory"),
-]
-
-
-@pytest.mark.parametrize(("spoil", "words", "told"), MISTAKES)
+@pytest.mark.parametrize(
+    ("spoil", "words", "told"),
+    [
+        (spoiled_by(truncate), LAST, f"last.ckpt {NO_CHECKPOINT}: __0_0.distcp is shorter than .metadata says"),
+        (spoiled_by(flip), LAST, f"last.ckpt {NO_CHECKPOINT}: __0_0.distcp differs from its checksum"),
+        (lambda run: (run / "config.yaml").unlink(), LAST, "last.ckpt has no config.yaml next to it, which defines"),
+        (written("config.yaml", "model: ["), LAST, "config.yaml can't be read as a config"),
+        (written("config.yaml", "seed: 1\n"), LAST, "config.yaml names no model: it has no model._target_"),
+        (written("out.safetensors", "mine"), LAST, "out.safetensors exists already; remove it, or name another file"),
+        (Path.exists, "nowhere -o out.pt", "nowhere: there is no such file or directory"),
+        (Path.exists, "metrics.csv -o out.pt", f"metrics.csv {NO_CHECKPOINT}"),
+        (Path.exists, "checkpoints -o out.pt", f"checkpoints {NO_CHECKPOINT}: it has no SHA256SUMS"),
+        (Path.exists, f"{LAST} --dtype int8", "argument --dtype: invalid choice: 'int8'"),
+        (Path.exists, f"{LAST} --shard-size 5", "argument --shard-size: 5 is not a size; write it as 500MB or 5GB"),
+        (Path.exists, ". -o out.bin", "argument -o/--output: out.bin: end it with .safetensors, .pt or .ckpt"),
+        (Path.exists, ". -o metrics.csv/out.pt", "Not a directory"),
+    ],
+)
 def test_a_mistake_is_told_in_a_line_and_nothing_is_written(
     spoil: Callable[[Path], object],
-    words: tuple[str, ...],
+    words: str,
     told: str,
     run_of: RunOf,
     tmp_path: Path,
@@ -261,7 +205,7 @@ def test_a_mistake_is_told_in_a_line_and_nothing_is_written(
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        export(*words)
+        export(*words.split())
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2
     assert line.startswith("error: ")
@@ -311,9 +255,8 @@ def test_a_file_that_does_not_hold_what_was_written_is_found(
 
 
 def run_with(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    directory.write(
-        folder / "checkpoints" / "last.ckpt", {f"model.{name}": value for name, value in tensors.items()}, {}, None
-    )
+    state = {f"model.{name}": value for name, value in tensors.items()}
+    directory.write(folder / "checkpoints" / "last.ckpt", state, {}, None)
     (folder / "config.yaml").write_text("model:\n  _target_: tests.engine.plain.PlainModel\n")
     return folder
 
@@ -330,6 +273,10 @@ def test_a_value_beyond_the_range_of_float16_is_refused_and_an_infinity_kept(
     assert load_file(tmp_path / "infinite.safetensors")["a"].tolist()[0] == float("inf")
 
 
+# By night
+
+
+@pytest.mark.nightly
 def test_memory_holds_one_shard(tmp_path: Path) -> None:
     """Of 204 MB in shards of 68 MB, against a run of 8 numbers; a tensor of 34 MB is on its way into the shard.
 
@@ -350,17 +297,62 @@ def peak_mb(words: list[str]) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
 
 
-def test_a_terminal_shows_a_bar(run_of: RunOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = run_of("language", "single")
-    terminal, stderr = pty.openpty()
-    with os.fdopen(stderr, "w") as shown, monkeypatch.context() as patched:
-        patched.setattr("sys.stderr", shown)
-        export(run_dir, "-o", tmp_path / "weights.safetensors")
-    assert "export 100% |████████████████████| 1/1 MB" in os.read(terminal, 100_000).decode()
-    os.close(terminal)
+@pytest.mark.nightly
+def test_a_run_whose_weights_can_not_be_copied_has_ended_well_and_says_so(train: Train) -> None:
+    first = train("run_id=mine", "trainer.max_steps=2")
+    in_the_way = first.run_dir / "model.ckpt"
+    in_the_way.unlink()
+    in_the_way.mkdir()
+    (in_the_way / "notes.txt").write_text("the user's own")
+    run = train("run_id=mine", "trainer.max_steps=4", folder=first.folder)
+    assert run.returncode == 0
+    assert "weights    model.ckpt was not written: " in run.out + run.err
+    assert [path.name for path in in_the_way.iterdir()] == ["notes.txt"]
+    assert not list(in_the_way.parent.glob("*.partial"))
 
 
-def test_help_and_mistakes_of_the_command_line_need_no_torch(tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_a_sharded_model_lists_the_names_of_its_tied_tensors(train: Train, tmp_path: Path) -> None:
+    """Under DeepSpeed: test_zero.py."""
+    short = ("trainer.max_steps=1", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
+    late = ("model._target_=tests.engine.foreign.Late", PICTURES, "trainer.accelerator=cpu", "global_batch_size=16")
+    run = train(*late, *short, "strategy=fsdp", ranks=2)
+    export(run.run_dir, "-o", tmp_path / "late.pt")
+    state = torch.load(tmp_path / "late.pt")
+    assert state["tied_again.weight"].data_ptr() == state["tied.weight"].data_ptr()
+    model = Late()
+    model.configure_model()
+    model.load_state_dict(state)
+
+
+@pytest.mark.nightly
+def test_what_is_no_tensor_is_kept_and_safetensors_of_it_are_refused(
+    run_of: RunOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = run_of("versioned", "single")
+    for name in ("versioned.pt", "versioned.ckpt"):
+        export(run_dir, "-o", tmp_path / name)
+        assert lightswitch.load(tmp_path / name).version == lightswitch.load(run_dir).version == 2
+    assert Versioned.load_from_checkpoint(tmp_path / "versioned.ckpt").version == 2
+    with pytest.raises(SystemExit):
+        export(run_dir, "-o", tmp_path / "versioned.safetensors")
+    told = "error: _extra_state is not a dense tensor, and safetensors can store only those; use -o"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_of_a_stock_trainer_in_a_run_directory_is_exported(run_of: RunOf, tmp_path: Path) -> None:
+    run_dir = run_of("tied", "single")
+    expected = lightswitch.load(run_dir / "checkpoints" / "last.ckpt").state_dict()
+    shutil.copy(run_dir / "config.yaml", tmp_path)
+    torch.save({"state_dict": expected, "global_step": 4}, tmp_path / "stock.ckpt")
+    export(tmp_path / "stock.ckpt", "-o", tmp_path / "tied.safetensors")
+    export(run_dir / "checkpoints" / "last.ckpt", "-o", tmp_path / "own.safetensors")
+    assert (tmp_path / "tied.safetensors").read_bytes() == (tmp_path / "own.safetensors").read_bytes()
+
+
+@pytest.mark.nightly
+def test_mistakes_of_the_command_line_need_no_torch() -> None:
     script = (
         "import sys\nfrom lightswitch.export.__main__ import main\n"
         "try:\n    main(['x', '-o', 'x.bin'])\nfinally:\n    assert 'torch' not in sys.modules"

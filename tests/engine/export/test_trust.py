@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +19,19 @@ from lightswitch.export.__main__ import main
 from tests.engine.checkpoints import hostile
 from tests.engine.plain import PlainModel
 
-FOREIGN = [
-    *("os.system", "builtins.eval", "builtins.exec", "subprocess.run", "functools.partial", "pickle.loads"),
-    *("importlib.import_module", "hydra.utils.get_method", "hydra.utils.instantiate", "hydra.utils.call"),
-    *("torch.load", "torch.hub.load", "torch.nn.utils.clip_grad_norm_", "torch.nn.functional.torch.load"),
-    *("torch.nn.Module.load_state_dict", "torch.optim.optimizer.functools.partial", "numpy.load", "__main__.Model"),
-    *(
-        "lightswitch.load",
-        "lightswitch.regular_files.remove_tree",
-        "lightning.pytorch.LightningModule",
-        "nowhere.Model",
-    ),
-    *(
-        "tests.engine.plain.os.system",
-        "tests.engine.plain.torch.load",
-        "tests.engine.plain.PlainModel.load_from_checkpoint",
-    ),
-    *("tests.engine.plain.PlainModel.__init__.__globals__", "tests.engine.checkpoints.hostile.pickle.loads"),
-    "tests.engine.doctor.test_doctor.asked_of",
-]
+FOREIGN = """
+os.system builtins.eval subprocess.run functools.partial pickle.loads importlib.import_module hydra.utils.instantiate
+torch.load torch.hub.load torch.nn.functional.torch.load torch.nn.Module.load_state_dict numpy.load __main__.Model
+torch.optim.optimizer.functools.partial lightswitch.load lightning.pytorch.LightningModule nowhere.Model
+tests.engine.plain.os.system tests.engine.plain.PlainModel.load_from_checkpoint tests.engine.doctor.test_doctor.asked_of
+tests.engine.plain.PlainModel.__init__.__globals__ tests.engine.checkpoints.hostile.pickle.loads
+"""
 OWN: dict[str, Any] = {"_target_": "tests.engine.plain.PlainModel"}
-NESTED = {
-    "the model": lambda target: {"_target_": target},
-    "an argument": lambda target: {**OWN, "lr": {"_target_": target}},
-    "in a list of an argument's": lambda target: {
-        **OWN,
-        "lr": {"a": [1, {"b": {"_target_": target, "_partial_": True}}]},
-    },
-}
+NESTED: list[Callable[[str], dict[str, Any]]] = [
+    lambda target: {"_target_": target},
+    lambda target: {**OWN, "lr": {"_target_": target}},
+    lambda target: {**OWN, "lr": {"a": [1, {"b": {"_target_": target, "_partial_": True}}]}},
+]
 
 
 def export_of(folder: Path, node: dict[str, Any]) -> Path:
@@ -55,16 +41,16 @@ def export_of(folder: Path, node: dict[str, Any]) -> Path:
     return folder / "x.safetensors"
 
 
-@pytest.mark.parametrize("target", FOREIGN)
-@pytest.mark.parametrize("where", NESTED)
-def test_what_is_not_the_users_own_is_refused_by_its_name(target: str, where: str, tmp_path: Path) -> None:
-    path = export_of(tmp_path, NESTED[where](target))
-    with pytest.raises(UntrustedConfig) as refused:
-        lightswitch.load(path)
-    assert str(refused.value) == (
-        f"{path}.yaml builds its model with {target}, which is not your own code; "
-        "lightswitch.load(path, model=MyModel(...)) does not run it, and trust=True does"
-    )
+@pytest.mark.parametrize("target", FOREIGN.split())
+def test_what_is_not_the_users_own_is_refused_by_its_name(target: str, tmp_path: Path) -> None:
+    for nested in NESTED:
+        path = export_of(tmp_path, nested(target))
+        with pytest.raises(UntrustedConfig) as refused:
+            lightswitch.load(path)
+        assert str(refused.value) == (
+            f"{path}.yaml builds its model with {target}, which is not your own code; "
+            "lightswitch.load(path, model=MyModel(...)) does not run it, and trust=True does"
+        )
 
 
 def test_of_a_run_from_elsewhere_too(tmp_path: Path) -> None:
@@ -90,37 +76,23 @@ def test_no_interpolation_but_of_a_variable_is_resolved(value: str, tmp_path: Pa
     assert not called
 
 
-def test_torchs_optimizers_schedules_and_layers_are_trusted(tmp_path: Path) -> None:
+def test_what_else_is_loaded(tmp_path: Path) -> None:
+    """Torch's optimizers, schedules and layers; all else with trust, or into a model of one's own."""
     parts = {"optimizer": "torch.optim.AdamW", "schedule": "torch.optim.lr_scheduler.StepLR", "act": "torch.nn.GELU"}
     node = {name: {"_target_": target, "_partial_": True} for name, target in parts.items()}
-    path = export_of(tmp_path, {**OWN, "lr": node})
-    assert lightswitch.load(path).hparams.lr["act"].func is torch.nn.GELU
-
-
-@pytest.mark.parametrize("how", ["a model of one's own", "trust"])
-def test_there_are_two_ways_around(how: str, tmp_path: Path) -> None:
+    assert lightswitch.load(export_of(tmp_path, {**OWN, "lr": node})).hparams.lr["act"].func is torch.nn.GELU
     path = export_of(tmp_path, {**OWN, "lr": {"_target_": "builtins.float", "_args_": [0.1]}})
-    model = lightswitch.load(path, trust=True) if how == "trust" else lightswitch.load(path, model=PlainModel())
-    assert torch.equal(model.net[0].weight, lightswitch.load(path, model=PlainModel()).net[0].weight)
-    assert not model.training
-
-
-def test_a_model_of_ones_own_needs_no_config(tmp_path: Path) -> None:
-    loaded = lightswitch.load(hostile.ours(tmp_path / "x.ckpt"), model=PlainModel())
-    assert isinstance(loaded, PlainModel)
-    with pytest.raises(
-        UnfitCheckpoint, match="was saved from a different model than the one given: size mismatch for net"
-    ):
-        lightswitch.load(tmp_path / "x.ckpt", model=PlainModel(width=3))
+    trusted, own = lightswitch.load(path, trust=True), lightswitch.load(path, model=PlainModel())
+    assert torch.equal(trusted.net[0].weight, own.net[0].weight)
+    assert not trusted.training
+    stock = hostile.ours(tmp_path / "x.ckpt")  # without a config
+    assert isinstance(lightswitch.load(stock, model=PlainModel()), PlainModel)
+    told = "was saved from a different model than the one given: size mismatch for net"
+    with pytest.raises(UnfitCheckpoint, match=told):
+        lightswitch.load(stock, model=PlainModel(width=3))
 
 
 CODE = "from tests.engine.plain import PlainModel\n\nclass Model(PlainModel):\n    pass\n"
-
-
-def package(folder: Path, name: str) -> Path:
-    (folder / name).mkdir(parents=True)
-    (folder / name / "__init__.py").write_text(CODE)
-    return folder
 
 
 PLACES = {  # where the code lies and where the weights do, and whether they are loaded
@@ -137,7 +109,9 @@ PLACES = {  # where the code lies and where the weights do, and whether they are
 def test_code_is_the_users_own_by_where_it_lies(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, weights, loaded = PLACES[place]
     name = f"code_{list(PLACES).index(place)}"
-    monkeypatch.syspath_prepend(package(tmp_path / code, name))
+    (tmp_path / code / name).mkdir(parents=True)
+    (tmp_path / code / name / "__init__.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path / code)
     path = export_of(tmp_path / weights.format(name=name), {"_target_": f"{name}.Model"})
     if loaded:
         assert type(lightswitch.load(path)).__module__ == name
@@ -159,20 +133,10 @@ def test_an_export_builds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not ran.exists()
 
 
-def test_an_export_of_an_earlier_version_says_that_tied_names_are_not_known(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hostile.ours(tmp_path / "checkpoints" / "last.ckpt")
-    (tmp_path / "config.yaml").write_text("model:\n  _target_: tests.engine.plain.PlainModel\n")
-    main([str(tmp_path), "-o", str(tmp_path / "out.pt")])
-    assert "does not list tied tensors" in capsys.readouterr().err
-
-
 def test_a_config_with_aliases_is_refused_before_it_is_expanded(tmp_path: Path) -> None:
     path = export_of(tmp_path, OWN)
     lists = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 12)]
-    (tmp_path / "x.safetensors.yaml").write_text(
-        "\n".join(["_target_: tests.engine.plain.PlainModel", "l0: &l0 [1]", *lists])
-    )
+    text = "\n".join(["_target_: tests.engine.plain.PlainModel", "l0: &l0 [1]", *lists])
+    (tmp_path / "x.safetensors.yaml").write_text(text)
     with pytest.raises(UnfitCheckpoint, match="it has YAML aliases, which runs never write"):
         lightswitch.load(path)

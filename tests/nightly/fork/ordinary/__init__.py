@@ -1,1 +1,0 @@
-"""Models and data as a student brings them to a fork."""
