@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 
 from lightswitch.errors import Refused
 from lightswitch.monitoring.metrics import MetricsFile
-from tests.engine.monitoring.tiny import BATCH, Engine, Regression, loader, trainer
+from tests.engine.monitoring.tiny import Engine, Regression, loader, trainer
 
 
 def rows(directory: Path) -> list[dict[str, str]]:
@@ -41,52 +41,42 @@ def test_a_run_fills_one_row_a_step(tmp_path: Path) -> None:
     assert [bool(row["train/loss"]) for row in rows(tmp_path)] == [True, True, True, True, False]
 
 
-def test_losses_keep_every_digit(tmp_path: Path) -> None:
-    logger = MetricsFile(tmp_path)
-    logger.log_metrics({"train/loss": 0.1 + 0.2, "val/loss": torch.tensor(1 / 3, dtype=torch.float64)}, step=0)
-    (row,) = rows(tmp_path)
-    assert (float(row["train/loss"]), float(row["val/loss"])) == (0.1 + 0.2, 1 / 3)
+TRAINED = [({"samples": 8 * step, "epoch": step // 4, "train/loss": 1.0}, step) for step in (4, 9)]
+CALLS = {  # what is logged, and the file that it makes
+    "several calls for a step share its row, and the last value counts": (
+        [({"samples": 64, "train/loss": 2.0}, 9), ({"grad_norm": 1.5}, 9), ({"train/loss": 0.1 + 0.2}, 9)],
+        ["step,samples,train/loss,grad_norm", f"9,64,{0.1 + 0.2},1.5"],
+    ),
+    "a tensor keeps every digit": (
+        [({"loss": torch.tensor(1 / 3, dtype=torch.float64)}, 0)],
+        ["step,samples,loss", f"0,,{1 / 3}"],
+    ),
+    "a row without samples takes the previous ones": (
+        [({"samples": 64}, 9), ({"test/loss": 1.0}, 10), ({"test/loss": 2.0}, 4)],  # how many by step 4 is not known
+        ["step,samples,test/loss", "4,,2.0", "9,64,", "10,64,1.0"],
+    ),
+    "an evaluation of an older checkpoint joins the row of its step": (  # and epoch: Lightning counts another in a test
+        [*TRAINED, ({"test/loss": 3.0, "epoch": 3}, 4), ({"test/loss": 2.0, "epoch": 3}, 10)],
+        ["step,samples,epoch,train/loss,test/loss", "4,32,1,1.0,3.0", "9,72,2,1.0,", "10,72,3,,2.0"],
+    ),
+    "what is logged for an earlier step is a row before the later ones": (  # as by step=self.current_epoch
+        [
+            ({"samples": 9600, "train/loss": 2.0}, 149),
+            ({"fid": 33.0}, 1),
+            ({"fid": 30.0}, 2),
+            ({"test/loss": 1.4}, None),
+        ],
+        ["step,samples,train/loss,fid,test/loss", "1,,,33.0,", "2,,,30.0,", "149,9600,2.0,,1.4"],
+    ),
+}
 
 
-def test_several_calls_for_a_step_share_its_row(tmp_path: Path) -> None:
-    logger = MetricsFile(tmp_path)
-    logger.log_metrics({"samples": 64, "train/loss": 2.0}, step=9)
-    logger.log_metrics({"grad_norm": 1.5}, step=9)
-    logger.log_metrics({"train/loss": 1.0}, step=9)
-    assert rows(tmp_path) == [{"step": "9", "samples": "64", "train/loss": "1.0", "grad_norm": "1.5"}]
-
-
-def test_a_row_without_samples_takes_the_previous_ones(tmp_path: Path) -> None:
-    logger = MetricsFile(tmp_path)
-    logger.log_metrics({"samples": 64}, step=9)
-    logger.log_metrics({"test/loss": 1.0}, step=10)
-    logger.log_metrics({"test/loss": 2.0}, step=4)  # an older checkpoint's: how many is not known
-    assert column(tmp_path, "samples") == ["", "64", "64"]
-
-
-def test_an_older_checkpoints_evaluation_joins_the_row_of_its_step(tmp_path: Path) -> None:
-    logger = MetricsFile(tmp_path)
-    for step in (4, 9):
-        logger.log_metrics({"samples": 8 * step, "epoch": step // 4, "train/loss": 1.0}, step=step)
-    logger.log_metrics({"test/loss": 3.0, "epoch": 3}, step=4)  # the epoch that Lightning counts when it tests
-    logger.log_metrics({"test/loss": 2.0, "epoch": 3}, step=10)
-    assert column(tmp_path, "step") == ["4", "9", "10"]
-    assert column(tmp_path, "test/loss") == ["3.0", "", "2.0"]
-    assert column(tmp_path, "epoch") == ["1", "2", "3"]
-
-
-def test_what_is_logged_for_an_earlier_step_is_a_row_before_the_later_ones(tmp_path: Path) -> None:
-    logger = MetricsFile(tmp_path)
-    logger.log_metrics({"samples": 9600, "train/loss": 2.0}, step=149)
-    logger.log_metrics({"fid": 33.0}, step=1)  # as by step=self.current_epoch
-    logger.log_metrics({"fid": 30.0}, step=2)
-    logger.log_metrics({"val/loss": 1.5}, step=149)
-    logger.log_metrics({"test/loss": 1.4})
-    assert column(tmp_path, "step") == ["1", "2", "149"]
-    assert rows(tmp_path)[2] == {
-        **{"step": "149", "samples": "9600", "train/loss": "2.0"},
-        **{"fid": "", "val/loss": "1.5", "test/loss": "1.4"},
-    }
+@pytest.mark.parametrize("case", CALLS)
+def test_what_is_logged_is_a_row_a_step_in_the_order_of_steps(case: str, tmp_path: Path) -> None:
+    logger, (calls, lines) = MetricsFile(tmp_path), CALLS[case]
+    for values, step in calls:
+        logger.log_metrics(values, step=step)
+    assert (tmp_path / "metrics.csv").read_text().splitlines() == lines
 
 
 def test_a_resumed_run_leaves_the_file_of_one_uninterrupted_run(tmp_path: Path) -> None:
@@ -119,22 +109,17 @@ def test_a_finished_run_that_is_started_again_or_evaluated_keeps_its_rows(tmp_pa
     assert [{name: row[name] for name in before[0]} for row in rows(tmp_path) if row["train/loss"]] == before
 
 
-def test_half_a_line_of_a_killed_process_is_overwritten(tmp_path: Path) -> None:
-    MetricsFile(tmp_path).log_metrics({"samples": 8, "train/loss": 1.0}, step=0)
-    with (tmp_path / "metrics.csv").open("a") as file:
-        file.write("1,16,0.")
-    MetricsFile(tmp_path).log_metrics({"samples": 16, "train/loss": 0.5}, step=1)
-    assert column(tmp_path, "step") == ["0", "1"]
-    assert column(tmp_path, "train/loss") == ["1.0", "0.5"]
-
-
-def test_a_second_writer_loses_no_row_of_the_first(tmp_path: Path) -> None:
+def test_a_second_writer_loses_no_row_of_the_first_and_half_a_line_is_overwritten(tmp_path: Path) -> None:
     training, evaluation = MetricsFile(tmp_path), MetricsFile(tmp_path)
     training.log_metrics({"samples": 8, "train/loss": 1.0}, step=0)
     evaluation.log_metrics({"test/loss": 3.0}, step=0)
     training.log_metrics({"samples": 16, "train/loss": 0.5}, step=1)
     assert column(tmp_path, "train/loss") == ["1.0", "0.5"]
     assert column(tmp_path, "test/loss") == ["3.0", ""]
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("2,24,0.")
+    MetricsFile(tmp_path).log_metrics({"samples": 24, "train/loss": 0.25}, step=2)
+    assert column(tmp_path, "train/loss") == ["1.0", "0.5", "0.25"]
 
 
 def test_a_logger_that_has_written_can_be_sent_to_a_spawned_process(tmp_path: Path) -> None:
@@ -143,13 +128,6 @@ def test_a_logger_that_has_written_can_be_sent_to_a_spawned_process(tmp_path: Pa
     pickle.loads(pickle.dumps(logger)).log_metrics({"samples": 16}, step=1)
     logger.log_metrics({"samples": 24}, step=2)
     assert column(tmp_path, "samples") == ["8", "16", "24"]
-
-
-def test_only_rank_0_writes(tmp_path: Path) -> None:
-    fit_and_test(tmp_path, strategy="ddp_fork", devices=2)
-    assert [row["step"] for row in rows(tmp_path) if row["train/loss"]] == ["4", "9", "14", "19"]
-    assert len([value for value in column(tmp_path, "test/loss") if value]) == 1
-    assert column(tmp_path, "samples")[-1] == str(20 * BATCH)
 
 
 class Scheduled(Regression):
@@ -168,34 +146,26 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self._path)
 
 
-@pytest.mark.parametrize(
-    ("harm", "steps"),
-    [
-        ((b"9,", b"9\xff,"), ["19", "29"]),
-        ((b"19,", b"1\x009,"), ["9", "29"]),
-        ((b"\n19,64", b""), ["29"]),
-        ((b".0\n19,64,", b"\0" * 9), ["29"]),
-        ((b"\n19,64,", b""), ["29"]),
-        ((b"step", b"\xfe\xff"), ["29"]),
-        ((b"step,samples", b"9,64"), ["29"]),
-    ],
-    ids=[
-        "no text",
-        "a zero byte",
-        "two rows in a line",
-        "two rows joined by zeros",
-        "two rows joined",
-        "no header",
-        "a header that is lost",
-    ],
-)
+HARMED = {  # what is replaced in the file, by what, and the steps that are left after one more is logged
+    "no text": (b"9,", b"9\xff,", ["19", "29"]),
+    "a zero byte": (b"19,", b"1\x009,", ["9", "29"]),
+    "two rows in a line": (b"\n19,64", b"", ["29"]),
+    "two rows joined by zeros": (b".0\n19,64,", b"\0" * 9, ["29"]),
+    "two rows joined": (b"\n19,64,", b"", ["29"]),
+    "no header": (b"step", b"\xfe\xff", ["29"]),
+    "a header that is lost": (b"step,samples", b"9,64", ["29"]),
+}
+
+
+@pytest.mark.parametrize("harm", HARMED)
 def test_a_file_with_lines_that_are_no_rows_is_kept_beside(
-    harm: tuple[bytes, bytes], steps: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    harm: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    found, replaced, steps = HARMED[harm]
     for step in (9, 19):
         MetricsFile(tmp_path).log_metrics({"samples": 64, "train/loss": 2.0}, step)
     path = tmp_path / "metrics.csv"
-    damaged = path.read_bytes().replace(*harm, 1)
+    damaged = path.read_bytes().replace(found, replaced, 1)
     path.write_bytes(damaged)
     for _ in range(2):
         MetricsFile(tmp_path).log_metrics({"samples": 64, "train/loss": 1.0}, 29)

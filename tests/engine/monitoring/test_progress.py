@@ -1,6 +1,5 @@
 """What a log and a terminal show of a run, while it goes and at its end."""
 
-import io
 import logging
 import os
 import pty
@@ -130,15 +129,7 @@ def test_a_run_without_a_known_end_is_shown_by_its_last_step(tmp_path: Path, cap
     assert [line.split(" · ")[0] for line in lines_of(caplog)] == ["step 20"]
 
 
-def test_the_speed_leaves_validation_out(tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
-    slow = Slow(step_seconds=0.01, validation_seconds=0.3, clock=clock)
-    run = run_of(tmp_path, slow, tokens=1000, max_steps=20, val_check_interval=5)
-    run.fit(Regression(), loader(), loader(16))
-    last = [line for line in lines_of(caplog) if "tokens/s" in line][-1]
-    assert f"{BATCH / 0.01:.0f}k tokens/s" in last
-
-
-def test_a_terminal_shows_one_line_that_moves(tmp_path: Path) -> None:
+def test_a_terminal_shows_one_line_that_moves_and_that_an_evaluation_clears(tmp_path: Path) -> None:
     def fit() -> None:
         run = run_of(tmp_path, Slow(0.02), tokens=64, max_steps=40, val_check_interval=10)
         run.fit(Regression(), loader(), loader(16))
@@ -149,6 +140,9 @@ def test_a_terminal_shows_one_line_that_moves(tmp_path: Path) -> None:
     assert any(re.search(r"\d+% \|█+ *\| \d+/40 · .* left$", frame) for frame in training)
     last = r"train 100% \|█{4,20}\| 40/40 · loss [\d.e-]+ · val [\d.e-]+ · [\d.]+k? tokens/s · 0:00 left"
     assert re.fullmatch(last, training[-1])
+    frames = terminal_frames(lambda: run_of(tmp_path).test(Regression(), loader(800), verbose=False))
+    assert any(re.fullmatch(r"test +\d+% \|█+ *\| \d+/100", frame) for frame in frames)
+    assert frames[-1] == ""
 
 
 DRAWS = """
@@ -193,42 +187,6 @@ def test_what_a_module_prints_or_logs_stands_on_lines_of_its_own(tmp_path: Path)
     assert next(below).startswith("train ")
 
 
-def test_evaluation_alone_has_its_own_bar_and_clears_it(tmp_path: Path) -> None:
-    class SlowTest(Callback):
-        def on_test_batch_start(self, *_: Any) -> None:
-            time.sleep(0.05)
-
-    frames = terminal_frames(lambda: run_of(tmp_path, SlowTest()).test(Regression(), loader(80), verbose=False))
-    assert any(re.fullmatch(r"test +\d+% \|█+ +\| \d/10", frame) for frame in frames)
-    assert frames[-1] == ""
-
-
-def test_only_rank_0_shows(tmp_path: Path) -> None:
-    class Terminal(io.StringIO):
-        encoding = "utf-8"
-
-        def isatty(self) -> bool:
-            return True
-
-    class OfRank1(Callback):
-        """Writes what rank 1 would show."""
-
-        def setup(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-            if trainer.global_rank == 1:
-                sys.stdout = Terminal()
-
-        def on_fit_end(self, trainer: Trainer, *_: Any) -> None:
-            if trainer.global_rank == 1:
-                (tmp_path / "shown").write_text(sys.stdout.getvalue())
-
-    def fit() -> None:
-        run = run_of(tmp_path, OfRank1(), Slow(0.02), strategy="ddp_fork", devices=2)
-        run.fit(Regression(), loader(), loader(16))
-
-    assert any(frame.startswith("train 100%") for frame in terminal_frames(fit))
-    assert (tmp_path / "shown").read_text() == ""
-
-
 def terminal_frames(work: Callable[[], object]) -> list[str]:
     """What a forked process sends to a terminal of 80 columns, split where the cursor goes back or down."""
     child, terminal = pty.fork()
@@ -259,29 +217,11 @@ def _read_all(terminal: int) -> str:
     return b"".join(chunks).decode()
 
 
-def test_names_stand_left_and_values_right() -> None:
-    rows = {"train/loss": 2.30258, "steps": 1000, "samples": 64_000, "time": timedelta(seconds=21.4)}
-    assert table(rows).splitlines() == [
-        "train/loss   2.303",
-        "steps        1,000",
-        "samples     64,000",
-        "time          0:21",
-    ]
-
-
-def test_what_is_not_known_is_left_out() -> None:
-    assert table({"val/loss": None, "device": "cpu"}) == "device  cpu"
-    assert table({}) == ""
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (3.14159, "3.14"), (42.06, "42.1"), (370, "370"), (999.7, "1k"), (45_213, "45.2k"), (1.23e6, "1.23M")],
-)
-def test_numbers_get_three_digits_and_a_magnitude(number: float, text: str) -> None:
-    assert compact(number) == text
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (183_600, "51:00:00")])
-def test_durations_read_as_a_clock(seconds: float, text: str) -> None:
-    assert clock_text(seconds) == text
+def test_a_table_has_names_left_values_right_numbers_of_three_digits_and_durations_as_a_clock() -> None:
+    rows = {"train/loss": 2.30258, "steps": 1000, "samples": 64_000, "time": timedelta(seconds=21.4), "none": None}
+    lines = ["train/loss   2.303", "steps        1,000", "samples     64,000", "time          0:21"]
+    assert (table(rows).splitlines(), table({})) == (lines, "")
+    numbers = {0: "0", 3.14159: "3.14", 42.06: "42.1", 370: "370", 999.7: "1k", 45_213: "45.2k", 1.23e6: "1.23M"}
+    assert {number: compact(number) for number in numbers} == numbers
+    durations = {0: "0:00", 59.6: "1:00", 3723: "1:02:03", 183_600: "51:00:00"}
+    assert {seconds: clock_text(seconds) for seconds in durations} == durations

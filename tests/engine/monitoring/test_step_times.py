@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import psutil
 import pytest
+import torch
 from lightning.pytorch.profilers import PyTorchProfiler
+from torch import Tensor
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightswitch.monitoring import step_times
 from lightswitch.monitoring.step_timer import StepTimer, _split
 from lightswitch.monitoring.step_times import PHASES, StepTimes, merged, read, split
 from tests.engine.conftest import Train
-from tests.engine.monitoring import paced
-from tests.engine.monitoring.paced import Late, Paced, PacedBatches, Reporting, Saving
 from tests.engine.monitoring.tiny import Regression, loader, trainer
 from tests.engine.tiny import LANGUAGE
 from tests.night import at_night
@@ -27,39 +29,31 @@ from tests.night import at_night
 MARKS = [(0.0, "forward"), (2.0, "backward"), (6.0, "optimizer"), (7.0, "data"), (8.0, "end")]
 
 
-def test_intervals_that_overlap_or_touch_become_one() -> None:
+INTERRUPTED = [(0.0, "forward"), (1.0, "data"), (2.0, "validation"), (5.0, "data"), (5.5, "saving"), (9.0, "forward")]
+SPLITS = {  # marks, collectives and computations, from and to so many seconds; the seconds of phases, and those beside
+    "a collective counts where nothing is computed beside it": (
+        (MARKS, [(3.0, 5.5)], [(0.0, 2.0), (2.0, 4.5), (6.0, 7.0)]),
+        {"forward": 2.0, "backward": 3.0, "communication": 1.0, "optimizer": 1.0, "data": 1.0},
+        {"backward": 1.5},
+    ),
+    "a collective is cut where a phase ends, and two at once count once": (
+        (MARKS, [(5.0, 6.5), (5.2, 6.0)], [(2.0, 5.0)]),
+        {"forward": 2.0, "backward": 3.0, "communication": 1.5, "optimizer": 0.5, "data": 1.0},
+        {},
+    ),
+    "what is no phase is left out": (
+        ([*INTERRUPTED, (9.5, "end")], [(3.0, 4.0)], []),
+        {"forward": 1.5, "data": 1.5},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_the_time_of_a_step_is_split_into_phases(case: str) -> None:
+    events, seconds, beside = SPLITS[case]
+    assert split(*events) == (dict.fromkeys(PHASES, 0.0) | seconds, beside)
     assert merged([(4.0, 5.0), (0.0, 1.0), (1.0, 2.0), (1.5, 1.8)]) == [(0.0, 2.0), (4.0, 5.0)]
-
-
-def test_communication_counts_where_nothing_is_computed_beside_it() -> None:
-    """The backward pass, 2 to 6, computes until 4.5; a collective lasts from 3 to 5.5: 1.5 s beside it, 1 s alone."""
-    seconds, overlapped = split(MARKS, [(3.0, 5.5)], [(0.0, 2.0), (2.0, 4.5), (6.0, 7.0)])
-    assert seconds == dict.fromkeys(PHASES, 0.0) | {
-        **{"forward": 2.0, "backward": 3.0, "communication": 1.0, "optimizer": 1.0, "data": 1.0}
-    }
-    assert overlapped == {"backward": 1.5}
-
-
-def test_a_collective_is_cut_where_a_phase_ends_and_two_at_once_count_once() -> None:
-    """From 5 to 6.5, alone in the backward pass and for half a second of the optimizer, which computes nothing."""
-    seconds, overlapped = split(MARKS, [(5.0, 6.5), (5.2, 6.0)], [(2.0, 5.0)])
-    assert (seconds["backward"], seconds["communication"], seconds["optimizer"]) == (3.0, 1.5, 0.5)
-    assert overlapped == {}
-    assert sum(seconds.values()) == 8.0
-
-
-def test_what_is_no_phase_is_left_out() -> None:
-    marks = [
-        (0.0, "forward"),
-        (1.0, "data"),
-        (2.0, "validation"),
-        (5.0, "data"),
-        (5.5, "saving"),
-        (9.0, "forward"),
-        (9.5, "end"),
-    ]
-    seconds, _ = split(marks, [(3.0, 4.0)], [])
-    assert seconds == dict.fromkeys(PHASES, 0.0) | {"forward": 1.5, "data": 1.5}
 
 
 def _event(name: str, start: float, end: float, on_gpu: bool = False, is_annotation: bool = False) -> FunctionEvent:
@@ -95,6 +89,63 @@ def test_on_cpus_calls_that_only_start_or_wait_for_a_collective_compute_nothing(
     assert overlapped == {"forward": pytest.approx(10e-6)}
 
 
+# Training whose phases take a known time, because they sleep
+
+DATA, FORWARD, BACKWARD, OPTIMIZER, REST, SAVE = 0.010, 0.020, 0.030, 0.015, 0.005, 0.1  # seconds
+
+
+class PacedBatches(Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(DATA)
+        return torch.ones(4), torch.ones(1)
+
+
+class Paced(Regression):
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        time.sleep(FORWARD)
+        return super().training_step(batch)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        time.sleep(BACKWARD)
+        super().backward(loss, *args, **kwargs)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: time.sleep(OPTIMIZER))
+        return optimizer
+
+
+class Reporting(pl.Callback):
+    """Takes its time after each step, as callbacks do that log."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        time.sleep(REST)
+
+
+class Saving(pl.Callback):
+    """Saves after the fourth step, which takes longer than a step."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(f"{trainer.default_root_dir}/fourth.ckpt")
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        time.sleep(SAVE)
+
+
+class Late(pl.Callback):
+    """Rank 1 ends its forward phase late, and the others wait for it in a collective."""
+
+    SECONDS = 0.2
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        if trainer.global_rank == 1:
+            time.sleep(self.SECONDS)
+
+
 SLACK = 0.1  # seconds; a loaded machine sleeps longer, and what is not in its phase is missing there
 
 
@@ -106,43 +157,31 @@ def _measured(measure: Callable[[], StepTimes], is_undisturbed: Callable[[StepTi
     return measure()
 
 
-def _paced(tmp_path: Path, **options: int) -> StepTimes:
-    timer = StepTimer(str(tmp_path), skip_steps=2, steps=4)
-    run = trainer(tmp_path, callbacks=[Reporting(), timer, Saving()], max_steps=12, limit_val_batches=0, **options)
-    run.fit(Paced(), DataLoader(PacedBatches(), batch_size=1), loader(8))
-    found = read(tmp_path)
-    assert found is not None
-    return found
-
-
-def _are_within(found: StepTimes, expected: Mapping[str, float]) -> bool:
-    return all(found.seconds[phase] < seconds + SLACK for phase, seconds in expected.items())
-
-
 def test_each_phase_takes_the_time_that_it_takes(tmp_path: Path) -> None:
     """A save falls into the measured steps, and counts for none of them."""
-    expected = {"data": paced.DATA, "forward": paced.FORWARD, "backward": paced.BACKWARD, "optimizer": paced.OPTIMIZER}
-    expected["rest"] = paced.REST
-    found = _measured(
-        lambda: _paced(tmp_path),
-        lambda found: _are_within(found, expected) and found.saving_seconds < paced.SAVE + 10 * SLACK,
-    )
+    expected = {"data": DATA, "forward": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER, "rest": REST}
+
+    def measure() -> StepTimes:
+        callbacks = [Reporting(), StepTimer(str(tmp_path), skip_steps=2, steps=4), Saving()]
+        run = trainer(tmp_path, callbacks=callbacks, max_steps=12, limit_val_batches=0)
+        run.fit(Paced(), DataLoader(PacedBatches(), batch_size=1), loader(8))
+        found = read(tmp_path)
+        assert found is not None
+        return found
+
+    def is_undisturbed(found: StepTimes) -> bool:
+        is_within = all(found.seconds[phase] < seconds + SLACK for phase, seconds in expected.items())
+        return is_within and found.saving_seconds < SAVE + 10 * SLACK
+
+    found = _measured(measure, is_undisturbed)
     for phase, seconds in expected.items():
         assert seconds <= found.seconds[phase] < seconds + SLACK, phase
     assert found.seconds["communication"] == 0
     assert (found.measured_steps, found.trained_steps, found.world_size) == (4, 12, 1)
-    assert paced.SAVE <= found.saving_seconds < paced.SAVE + 10 * SLACK
+    assert SAVE <= found.saving_seconds < SAVE + 10 * SLACK
     assert found.saving_seconds_a_step == found.saving_seconds / 12
     assert 0 < found.startup_seconds < time.time() - psutil.Process().create_time()
     assert found.peak_bytes > 2**26  # what a process takes that has imported torch
-
-
-def test_a_step_of_two_micro_batches_has_the_phases_of_both(tmp_path: Path) -> None:
-    expected = {"forward": 2 * paced.FORWARD, "backward": 2 * paced.BACKWARD, "optimizer": paced.OPTIMIZER}
-    found = _measured(lambda: _paced(tmp_path, accumulate_grad_batches=2), lambda found: _are_within(found, expected))
-    assert (found.measured_steps, found.trained_steps) == (4, 12)
-    for phase, seconds in expected.items():
-        assert seconds <= found.seconds[phase] < seconds + SLACK, phase
 
 
 def _timed(folder: Path, skip_steps: int, steps: int = 5) -> StepTimes:
@@ -156,13 +195,7 @@ def _timed(folder: Path, skip_steps: int, steps: int = 5) -> StepTimes:
 def test_a_run_that_ends_too_early_has_no_phases_and_leaves_what_an_earlier_start_has_measured(tmp_path: Path) -> None:
     found = _timed(tmp_path, skip_steps=50)
     assert (found.seconds, found.measured_steps, found.trained_steps) == ({}, 0, 20)
-    assert [_timed(tmp_path, skip_steps).measured_steps for skip_steps in (5, 50)] == [5, 5]
-
-
-def test_a_run_that_ends_while_it_is_measured_has_the_steps_until_then(tmp_path: Path) -> None:
-    found = _timed(tmp_path, skip_steps=17)
-    assert found.measured_steps == 3
-    assert found.seconds["forward"] > 0
+    assert [_timed(tmp_path, skip_steps).measured_steps for skip_steps in (17, 50)] == [3, 3]
 
 
 def test_it_is_off_beside_another_profiler_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -174,11 +207,6 @@ def test_it_is_off_beside_another_profiler_and_says_so(tmp_path: Path, caplog: p
         timer.on_train_batch_start(run, Regression(), None, 0)
     assert timer._profile is None
     assert "steps are not measured: a process can have only one torch profiler, and trainer" in caplog.text
-
-
-def test_a_number_of_steps_that_means_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="skip 0 steps or more, and measure at least 1"):
-        StepTimer("runs", steps=0)
 
 
 def test_a_damaged_file_is_as_none(tmp_path: Path) -> None:
@@ -198,7 +226,7 @@ LATE += ("callbacks.step_times.skip_steps=3", "callbacks.step_times.steps=4")
 def test_a_rank_that_waits_for_another_communicates(strategy: str, train: Train) -> None:
     """Rank 1 sleeps at the end of each forward phase; rank 0 waits as long, wherever it is that the strategy first
     needs rank 1. The mean over both ranks is half of it in each."""
-    late = "callbacks.late._target_=tests.engine.monitoring.paced.Late"
+    late = "callbacks.late._target_=tests.engine.monitoring.test_step_times.Late"
 
     def measure() -> StepTimes:
         found = read(train(*LATE, late, f"strategy={strategy}", ranks=2).run_dir)
@@ -219,6 +247,7 @@ def test_a_rank_that_waits_for_another_communicates(strategy: str, train: Train)
     assert others(found) < Late.SECONDS / 2
 
 
+@pytest.mark.nightly
 def test_buckets_that_are_averaged_while_the_backward_pass_goes_on_overlap_it(train: Train) -> None:
     run = train(*LATE, "strategy=ddp", "trainer.strategy.bucket_cap_mb=0.01", ranks=2)
     found = read(run.run_dir)

@@ -9,11 +9,8 @@ import sys
 
 import psutil
 import pytest
-from omegaconf import OmegaConf
 
-from lightswitch.cluster import placement
 from lightswitch.errors import RefusedRequest
-from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.runs.claim import new_run_id
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -40,34 +37,15 @@ def test_a_launcher_names_the_run(environ: dict[str, str], expected: str) -> Non
     assert new_run_id(environ) == expected
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        pytest.param({}, id="no launcher"),
-        pytest.param({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "2"}, id="salloc's shell"),
-        pytest.param({**STEP, "SLURM_JOB_ID": "17", "SLURM_PTY_PORT": "4321"}, id="srun --pty bash"),
-    ],
-)
-def test_the_clock_names_a_run_that_is_typed_in_a_shell(environ: dict[str, str]) -> None:
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[0-9a-f]{6}", new_run_id(dict(environ)))
-
-
-def test_the_clock_names_a_run_that_is_typed_in_a_terminal_of_a_batch_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal, other_end = os.openpty()
+def test_the_clock_names_a_run_that_is_typed_in_a_shell_or_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    salloc, pty = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "2"}, {**STEP, "SLURM_JOB_ID": "17", "SLURM_PTY_PORT": "4321"}
+    for environ in ({}, salloc, pty):
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[0-9a-f]{6}", new_run_id(dict(environ)))
+    terminal, other_end = os.openpty()  # of a batch job
     with os.fdopen(other_end) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         assert new_run_id({**BATCH, "SLURM_JOB_ID": "17"}) != "17"
     os.close(terminal)
-
-
-def test_two_runs_in_the_same_second_differ() -> None:
-    assert len({new_run_id({}) for _ in range(100)}) == 100
-
-
-def test_a_process_asks_for_it_once() -> None:
-    register_resolvers(placement.detect({}))
-    cfg = OmegaConf.create({"run_id": "${new_run_id:}", "dir": "runs/${new_run_id:}"})
-    assert cfg.dir == f"runs/{cfg.run_id}"
 
 
 def test_the_processes_of_one_torchrun_agree_by_their_parent() -> None:
@@ -79,13 +57,11 @@ def test_the_processes_of_one_torchrun_agree_by_their_parent() -> None:
     names = {subprocess.check_output([sys.executable, "-c", script], text=True).strip() for _ in range(2)}
     (named,) = names
     assert named.endswith(f"_{psutil.Process().pid}")
+    assert len({new_run_id({}) for _ in range(100)}) == 100  # of one second
 
 
-@pytest.mark.parametrize("nodes", ["1:2", "2"], ids=["elastic", "without a store that outlives a restart"])
-def test_torchrun_that_would_name_a_run_anew_when_it_restarts_it_needs_an_id(nodes: str) -> None:
-    with pytest.raises(RefusedRequest, match=r"torchrun without --rdzv-id: .*type --rdzv-id=NAME"):
-        new_run_id({**TORCHRUN, "WORLD_SIZE": "4", "PET_NNODES": nodes})
-
-
-def test_a_single_process_with_exported_variables_needs_none() -> None:
-    assert new_run_id({**EXPORTED, "WORLD_SIZE": "1"})
+def test_torchrun_that_would_name_a_run_anew_when_it_restarts_it_needs_an_id() -> None:
+    for nodes in ("1:2", "2"):  # elastic; without a store that outlives a restart
+        with pytest.raises(RefusedRequest, match=r"torchrun without --rdzv-id: .*type --rdzv-id=NAME"):
+            new_run_id({**TORCHRUN, "WORLD_SIZE": "4", "PET_NNODES": nodes})
+    assert new_run_id({**EXPORTED, "WORLD_SIZE": "1"})  # a single process

@@ -28,10 +28,7 @@ FOUR = Start(0, ["a", "b", "c", "d"], 2)
 )
 def test_a_change_names_what_was_lost_and_what_has_joined(start: Start, line: str) -> None:
     assert start.change_from(FOUR) == line
-
-
-def test_one_machine_in_place_of_another_is_no_change() -> None:
-    assert Start(7, ["b"], 1).change_from(Start(0, ["a"], 1)) == ""
+    assert Start(7, ["b"], 1).change_from(Start(0, ["a"], 1)) == ""  # one machine in place of another
 
 
 def test_steps_that_a_failed_start_had_trained_since_its_checkpoint_are_counted(tmp_path: Path) -> None:
@@ -51,10 +48,10 @@ def test_changes_and_steps_are_counted_over_all_starts(tmp_path: Path) -> None:
     assert starts.changes(of_run) == starts.Changes([5], 4)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"starts": 1}', '{"starts": [{"step": "x"}]}'])
-def test_a_damaged_record_has_no_starts(text: str, tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(text)
-    assert starts.read(tmp_path) == []
+def test_a_damaged_record_has_no_starts(tmp_path: Path) -> None:
+    for text in ("", "{}", "[]", '{"starts": 1}', '{"starts": [{"step": "x"}]}'):
+        (tmp_path / "run.json").write_text(text)
+        assert starts.read(tmp_path) == []
 
 
 # A command that says where to begin, started again by its launcher; and a run that goes back to an earlier step
@@ -68,31 +65,21 @@ SEVERAL |= {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "job"),
+    ("environ", "job", "is_restart"),
     [
-        (SLURM, "Slurm job 17"),
-        (SLURM | TORCHRUN, "Slurm job 17"),
-        (TORCHRUN, "torchrun night"),
-        (SEVERAL, "torchrun at a:29500"),
-        ({}, None),
+        (SLURM | TORCHRUN, "Slurm job 17", True),  # on nodes that are left, Slurm doesn't count it
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}, "torchrun night", True),
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0"}, "torchrun night", False),  # typed again
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_JOB_ID": "17"}, "torchrun night", False),  # in a shell
+        (SEVERAL, "torchrun at a:29500", False),
+        ({}, None, False),
     ],
 )
-def test_what_may_start_a_command_again(environ: dict[str, str], job: str | None) -> None:
+def test_a_restart_by_a_job_is_told_from_a_command_that_is_typed(
+    environ: dict[str, str], job: str | None, is_restart: bool
+) -> None:
     assert claim.job(environ) == job
-
-
-@pytest.mark.parametrize(
-    ("environ", "restarted"),
-    [
-        (SLURM, "Slurm job 17"),  # on nodes that are left, Slurm doesn't count it
-        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}, "torchrun night"),
-        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0"}, None),  # typed again
-        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_JOB_ID": "17"}, None),  # in an allocation's shell
-        ({}, None),
-    ],
-)
-def test_a_restart_is_told_from_a_command_that_is_typed(environ: dict[str, str], restarted: str | None) -> None:
-    assert claim.restarted_job(environ) == restarted
+    assert claim.restarted_job(environ) == (job if is_restart else None)
 
 
 @pytest.mark.parametrize(("begun", "is_restart"), [("Slurm job 17", True), ("Slurm job 16", False), ("", False)])
