@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from lightswitch.sweeps import record
 
 _SWEEPERS = ("BasicSweeper", "OptunaSweeper")  # they take jobs from the command line and hydra.sweeper.params
 _SAMPLES = ("search_space", "custom_search_space")  # other sources of jobs in OptunaSweeper
-_ADVISED = re.compile(r"(; type [\w.]+)=\S+$")  # the end of a problem that tells a key with the job's value
 
 Compose = Callable[[list[str]], DictConfig]
 
@@ -185,7 +183,7 @@ def shared_problems(cfg: DictConfig, compose: Compose) -> list[str]:
     shared: dict[str, str] | None = None  # by what is the same whatever the job's value
     try:
         for overrides in _jobs(cfg):
-            found = {_ADVISED.sub(r"\1=VALUE", problem): problem for problem in _problems_of_job(compose(overrides))}
+            found = {_of_any_value(problem, overrides): problem for problem in _problems_of_job(compose(overrides))}
             if shared is None:
                 shared = found
             shared = {key: told if told == found[key] else key for key, told in shared.items() if key in found}
@@ -194,6 +192,13 @@ def shared_problems(cfg: DictConfig, compose: Compose) -> list[str]:
     except (HydraException, OmegaConfBaseException):
         return []
     return [*(shared or {}).values()]
+
+
+def _of_any_value(problem: str, overrides: Sequence[str]) -> str:
+    """Return a problem with VALUE at its end, if it advises to type one of the job's values for another key."""
+    values = (override.partition("=")[2] for override in overrides)
+    value = next((value for value in values if value and problem.endswith(f"={value}")), None)
+    return problem if value is None else f"{problem.removesuffix(value)}VALUE"
 
 
 def _jobs(cfg: DictConfig) -> Iterator[list[str]]:
