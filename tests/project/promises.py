@@ -56,7 +56,7 @@ class Checks:
         self._starter = Starter(CHECKOUT / "train.py", ["tests.preload"], {"OMP_NUM_THREADS": "1"})
         self._found: dict[str, tuple[Check, Found]] = {}
 
-    def of(self, model: str, strategies: Sequence[str]) -> tuple[Check, Found]:
+    def of(self, model: str) -> tuple[Check, Found]:
         """Return a model's runs with the first dataset that it trains with, and what they show.
 
         Raises:
@@ -64,7 +64,7 @@ class Checks:
         """
         if model not in self._found:
             check = self._with_data(model)
-            self._found[model] = check, check.briefly([way(strategy) for strategy in strategies])
+            self._found[model] = check, check.briefly([way(kind) for kind in KINDS if kind in choices("strategy")])
         return self._found[model]
 
     def _with_data(self, model: str) -> Check:

@@ -1,7 +1,8 @@
 """A model is the same run under each kind of strategy that CPUs can run, and resumes under another.
 
 Each file of conf/model that names a class is tested, with the first file of conf/data that it trains with, by the code
-of mode=check. What it is expected to break, and may, is a table in promises.py.
+of mode=check. What it is expected to break, and may, is a table in promises.py. A fork has no
+nightly tests, and runs these by day.
 """
 
 from __future__ import annotations
@@ -11,14 +12,10 @@ import json
 import pytest
 
 from lightswitch.checking.table import ELSEWHERE, EQUAL_STARTS, RANKS, RESUMED, SAME_RUN
-from tests.project.choices import choices, models, text
-from tests.project.promises import ACCEPTED, ALONE, KINDS, Checks, broken, expected, listed, refusals, told_of, way
+from tests.project.choices import models
+from tests.project.promises import ACCEPTED, Checks, broken, expected, listed, refusals, told_of, way
 
-pytestmark = [pytest.mark.timeout(3600), pytest.mark.parametrize("model", models())]
-# auto stands for another strategy, and those that name a start method compute what ddp does
-EVERY = [
-    name for name in choices("strategy") if name not in ("auto", ALONE) and "start_method" not in text("strategy", name)
-]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600), pytest.mark.parametrize("model", models())]
 
 
 @pytest.fixture(scope="module")
@@ -26,16 +23,10 @@ def checks(tmp_path_factory: pytest.TempPathFactory) -> Checks:
     return Checks(tmp_path_factory.mktemp("promises"))
 
 
-@pytest.fixture
-def strategies(request: pytest.FixtureRequest) -> list[str]:
-    tried = EVERY if request.config.getoption("--nightly", False) else KINDS
-    return [name for name in tried if name in EVERY]
-
-
 def test_a_model_is_the_same_run_under_every_strategy(
-    model: str, strategies: list[str], checks: Checks, record_property: pytest.RecordProperty
+    model: str, checks: Checks, record_property: pytest.RecordProperty
 ) -> None:
-    check, found = checks.of(model, strategies)
+    check, found = checks.of(model)
     refused, others = refusals(found), expected(found)
     differing = broken(found, (*SAME_RUN, RANKS))
     same = [name for name in found.cells if name not in refused and name not in others and name not in differing]
@@ -53,21 +44,19 @@ def test_a_model_is_the_same_run_under_every_strategy(
     if others:
         causes = dict.fromkeys(f"{cause.name}: {cause.told}; {cause.remedy}" for cause in others.values())
         pytest.xfail("; ".join(causes))
-    if len(refused) == len(strategies):
+    if len(refused) == len(found.cells) - 1:
         pytest.skip(f"model={model} trains on one device alone, by what is told below the tests")
 
 
-def test_a_model_resumes_under_another_strategy(model: str, strategies: list[str], checks: Checks) -> None:
-    check, found = checks.of(model, strategies)
+def test_a_model_resumes_under_another_strategy(model: str, checks: Checks) -> None:
+    check, found = checks.of(model)
     if differing := broken(found, (EQUAL_STARTS, RESUMED, ELSEWHERE)):
         promise = f"a resumed run goes on as if it had not been interrupted, under {', '.join(differing)}"
         raise AssertionError(f"model={model} breaks the promise that {promise}:\n{told_of(check, found)}")
 
 
-def test_what_is_frozen_costs_neither_gradients_nor_optimizer_state(
-    model: str, strategies: list[str], checks: Checks
-) -> None:
-    check, found = checks.of(model, strategies)
+def test_what_is_frozen_costs_neither_gradients_nor_optimizer_state(model: str, checks: Checks) -> None:
+    check, found = checks.of(model)
     for name, cells in found.cells.items():
         if cells[0].status not in ("refused", "failed"):
             held = json.loads((check.whole(way(name)).run_dir / "witness.json").read_text())

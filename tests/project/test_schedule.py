@@ -37,10 +37,8 @@ def test_a_line_ends_at_zero_and_stays_there():
     seen = rates(WarmupDecay(total_steps=10, decay="linear", warmup_fraction=0, final_fraction=0), 13)
     assert seen[:2] == pytest.approx([2.0, 1.8])
     assert seen[10:] == [0, 0, 0]
-
-
-def test_one_step_is_enough_for_a_schedule():
     assert rates(WarmupDecay(total_steps=1), 1) == [2.0]
+    assert WarmupDecay(total_steps=-1).over(100).factor(100) == pytest.approx(0.1)  # of a run of epochs
 
 
 @pytest.mark.parametrize(
@@ -55,10 +53,6 @@ def test_one_step_is_enough_for_a_schedule():
 def test_a_schedule_that_cannot_be_is_refused_before_the_run(options, message):
     with pytest.raises(ValueError, match=message):
         WarmupDecay(**options)
-
-
-def test_a_schedule_spans_a_run_of_epochs_once_its_steps_are_known():
-    assert WarmupDecay(total_steps=-1).over(100).factor(100) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("steps", [-1, math.inf])

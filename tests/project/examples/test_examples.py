@@ -1,7 +1,8 @@
-"""The examples of conf: every model goes with its data, and every experiment is one that runs."""
+"""The examples of conf: every model goes with its data, trains alike on two devices, and every experiment composes."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,19 +19,38 @@ from omegaconf.errors import InterpolationKeyError
 from lightswitch.cluster import placement
 from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.preflight import targets
+from tests.project.choices import CONF, choices
+from tests.project.promises import SMALLER
+from tests.project.witness import WITNESS
+from tests.runs import Train
 
-CONF = Path(__file__).parents[3] / "conf"
 LANGUAGE_DATA = ("python_source", "text", "text_shards", "tokens")
 IMAGES = ("digits", "fashion_mnist")
-
-
-def choices(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
 LANGUAGE_MODELS = [model for model in choices("model") if model.startswith("gpt")]
 PAIRS = [(LANGUAGE_MODELS[0], data) for data in LANGUAGE_DATA] + [("vit", data) for data in IMAGES]
 PAIRS += [(model, LANGUAGE_DATA[number % len(LANGUAGE_DATA)]) for number, model in enumerate(LANGUAGE_MODELS[1:])]
+SIZES = {  # as published; or bytes, and images
+    **{"gpt2": 124_439_808, "gpt2_medium": 354_823_168, "gpt2_large": 774_030_080, "gpt2_xl": 1_557_611_200},
+    "gpt_7b": 6_738_415_616,
+    # 2 norms, attention and 3 matrices of 64 × 192 a layer; the last norm
+    "gpt": 256 * 64 + 2 * (2 * 64 + 4 * 64 * 64 + 3 * 64 * 192) + 64,
+    # patches of 4 × 4 pixels; positions; 2 norms, attention and an MLP with biases a layer; the last norm; the head
+    "vit": 16 * 64 + 64 + 16 * 64 + 3 * (2 * 128 + 4 * 64 * 65 + 64 * 256 + 256 + 256 * 64 + 64) + 128 + 64 * 10 + 10,
+}
+TRAINED = {  # of each kind, with data that need no files
+    "gpt": ("data=python_source", "model.width=32", "scheduler=constant"),
+    "vit": ("data=digits", "scheduler=constant"),
+    "hf_causal_lm": (  # DoRA takes the norms of whole weights
+        *(
+            "data=python_source",
+            *(word for word in SMALLER["hf_causal_lm"] if "lora" not in word),
+            "scheduler=constant",
+        ),
+        "model.lora={r: 4, alpha: 8, target_modules: [c_attn, c_proj], use_dora: true}",
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +99,20 @@ def test_every_model_goes_with_the_data_of_its_kind(model: str, data: str, tmp_p
         made.configure_model()
         assert made.configure_optimizers()
     assert isinstance(made, pl.LightningModule)
-    assert sum(parameter.numel() for parameter in made.parameters()) > 1e5
+    if model in SIZES and data != "fashion_mnist":  # whose patches are larger
+        assert sum(parameter.numel() for parameter in made.parameters()) == SIZES[model]
+
+
+@pytest.mark.parametrize("model", TRAINED)
+def test_an_example_trains_the_same_steps_on_one_device_and_on_two(model: str, train: Train) -> None:
+    if model.startswith("hf_") and not os.environ.get("LIGHTSWITCH_REQUIRE_ALL"):
+        pytest.importorskip("peft")
+    words = (*WITNESS, f"model={model}", *TRAINED[model], "trainer.accelerator=cpu", "global_batch_size=8")
+    words += ("trainer.max_steps=3", "trainer.log_every_n_steps=1")
+    words += ("trainer.limit_val_batches=1", "trainer.limit_test_batches=1")
+    alone, pair = train(*words, "strategy=single"), train(*words, "strategy=fsdp", ranks=2)
+    for metric in ("train/loss", "val/loss"):
+        assert pair.column(metric) == pytest.approx(alone.column(metric), abs=1e-5), metric
 
 
 COMPLETE = [name for name in choices("experiment") if "???" not in (CONF / "experiment" / f"{name}.yaml").read_text()]
@@ -92,8 +125,10 @@ def test_every_experiment_is_accepted(experiment: str) -> None:
         assert isinstance(instantiate(cfg.model, _convert_="all"), pl.LightningModule)
 
 
-@pytest.mark.parametrize("optimizer", choices("optimizer"))
-@pytest.mark.parametrize("scheduler", choices("scheduler"))
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [*((name, "cosine") for name in choices("optimizer")), *(("sgd", name) for name in choices("scheduler"))],
+)
 def test_every_optimizer_and_scheduler_fits_a_model(optimizer: str, scheduler: str) -> None:
     model = instantiate(
         composed("model=gpt", f"optimizer={optimizer}", f"scheduler={scheduler}").model, _convert_="all"
@@ -109,13 +144,6 @@ def test_images_given_to_a_language_model_are_told_by_what_it_takes() -> None:
         ValueError, match=r"expected token ids \(batch, time\), as from data=python_source, text or text_shards"
     ):
         model(torch.zeros(2, 1, 8, 8))
-
-
-def test_a_window_longer_than_the_context_is_told_with_what_to_type() -> None:
-    model = instantiate(composed("model=gpt").model, _convert_="all")
-    model.configure_model()
-    with pytest.raises(ValueError, match=r"found a window of 128 tokens.*; set data\.context=64 or model\.context=128"):
-        model(torch.zeros(2, 128, dtype=torch.long))
 
 
 def test_a_choice_that_needs_another_group_is_refused() -> None:

@@ -15,7 +15,6 @@ import torch
 import lightswitch
 from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.export.__main__ import main
-from project.data.text import TextFiles
 from project.hub import check_weights, read_tokenizer
 from project.models.hf_causal_lm import HFCausalLM
 from tests.runs import CHECKOUT, Train
@@ -88,11 +87,8 @@ def reread(folder: Path):
     return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
 
 
-def test_a_pretrained_model_has_its_own_logits(pretrained):
+def test_a_pretrained_model_has_its_own_logits_and_ranks_that_are_sent_its_weights_read_and_draw_none(pretrained):
     assert torch.equal(logits(built(pretrained=str(pretrained))), logits(reread(pretrained)))
-
-
-def test_ranks_that_are_sent_the_weights_read_none_and_draw_none(pretrained):
     state = torch.get_rng_state()
     with torch.device("meta"):
         model = built(pretrained=str(pretrained), lora={"r": 2})
@@ -110,18 +106,14 @@ def test_ranks_that_are_sent_the_weights_read_none_and_draw_none(pretrained):
         ({}, "model.pretrained=FOLDER"),
         ({"config": {**LLAMA, "max_position_embeddings": 16}}, "context is 32, but the model's maximum is 16"),
         ({"config": {"model_type": "gpt9"}}, "model_type=gpt9 is not a causal .* of transformers; did you mean gpt"),
-        ({"config": {"model_type": "vit"}}, "model_type=vit is not a causal language model of transformers"),
         ({"config": {**GPT2, "n_embed": 16}}, "model.config.n_embed: GPT2Config has no such key; did you mean n_embd"),
         ({"config": {**GPT2, "n_embd": "wide"}}, "model.config: .*'n_embd' expected int, got str"),
-        ({"config": {**GPT2, "n_head": 5}}, "must be divisible by num_heads"),
         ({"config": LLAMA, "lora": {"rank": 2}}, "model.lora: .*rank.*; expected r, alpha"),
-        ({"config": LLAMA, "lora": {"r": 0}}, "model.lora.r=0: expected a whole number from 1"),
         (
             {"config": GPT2, "lora": {"target_modules": ["c_attn", "q_proj"]}},
             "target_modules: GPT2LMHeadModel has no q_proj; it has c_attn, c_fc, c_proj, lm_head",
         ),
         ({"config": GPT2, "lora": {"target_modules": ["ln_1"]}}, "model.lora: Target module LayerNorm.* not supported"),
-        ({"config": GPT2, "lora": {"target_modules": "q_.*"}}, "model.lora: Target modules q_.* not found"),
     ],
 )
 def test_what_fits_no_model_is_refused_before_anything_is_read(options, told):
@@ -135,30 +127,12 @@ def test_a_folder_without_weights_that_can_be_read_is_refused(pretrained, tmp_pa
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"copied has weights that can't be read: "):
         HFCausalLM(32, ADAMW, pretrained=str(folder))
-    weights.rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"copied has no model\.safetensors; expected safetensors of save_pretrained"):
-        HFCausalLM(32, ADAMW, pretrained=str(folder))
+    weights.unlink()
     (folder / "model.safetensors.index.json").write_text(
         '{"weight_map": {"lm_head.weight": "model-2-of-2.safetensors"}}'
     )
     with pytest.raises(ValueError, match=r"copied has no model-2-of-2\.safetensors"):
         HFCausalLM(32, ADAMW, pretrained=str(folder))
-
-
-def test_a_name_that_is_not_in_the_cache_is_one_line_and_no_download(train: Train):
-    words = ("model=hf_causal_lm", "model.pretrained=nobody/nothing", "data=hf_text", "data.files=[x]")
-    refused = train(*words, "strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", check=False)
-    assert refused.returncode == 2
-    assert "error: model.pretrained=nobody/nothing: there is no such folder" in refused.err
-    assert "type model.download=true" in refused.err
-
-
-def test_only_adapters_train_and_only_they_are_given_to_the_optimizer(pretrained):
-    model = built(pretrained=str(pretrained), lora={"r": 2, "alpha": 4, "target_modules": ["q_proj"]})
-    (group,) = model.configure_optimizers().param_groups
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert {name.split(".")[-2:][0] for name in trained} == {"default"}
-    assert len(group["params"]) == len(trained) == 4
 
 
 @pytest.mark.parametrize("adapters", [{"r": 2}, {"r": 2, "use_dora": True}], ids=["LoRA", "DoRA"])
@@ -178,7 +152,9 @@ def test_merged_adapters_have_the_logits_of_the_model_beside_them(kind, adapters
     }
 
 
-def test_a_gpt_of_its_shape_is_a_gpt2_in_both_directions(gpt, tmp_path):
+def test_a_gpt_of_its_shape_is_a_gpt2_in_both_directions_and_one_of_another_none(gpt, tmp_path):
+    with pytest.raises(ValueError, match=r"no model for a GPT with position=rotary, mlp=swiglu, bias=False"):
+        gpt().to_hf()
     shape = {"position": "learned", "mlp": "gelu", "bias": True}
     one, other = gpt(seed=1, **shape), gpt(seed=2, **shape)
     (hub,) = one.to_hf()
@@ -190,41 +166,14 @@ def test_a_gpt_of_its_shape_is_a_gpt2_in_both_directions(gpt, tmp_path):
     assert torch.equal(logits(other, ids), logits(one, ids))
 
 
-def test_text_beyond_the_vocabulary_is_told_before_the_first_step(trainer, tmp_path):
-    (tmp_path / "rhyme.txt").write_text("the cat sat on the mat. " * 40)
-    told = r"token id 116, but the model's vocabulary ends at 63; set model\.config\.vocab_size"
-    with pytest.raises(ValueError, match=told):
-        trainer(max_steps=1).fit(built(config=LLAMA), TextFiles(f"{tmp_path}/rhyme.txt", context=8))
-
-
-def test_many_files_come_in_the_tokens_of_the_model_and_within_its_vocabulary(pretrained, train: Train, tmp_path):
-    for number in range(4):
-        (tmp_path / f"{number}.txt").write_text("the cat sat on the mat. " * 40)
-    words = ("data=text_shards", f"data.sources=[{tmp_path}/*.txt]", "model=hf_causal_lm", *SHORT)
-    of_bytes = train(*words, "model.config={model_type: gpt2, vocab_size: 64}", check=False)
-    assert (of_bytes.returncode, of_bytes.err.count("error: ")) == (2, 1)
-    assert "the data have token id 255, but the model's vocabulary ends at 63" in of_bytes.err
-    of_the_model = (f"model.pretrained={pretrained}", "data.document_end='<end>'", "data.held_out_bytes=200")
-    assert "the cat sat" in train(*words, *of_the_model, "trainer.max_steps=1").out  # a sample, in its tokens
-
-
-def test_a_gpt_of_another_shape_is_none(gpt):
-    with pytest.raises(ValueError, match=r"no model for a GPT with position=rotary, mlp=swiglu, bias=False"):
-        gpt().to_hf()
-
-
+@pytest.mark.nightly
 def test_a_tuned_model_is_killed_resumed_under_other_strategies_and_given_back(
     pretrained: Path, train: Train, tmp_path: Path
 ) -> None:
     (tmp_path / "rhyme.txt").write_text("the cat sat on the mat, and the rat sat on the cat. " * 700)
     words = ("experiment=finetune_lora", f"model.pretrained={pretrained}", f"data.files=[{tmp_path}/rhyme.txt]")
-    words = (*words, *SHORT, "optimizer.lr=0.02")
-    words = (
-        *words,
-        "scheduler=constant",
-        "model.lora={r: 8, alpha: 16, dropout: 0, target_modules: all-linear}",
-        "callbacks.last_checkpoint.every_n_steps=4",
-    )
+    words += (*SHORT, "optimizer.lr=0.02", "scheduler=constant", "callbacks.last_checkpoint.every_n_steps=4")
+    words += ("model.lora={r: 8, alpha: 16, dropout: 0, target_modules: all-linear}",)
     whole = train(*words, "strategy=single", "trainer.max_steps=16")
     losses = list(whole.column("train/loss").values())
     assert sum(losses[-3:]) < sum(losses[:3]) - 3  # nats a token, of 3 steps
@@ -232,16 +181,16 @@ def test_a_tuned_model_is_killed_resumed_under_other_strategies_and_given_back(
     assert "cat" in before.split("\n\n", 1)[1]  # text of the model as it was, after a prompt
     assert "cat" in after.split("\n\n", 1)[1]  # and as it is
     folder = tmp_path / "other"
+
+    def kill_once_saved(processes) -> None:
+        while not list(folder.glob("runs/*/other/checkpoints/last.ckpt")) and all(one.is_alive() for one in processes):
+            time.sleep(0.01)
+        for one in processes:
+            one.kill()
+
     words = (*words, "run_id=other")
-    killed = train(
-        *words,
-        "strategy=ddp",
-        "trainer.max_steps=16",
-        ranks=2,
-        folder=folder,
-        meanwhile=_kill_once_saved(folder),
-        check=False,
-    )
+    ddp = ("strategy=ddp", "trainer.max_steps=16")
+    killed = train(*words, *ddp, ranks=2, folder=folder, meanwhile=kill_once_saved, check=False)
     assert killed.returncode != 0
     train(*words, "strategy=fsdp", "trainer.max_steps=10", ranks=2, folder=folder)
     train(*words, "strategy=fsdp_tp", "trainer.max_steps=13", ranks=2, folder=folder)
@@ -261,27 +210,7 @@ def test_a_tuned_model_is_killed_resumed_under_other_strategies_and_given_back(
     assert (tmp_path / "given" / "tokenizer.json").is_file()
 
 
-def test_adapters_with_magnitudes_have_the_same_curve_where_weights_are_sharded(train: Train) -> None:
-    words = ("model=hf_causal_lm", "data=python_source", *SHORT, "trainer.max_steps=8", "optimizer.lr=0.01")
-    words += (f"model.config={json.dumps(GPT2).replace(chr(34), '')}", "scheduler=constant")
-    words += ("model.lora={r: 4, alpha: 8, target_modules: [c_attn, c_proj], use_dora: true}",)
-    alone, sharded = train(*words, "strategy=single"), train(*words, "strategy=fsdp", ranks=2)
-    assert sharded.column("train/loss") == pytest.approx(alone.column("train/loss"), abs=1e-5)
-
-
-def _kill_once_saved(folder: Path):
-    """SIGKILL for every rank, as soon as a checkpoint is there."""
-
-    def kill(processes) -> None:
-        while not list(folder.glob("runs/*/other/checkpoints/last.ckpt")) and all(one.is_alive() for one in processes):
-            time.sleep(0.01)
-        for one in processes:
-            one.kill()
-
-    return kill
-
-
-def test_code_in_a_folder_of_the_hub_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_the_hub_runs_no_code_and_leads_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where a user answers the question that transformers would ask."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     (tmp_path / "code.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
@@ -293,15 +222,10 @@ def test_code_in_a_folder_of_the_hub_is_never_run(tmp_path: Path, monkeypatch: p
     with pytest.raises(ValueError, match="tokenizer: "):
         read_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_pipe_in_a_folder_of_the_hub_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").unlink()
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ValueError, match=r"config\.json is a pipe or a device, expected files; remove it"):
         HFCausalLM(32, ADAMW, pretrained=str(tmp_path))
-
-
-def test_weights_outside_of_a_folder_of_the_hub_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../model.safetensors"}}')
     with pytest.raises(ValueError, match=r"its index names a file outside of it, \.\./model\.safetensors"):
         check_weights(tmp_path)

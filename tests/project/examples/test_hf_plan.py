@@ -71,6 +71,7 @@ def other_process(environment: dict[str, str]) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.nightly
 def test_a_model_that_is_cut_has_the_gradients_of_a_whole_one(tmp_path: Path) -> None:
     with as_torchrun(2, tmp_path.name) as (own, others):
         process = context.Process(target=other_process, args=(others,))
@@ -88,24 +89,29 @@ def test_a_model_that_is_cut_has_the_gradients_of_a_whole_one(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "lora", "told"),
     [
-        ({"model_type": "gpt2"}, "no tensor-parallel plan for GPT2LMHeadModel; use strategy=fsdp"),
-        ({"model_type": "mixtral"}, r"has model\.layers\.0\.mlp\.experts as moe_tp_experts, which is not a style"),
+        ({"model_type": "gpt2"}, None, "no tensor-parallel plan for GPT2LMHeadModel; use strategy=fsdp"),
+        (
+            {"model_type": "mixtral"},
+            None,
+            r"has model\.layers\.0\.mlp\.experts as moe_tp_experts, which is",
+        ),
         (
             {"model_type": "llama", "num_key_value_heads": 1},
-            "LlamaForCausalLM has num_key_value_heads=1, which does not",
+            None,
+            "ForCausalLM has num_key_value_heads=1, which",
+        ),
+        (
+            {"model_type": "llama"},
+            {"r": 2, "use_dora": True},
+            "DoRA needs the norms of whole layers, but each",
         ),
     ],
 )
-def test_what_cannot_be_cut_is_refused(kind: dict[str, object], told: str) -> None:
+def test_what_cannot_be_cut_is_refused(kind: dict[str, object], lora: dict[str, object] | None, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        tensor_parallel(built(kind), 2)
-
-
-def test_adapters_that_take_norms_of_whole_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="DoRA needs the norms of whole layers, but each device has only a shard; use"):
-        tensor_parallel(built({"model_type": "llama"}, {"r": 2, "use_dora": True}), 2)
+        tensor_parallel(built(kind, lora), 2)
 
 
 def test_a_plan_that_leaves_out_what_would_meet_a_part_is_refused() -> None:

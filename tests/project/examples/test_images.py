@@ -1,18 +1,18 @@
-"""Digits and Fashion-MNIST."""
+"""Digits, Fashion-MNIST, and the vision transformer that reads them."""
 
 import gzip
 import struct
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
-from project.data import digits
 from project.data.digits import Digits
 from project.data.fashion_mnist import FILES, FashionMNIST, read_idx
 from project.data.images import Images
+from project.models.vit import patches
 
 
 def write_idx(file: Path, values: np.ndarray) -> None:
@@ -30,19 +30,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["plain", "zipped.gz"])
-def test_an_idx_file_is_read_as_written(tmp_path, name):
+def test_an_idx_file_is_read_as_written_and_one_that_is_cut_is_refused(tmp_path):
     values = np.arange(24).reshape(2, 3, 4)
-    write_idx(tmp_path / name, values)
-    assert np.array_equal(read_idx(tmp_path / name), values)
-
-
-def test_a_file_that_is_no_idx_or_is_cut_is_refused(tmp_path):
+    for name in ("plain", "zipped.gz"):
+        write_idx(tmp_path / name, values)
+        assert np.array_equal(read_idx(tmp_path / name), values)
     file = tmp_path / "images"
     file.write_bytes(b"<html>")
     with pytest.raises(ValueError, match="begins with 3c68746d; expected an IDX file"):
         read_idx(file)
-    write_idx(file, np.arange(24).reshape(2, 3, 4))
+    write_idx(file, values)
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(ValueError, match=r"holds 20 values for a shape of \(2, 3, 4\); fetch it again"):
         read_idx(file)
@@ -76,9 +73,6 @@ def test_a_batch_of_images_is_its_single_samples_stacked():
     for row, index in enumerate((4, 1)):
         assert torch.equal(images[index][0], batch[row])
         assert images[index][1] == labels[row] == index
-
-
-def test_images_larger_than_asked_for_are_refused():
     with pytest.raises(ValueError, match=r"images of 4 × 4, larger than data.image_size=3; use data.image_size=4"):
         Images(np.zeros((1, 4, 4)), np.zeros(1), brightest=1, image_size=3)
 
@@ -93,7 +87,47 @@ def test_the_digits_are_all_there_once_from_black_to_white():
     assert (batch.min(), batch.max()) == (-1, 1)
 
 
-def test_without_scikit_learn_one_line_names_the_extra(monkeypatch):
-    monkeypatch.setattr(digits, "find_spec", lambda name: None if name == "sklearn" else find_spec(name))
-    with pytest.raises(ModuleNotFoundError, match=r"type pip install -e '\.\[digits\]'"):
-        Digits(image_size=8)
+# The vision transformer
+
+
+def images(batch: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch, 1, 8, 8, generator=generator), torch.arange(batch) % 3
+
+
+def test_patches_follow_each_other_row_by_row_and_see_the_margin_around_them():
+    image = torch.arange(16.0).reshape(1, 1, 4, 4)
+    assert patches(image, 2, margin=0)[0].tolist() == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
+    top_left = patches(image, 2, margin=1)[0, 0].reshape(4, 4)
+    assert torch.equal(top_left, F.pad(image[0, 0, :3, :3], (1, 0, 1, 0)))
+
+
+def test_it_learns_a_batch(vit):
+    model = vit(init_std=0.2, norm="rms", mlp="swiglu", gradient_checkpointing=True)
+    optimizer = model.configure_optimizers()
+    first = model.training_step(images(), 0)
+    for _ in range(30):
+        loss = model.training_step(images(), 0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.2 * first
+
+
+def test_images_and_patches_that_do_not_fit_are_refused(vit):
+    with pytest.raises(ValueError, match=r"8 × 8 does not divide into 3 patches a side; use .* 1, 2, 4, 8"):
+        vit(patches_per_side=3)
+    with pytest.raises(ValueError, match=r"shape \(1, 1, 28, 28\); expected grey images \(batch, 1, 8, 8\)"):
+        vit()(torch.zeros(1, 1, 28, 28))
+
+
+@pytest.mark.nightly
+def test_it_reads_digits_with_a_stock_trainer(vit, trainer):
+    torch.manual_seed(0)
+    model, data = vit(patches_per_side=4, classes=10, layers=1, width=32, heads=2, init_std=0.1), Digits(image_size=8)
+    run = trainer(max_steps=200)
+    run.fit(model, data)
+    (tested,) = run.test(model, data, verbose=False)
+    assert tested["test/accuracy"] > 0.9
+    assert run.callback_metrics.keys() == {"test/loss", "test/accuracy"}
+    assert sum(map(len, run.predict(model, data))) == 360

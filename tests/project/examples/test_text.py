@@ -1,5 +1,6 @@
 """Text and token files: every sample once, nothing of one split in another, and errors that say what to do."""
 
+import math
 import zlib
 from pathlib import Path
 
@@ -8,11 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from project.data.loaders import collate
 from project.data.text import HELD_OUT_BYTES, PythonSource, TextFiles
 from project.data.tokens import TokenFiles
 from project.data.windows import Windows
 from project.models.language_model import printable
+from project.schedule import WarmupDecay
 
 
 @given(length=st.integers(3, 300), context=st.integers(1, 40))
@@ -26,31 +31,11 @@ def test_an_epoch_predicts_each_token_but_the_first_once(length, context):
     assert length - 1 - targets.numel() < context
 
 
-def test_a_batch_is_its_single_samples_stacked():
-    windows = Windows(np.arange(100, dtype=np.uint8), 8)
-    inputs, targets = windows.__getitems__([3, 0, 7])
-    assert inputs.shape == targets.shape == (3, 8)
-    for row, index in enumerate((3, 0, 7)):
-        assert torch.equal(windows[index][0], inputs[row])
-        assert torch.equal(windows[index][1], targets[row])
-
-
-def test_windows_copy_no_tokens():
-    tokens = np.arange(100, dtype=np.uint8)
-    assert np.shares_memory(Windows(tokens, 8).windows, tokens)
-
-
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
     for name in "abcdefgh":
         (tmp_path / f"{name}.txt").write_bytes(bytes(np.random.default_rng(ord(name)).integers(1, 256, 500, np.uint8)))
     return tmp_path
-
-
-def test_a_file_that_is_no_text_is_named(texts: Path) -> None:
-    (texts / "d.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" * 99)
-    with pytest.raises(ValueError, match=r"d\.png is not a text file: found a zero byte; leave it out of data\.files"):
-        TextFiles([f"{texts}/*"], context=8).setup("fit")
 
 
 def test_the_splits_are_all_of_the_text_in_the_order_of_the_names_hashes(texts):
@@ -67,25 +52,21 @@ def test_the_splits_are_all_of_the_text_in_the_order_of_the_names_hashes(texts):
         start += length
 
 
-def test_overlapping_patterns_and_a_single_path_read_each_file_once(texts):
-    twice = TextFiles([f"{texts}/*.txt", f"{texts}/a.txt", f"{texts}/**"], context=8)
+def test_overlapping_patterns_and_a_single_path_read_each_file_once(texts, monkeypatch):
+    monkeypatch.setenv("HOME", str(texts))
+    twice = TextFiles([f"{texts}/*.txt", f"{texts}/a.txt", f"{texts}/**", "~/*.txt"], context=8)
     assert len(twice.files) == 8
     assert [file.name for file in TextFiles(f"{texts}/a.txt", context=8).files] == ["a.txt"]
 
 
-def test_the_home_directory_may_be_a_tilde(texts, monkeypatch):
-    monkeypatch.setenv("HOME", str(texts))
-    assert len(TextFiles("~/*.txt", context=8).files) == 8
-
-
-def test_a_pattern_without_files_is_named(texts):
+def test_files_that_are_missing_too_short_or_no_text_are_refused(texts):
     with pytest.raises(FileNotFoundError, match=r"data.files: no file matches .*none\*.md; give paths or globs"):
         TextFiles([f"{texts}/*.txt", f"{texts}/none*.md"], context=8)
-
-
-def test_too_little_text_is_refused_before_it_is_read(texts):
     with pytest.raises(ValueError, match=r"500 bytes of text in 1 files; expected at least 650"):
         TextFiles(f"{texts}/a.txt", context=64)
+    (texts / "d.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" * 99)
+    with pytest.raises(ValueError, match=r"d\.png is not a text file: found a zero byte; leave it out of data\.files"):
+        TextFiles([f"{texts}/*"], context=8).setup("fit")
 
 
 def test_python_source_is_there_in_a_fixed_order_and_decodes():
@@ -117,21 +98,15 @@ def test_token_files_are_mapped_and_the_validation_set_is_the_test_without_one(t
     assert data.splits["test"][0][0].tolist() == list(range(7, 15))
 
 
-def test_missing_token_files_are_named(tmp_path):
-    write_tokens(tmp_path, train=np.arange(100))
-    with pytest.raises(FileNotFoundError, match=r"has no val.bin; expected nanoGPT's token files"):
-        TokenFiles(str(tmp_path), context=8, vocab_size=256)
-    with pytest.raises(FileNotFoundError, match=r"has no train.bin and no val.bin"):
-        TokenFiles(str(tmp_path / "none"), context=8, vocab_size=256)
-
-
 def test_an_id_outside_the_vocabulary_is_refused(tmp_path):
     write_tokens(tmp_path, train=np.arange(100), val=np.array([256] * 100))
     with pytest.raises(ValueError, match=r"val.bin has token id 256, .* ends at 255; set model.vocab_size"):
         TokenFiles(str(tmp_path), context=8, vocab_size=256)
 
 
-def test_files_that_are_cut_or_too_short_are_refused(tmp_path):
+def test_token_files_that_are_missing_cut_or_too_short_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"has no train.bin and no val.bin; expected nanoGPT's token files"):
+        TokenFiles(str(tmp_path), context=8, vocab_size=256)
     write_tokens(tmp_path, train=np.arange(100), val=np.arange(8))
     with pytest.raises(ValueError, match=r"val.bin has 16 bytes; expected .* more than 8 tokens"):
         TokenFiles(str(tmp_path), context=8, vocab_size=256)
@@ -142,3 +117,50 @@ def test_files_that_are_cut_or_too_short_are_refused(tmp_path):
 
 def test_what_an_untrained_model_draws_commands_no_terminal() -> None:
     assert printable("\x1b[2J owls\x07\n\tfly\x9b") == "�[2J owls�\n\tfly�"
+
+
+# A stock Trainer
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "rhyme.txt").write_text("the cat sat on the mat, and the rat sat on the cat. " * 40)
+    return TextFiles(f"{tmp_path}/rhyme.txt", context=8, batch_size=16)
+
+
+@pytest.mark.nightly
+def test_a_gpt_learns_a_text_under_a_schedule(gpt, trainer, text):
+    model = gpt(vocab_size=256, scheduler=WarmupDecay(total_steps=60))
+    run = trainer(max_steps=60)
+    run.fit(model, text)
+    (tested,) = run.test(model, text, verbose=False)
+    assert tested["test/loss"] < 1.5
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3)
+
+
+def test_loss_is_the_mean_over_tokens_and_perplexity_its_exponential(gpt, trainer, text):
+    model = gpt(vocab_size=256, sample_tokens=0)
+    (tested,) = trainer().test(model, text, verbose=False)
+    whole = text.splits["test"].__getitems__(range(len(text.splits["test"])))
+    assert len(whole[0]) % 16  # the last batch is smaller, and counts for less
+    loss = model.loss(whole).item()
+    assert tested["test/loss"] == pytest.approx(loss, rel=1e-6)
+    assert tested["test/perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+
+
+def test_a_test_run_ends_with_a_sample_that_tensorboard_keeps(gpt, trainer, text, tmp_path, capsys):
+    logger = TensorBoardLogger(tmp_path)
+    trainer(logger=logger).test(gpt(vocab_size=256, sample_tokens=20), text, verbose=False)
+    prompt = text.decode(text.splits["test"][0][0].tolist())
+    assert f"\n{prompt}" in capsys.readouterr().out
+    events = EventAccumulator(logger.log_dir).Reload()
+    assert events.Tags()["tensors"] == ["test/sample/text_summary"]
+
+
+def test_a_wrapper_that_knows_single_samples_only_is_collated(text):
+    text.setup("fit")
+    train = text.splits["train"]
+    inputs, targets = collate([train[2], train[5]])
+    expected = train.__getitems__([2, 5])
+    assert torch.equal(inputs, expected[0])
+    assert torch.equal(targets, expected[1])
