@@ -170,7 +170,7 @@ _TEMPLATE = {
     ],
     "`model.optimizer.lr=0.002`": [Inside("template", of_groups("initial_lr"), [[0.002], [0.002]])],
     "`-m hparams_search=mnist_optuna`": [
-        Elsewhere("nightly/sweeps/test_sweeps.py", "test_optuna_samples_once_for_all_ranks")
+        Elsewhere("engine/sweeps/test_sweeps.py", "test_optuna_samples_once_for_all_ranks_and_goes_on_as_before")
     ],
     "`extras.print_config=true`": [
         Elsewhere("engine/config/test_hydra_errors.py", "test_a_config_can_be_shown_without_a_run")
