@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cross_entropy
 
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -49,20 +49,6 @@ class OverItems(Good):
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         counts = (y + 1).float()
         return (cross_entropy(logits, y, reduction="none") * counts).sum() / counts.sum()
-
-
-class Summed(Good):
-    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(logits, y, reduction="sum")
-
-
-class Contrastive(Good):
-    """Compares each sample with the others of its batch (SimCLR)."""
-
-    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        found = normalize(logits, dim=1)
-        near = (found @ found.T / 0.5).fill_diagonal_(-torch.inf)
-        return cross_entropy(near, (torch.arange(len(y)) + 1) % len(y))
 
 
 class Dice(Good):
@@ -120,29 +106,6 @@ class Queued(Good):
         loss = self.loss(self.net(batch[0] + self.queue.mean(0)), batch[1])
         self.queue = torch.cat([batch[0], self.queue])[:24]
         return loss
-
-
-class NoisyLater(Good):
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.loss(nn.functional.dropout(self.net(batch[0]), 0.5 if self.global_step > 1 else 0.0), batch[1])
-
-
-class SummedBesideFrozenNorm(Normed, Summed):
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.net[1].eval()
-        return self.loss(self.net(batch[0]), batch[1])
-
-
-class NormedByHand(Normed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(self.net(batch[0]), batch[1]))
-        optimizer.step()
 
 
 class Unseeded(Good):

@@ -19,7 +19,7 @@ def _digest(tensor: torch.Tensor) -> Digest:
     return shards({"it": tensor})["it"].digest
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (7, 5), (1023,), (1025, 3), (1500, 1111)])
+@pytest.mark.parametrize("shape", [(), (1025, 3), (1500, 1111)])
 def test_the_norm_of_a_difference_is_estimated(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(3)
     one, other = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))

@@ -72,7 +72,7 @@ WORLDS = {  # a step of 24 samples in two micro batches
 }
 
 
-@pytest.mark.parametrize("strategy", ["fsdp_hybrid", *at_night("ddp", "fsdp", "fsdp_tp")])
+@pytest.mark.parametrize("strategy", ["ddp", *at_night("fsdp", "fsdp_hybrid", "fsdp_tp")])
 def test_each_rank_does_what_a_dry_run_says(strategy: str, train: Train) -> None:
     size, micro, more = WORLDS[strategy]
     words = (*MODEL, f"strategy={strategy}", "global_batch_size=24", f"micro_batch_size={micro}", *more)
@@ -114,6 +114,7 @@ def _sorted(collectives: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(collectives, key=lambda one: (one["name"], one["ranks"], one["bytes"]))
 
 
+@pytest.mark.nightly
 def test_what_a_start_refuses_of_callbacks_is_refused(train: Train) -> None:
     swa = "callbacks.mine._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
     refused = train("mode=dry_run", *MODEL, swa, "callbacks.mine.swa_lrs=0.1", check=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,10 +14,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from lightswitch.errors import RefusedRequest
 from lightswitch.planning.dry_run import Rank, rehearse, span
 from lightswitch.planning.estimate import Step
 from lightswitch.planning.fakes import World
@@ -48,6 +46,7 @@ def _alone(make: Callable[[], Strategy], world: World) -> tuple[Rank, int]:
     return found
 
 
+@pytest.mark.nightly
 def test_a_rank_of_a_thousand_knows_its_groups() -> None:
     rank, own = _alone(partial(FSDP, "HYBRID_SHARD"), World(128, 8, rank=517))
     replicate, shard = rank.axes
@@ -55,11 +54,6 @@ def test_a_rank_of_a_thousand_knows_its_groups() -> None:
     assert (shard.size, shard.position, shard.ranks) == (8, 5, tuple(range(512, 520)))  # node 64
     assert rank.data_rank == 517
     assert own == 0  # this process is rank 0 of its own, as before
-
-
-def test_a_process_that_ends_is_told() -> None:
-    with pytest.raises(RefusedRequest, match="has ended, with exit code 3"):
-        call_each_forked([lambda: os._exit(3)])
 
 
 @pytest.mark.parametrize(
@@ -76,13 +70,9 @@ CALLS: dict[str, Callable[[Tensor], tuple[Any, tuple[Any, ...]]]] = {
     "a new tensor": lambda x: (aten.mm.default, (x, x)),
     "a view": lambda x: (aten.t.default, (x,)),
     "a view of a part": lambda x: (aten.slice.Tensor, (x, 0, 1, 3)),
-    "views": lambda x: (aten.split.Tensor, (x, 2)),
     "a view by strides of its own": lambda x: (aten.as_strided.default, (x, [2, 2], [1, 4], 1)),
-    "what shares a storage and is no view": lambda x: (aten._unsafe_view.default, (x, [16])),
     "several new ones": lambda x: (aten.var_mean.correction, (x, [0])),
     "an argument itself": lambda x: (aten.add_.Tensor, (x, 1)),
-    "another dtype": lambda x: (aten._to_copy.default, (x,)),
-    "bytes of it": lambda x: (aten.view.dtype, (x, torch.uint8)),
     "nothing": lambda x: (aten._foreach_mul_.Scalar, ([x, x], 2.0)),
 }
 
@@ -124,23 +114,6 @@ def test_a_new_tensor_has_a_storage_of_its_own_each_time() -> None:
         assert len({one.untyped_storage()._cdata for one in made}) == 3
 
 
-def test_what_goes_by_values_is_refused_each_time() -> None:
-    with FakeTensorMode() as fake:
-        repeats, x = Repeats(fake), torch.empty(4)
-        for _ in range(2):
-            with pytest.raises(DynamicOutputShapeException):
-                repeats.call(aten.nonzero.default, (x,), {})
-
-
-def test_a_view_of_a_freed_storage_has_that_storage() -> None:
-    with FakeTensorMode() as fake:
-        repeats, x = Repeats(fake), torch.empty(4, 4)
-        for bytes in (64, 0, 0):
-            x.untyped_storage().resize_(bytes)
-            view = repeats.call(aten.t.default, (x,), {})
-            assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
-
-
 # What follows from one simulation is what another one finds
 
 
@@ -149,6 +122,7 @@ def _step(strategy: Strategy, world: World, samples: int, accumulation: int = 1)
 
 
 @pytest.mark.parametrize(("strategy", "world"), [(Single, World(1, 1)), (FSDP, World(2, 8))])
+@pytest.mark.nightly
 def test_any_micro_batch_follows_from_two(strategy: Callable[[], Strategy], world: World) -> None:
     found, expected = (_step(strategy(), world, samples).growth for samples in (2, 11))
     assert found.at(11).peak().bytes == pytest.approx(expected.at(11).peak().bytes, rel=0.001)
@@ -162,6 +136,7 @@ class InChunks(LanguageModel):
         return torch.cat([super(InChunks, self).forward(rows) for rows in ids.split(2)])
 
 
+@pytest.mark.nightly
 def test_of_a_module_that_goes_by_its_size_other_micro_batches_are_estimated() -> None:
     """Not exactly, as the peak may move; what is proposed is simulated at its own size."""
     work = replace(WORK, is_cut=True, model=lambda: InChunks(partial(torch.optim.AdamW, lr=1e-3)))
@@ -209,8 +184,9 @@ def test_what_an_optimizer_computes_with_is_where_its_state_is() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "world", "accumulation"),
-    [(Single, World(1, 1), 2), (DDP, World(1, 2), 1), (DDP, World(1, 2), 2), (FSDP, World(2, 8), 1)],
+    [(Single, World(1, 1), 2), (FSDP, World(2, 8), 1)],
 )
+@pytest.mark.nightly
 def test_a_first_step_tells_how_memory_grows_as_a_third_does(
     strategy: Callable[[], Strategy], world: World, accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +199,7 @@ def test_a_first_step_tells_how_memory_grows_as_a_third_does(
 
 
 @pytest.mark.parametrize(("strategy", "world"), [(DDP, World(1, 2)), (FSDP, World(2, 8))])
+@pytest.mark.nightly
 def test_a_step_that_accumulates_follows_from_one_that_does_not(strategy: Callable[[], Strategy], world: World) -> None:
     found = _step(strategy(), world, 6).growth.accumulating().at(6).peak()
     expected = _step(strategy(), world, 6, accumulation=2).growth.at(6).peak()
@@ -234,10 +211,3 @@ def test_a_simulation_leaves_the_process_as_it_was() -> None:
     _step(DDP(), World(2, 2), 1)
     assert (sys.excepthook, rank_zero_only.rank) == before  # type: ignore[attr-defined]
     assert not torch.distributed.is_initialized()
-
-
-def test_the_first_of_128_ranks_holds_a_row_or_two_of_each_matrix() -> None:
-    found = _step(FSDP(), World(16, 8), 1).growth.at(1).peak()
-    embeddings = 2 * 32 + 32  # 2 of 256 rows, 1 of 32 positions
-    block = 4 * 32 + 32 + 128 + 2 * 1  # a row of queries, keys, values, output, and of the MLP; a number of each norm
-    assert found.by_kind["parameters"] == 4 * (embeddings + 2 * block + 1)

@@ -109,15 +109,11 @@ def _held(case: Case) -> dict[str, Any]:
     return {**asdict(least), "flops": steps[0].flops, "sent": sent}
 
 
-DAILY = {"language 1", "language 3, offloaded", "language 2, bf16-true"}
-
-
 @pytest.mark.filterwarnings("ignore")  # what DeepSpeed and a Trainer without a run around it warn of
-@pytest.mark.parametrize("cases", [DAILY, *at_night(CASES.keys() - DAILY)])
-def test_a_plan_says_what_a_rank_holds_under_deepspeed(cases: set[str], pool: Pool) -> None:
-    of_ranks = pool(RANKS)(held, cases)
-    for name in cases:
-        case = CASES[name]
+@pytest.mark.nightly
+def test_a_plan_says_what_a_rank_holds_under_deepspeed(pool: Pool) -> None:
+    of_ranks = pool(RANKS)(held, CASES)
+    for name, case in CASES.items():
         step = simulate(case.work(), case.strategy(), World(1, RANKS))
         peak = step.growth.at(case.samples).peak()
         real = min((told[name] for told in of_ranks), key=lambda told: told["bytes"])  # of the rank with the least
@@ -129,6 +125,7 @@ def test_a_plan_says_what_a_rank_holds_under_deepspeed(cases: set[str], pool: Po
         assert planned == real["sent"], name
 
 
+@pytest.mark.nightly
 def test_states_are_those_of_zeros_stages() -> None:
     """33,952 parameters in 32 bits over 8 ranks: Adam's two moments and the copy that it steps, a counter a group."""
     part = 33_952 // 8
@@ -148,7 +145,7 @@ def _with_a_frozen_table() -> LightningModule:
     return model
 
 
-@pytest.mark.parametrize("strategy", [DDP, FSDP, partial(DeepSpeed, stage=2)])
+@pytest.mark.parametrize("strategy", [partial(DeepSpeed, stage=2), *at_night(DDP, FSDP)])
 def test_what_is_frozen_has_no_state_of_an_optimizer(strategy: Callable[[], Strategy]) -> None:
     case = Case(CASES["language 1"].model, {"stage": 2}, accumulation=1)
     step = simulate(replace(case.work(), model=_with_a_frozen_table), strategy(), World(1, 2))
@@ -156,6 +153,7 @@ def test_what_is_frozen_has_no_state_of_an_optimizer(strategy: Callable[[], Stra
     assert step.optimizer_bytes == pytest.approx(2 * 4 * 33_952, rel=0.01)
 
 
+@pytest.mark.nightly
 def test_float16_takes_weights_in_16_bits_and_copies_in_32() -> None:
     case = Case(CASES["language 1"].model, {"stage": 1}, "bf16-mixed", accumulation=1)
     strategy = case.strategy()
@@ -165,6 +163,7 @@ def test_float16_takes_weights_in_16_bits_and_copies_in_32() -> None:
     assert kinds["optimizer"] == pytest.approx(3 * 4 * 33_952 / 8, abs=3 * 4 * 16 + 16)
 
 
+@pytest.mark.nightly
 def test_only_what_the_model_asks_is_told_as_guessed() -> None:
     case = Case(LooksAtValues, {"stage": 2})
     guessed = simulate(case.work(), case.strategy(), World(1, RANKS)).guessed
@@ -172,6 +171,7 @@ def test_only_what_the_model_asks_is_told_as_guessed() -> None:
     assert all("modules.py:" in place for place in guessed)
 
 
+@pytest.mark.nightly
 def test_the_process_is_as_it_was_after_a_step_that_fails() -> None:
     before, case = dict(os.environ), Case(WaitsForAValue, {"stage": 2})
     comm = importlib.import_module("deepspeed.comm")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,43 +19,33 @@ import pytest
 
 from lightswitch.cluster.placement import Placement
 from lightswitch.sweeps import job, record
-from tests.engine.conftest import CHECKOUT, PLAIN
+from tests.engine.conftest import CHECKOUT, PLAIN, PLAIN_DATA
 from tests.engine.launch.witness import WITNESS, witnesses
 
-SHORT = (*PLAIN, *WITNESS, "trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.val_check_interval=2", "run_id=x")
-FAST = (*SHORT, "trainer.devices=2", "logger=csv", "~callbacks.lr_monitor")
-
+SHORT = ("trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.val_check_interval=2", "trainer.devices=2")
+FAST = (*PLAIN, *WITNESS, *SHORT, "run_id=x", "logger=csv", "~callbacks.lr_monitor", "strategy=ddp")
 SWEPT = (*PLAIN, "run_id=x")
+RUNS = Path("runs/plainmodel/x")
 
 Sweep = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def command(script: Path, *arguments: str) -> list[str]:
-    return ["python", str(script), "-m", *arguments]
-
-
 @pytest.fixture
-def swept(tmp_path: Path) -> Path:
+def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The script of tests/engine/sweeps/swept.py, with the project's own config beside it."""
-    (tmp_path / "conf").symlink_to(CHECKOUT / "conf")
-    (tmp_path / "swept.py").symlink_to(CHECKOUT / "tests/engine/sweeps/swept.py")
+    monkeypatch.setenv("PYTHONPATH", f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'src'}")
+    monkeypatch.chdir(tmp_path)
+    Path("conf").symlink_to(CHECKOUT / "conf")
+    Path("swept.py").symlink_to(CHECKOUT / "tests/engine/sweeps/swept.py")
     return tmp_path / "swept.py"
 
 
 @pytest.fixture
-def sweep(swept: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
-    monkeypatch.setenv("PYTHONPATH", f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'src'}")
-
+def sweep(swept: Path) -> Sweep:
     def run(*arguments: str, script: Path = swept, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command(script, *arguments),
-            cwd=swept.parent,
-            env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=1000,
-        )
+        command, environ = ["python", str(script), "-m", *arguments], os.environ | environment
+        streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        return subprocess.run(command, env=environ, timeout=1000, **streams)
 
     return run
 
@@ -65,82 +56,52 @@ def rows(out: str) -> list[list[str]]:
     return [line.split() for line in table.strip().split("\n\n")[0].splitlines()]
 
 
-def test_the_table_leaves_out_what_all_jobs_have() -> None:
-    jobs = [
-        record.Record(number, ["+trainer.max_steps=2", f"++model.lr={lr}"], "x") for number, lr in enumerate((1, 2))
+def test_a_sweep_runs_what_has_not_finished_and_leaves_a_directory_of_another_job(sweep: Sweep) -> None:
+    jobs = ("name=one,broken_once", "seed=3")
+    first, second = sweep(*SWEPT, *jobs), sweep(*SWEPT, *jobs)
+    assert (first.returncode, second.returncode) == (1, 0), second.stderr
+    assert rows(first.stdout) == [
+        ["0", "name=one", "0.75", "finished", f"{RUNS}/0"],
+        ["1", "name=broken_once", "-", "failed", f"{RUNS}/1"],
     ]
-    assert [row[1] for row in rows(record.table(jobs, "val/loss"))] == ["model.lr=1", "model.lr=2"]
+    assert first.stdout.endswith("1 of 2 jobs failed\njob 1      RuntimeError: it is broken\n")
+    assert "job 0      has already finished" in second.stdout
+    assert [row[-2] for row in rows(second.stdout)] == ["finished", "finished"]
+    assert [(RUNS / number / "starts").read_text() for number in "01"] == ["RUN\n", "RUN\nRUN\n"]
+    other = sweep(*SWEPT, "name=one,broken_once", "seed=4")
+    told = f"error: {RUNS}/0 belongs to the job with seed=3; start this sweep under another run_id"
+    assert (other.returncode, told in other.stderr) == (2, True), other.stderr
 
 
-def test_a_grid_trains_each_job_on_processes_of_its_own(sweep: Sweep, tmp_path: Path) -> None:
-    done = sweep(*FAST, "strategy=ddp", "global_batch_size=24,0", script=CHECKOUT / "train.py")
-    assert done.returncode == 1, done.stderr
-    seen = witnesses(tmp_path / "runs/plainmodel/x/0")
-    assert [(rank["world_size"], rank["local_rank"]) for rank in seen] == [(2, 0), (2, 1)]
-    assert [row[-2] for row in rows(done.stdout)] == ["finished", "failed"]
-    told = "job 1      error: global_batch_size 0 and micro_batch_size None: both are numbers of samples"
-    assert f"1 of 2 jobs failed\n{told}" in done.stdout
-    assert len(list(tmp_path.glob("runs/*/*"))) == 1
-
-
-def test_what_has_finished_is_not_run_again(sweep: Sweep, tmp_path: Path) -> None:
-    for _ in range(2):
-        done = sweep(*SWEPT, "name=one,broken", "seed=3")
-        assert done.returncode == 1
-        assert rows(done.stdout) == [
-            ["0", "name=one", "0.75", "finished", "runs/plainmodel/x/0"],
-            ["1", "name=broken", "-", "failed", "runs/plainmodel/x/1"],
-        ]
-        assert done.stdout.endswith("1 of 2 jobs failed\njob 1      RuntimeError: it is broken\n")
-    assert "job 0      has already finished" in done.stdout
-    runs = tmp_path / "runs/plainmodel/x"
-    assert [(runs / number / "starts").read_text() for number in "01"] == ["RUN\n", "RUN\nRUN\n"]
-
-
-def test_a_sweep_may_begin_anew(sweep: Sweep, tmp_path: Path) -> None:
-    for words in (("trainer.max_steps=5",), ("trainer.max_steps=6", "resume=never", "tags=[again]")):
-        assert sweep(*SWEPT, "seed=1,2", *words).returncode == 0
-    assert (tmp_path / "runs/plainmodel/x/1/starts").read_text() == "RUN\nRUN\n"
-
-
-def test_what_has_finished_is_not_run_again_by_a_requeued_job(sweep: Sweep) -> None:
-    first, requeued, another = (
-        sweep(*FAST, "seed=1,2", "resume=never", ENVIRONMENT="BATCH", SLURM_JOB_ID=job, SLURM_RESTART_COUNT=count)
-        for job, count in (("17", "0"), ("17", "1"), ("18", "0"))
-    )
-    assert [done.stdout.count("has already finished") for done in (first, requeued, another)] == [0, 2, 0]
-
-
-def test_a_directory_of_another_job_is_left_as_it_is(sweep: Sweep, tmp_path: Path) -> None:
-    assert sweep(*SWEPT, "seed=1,2").returncode == 0
-    other = sweep(*SWEPT, "seed=1,3")
-    assert other.returncode == 2
-    assert (
-        "error: runs/plainmodel/x/1 belongs to the job with seed=2; start this sweep under another run_id"
-        in other.stderr
-    )
-    assert json.loads((tmp_path / "runs/plainmodel/x/1/results.json").read_text()) == {"val/loss": 0.5}
-    swept_over_another_key = sweep(*SWEPT, "trainer.gradient_clip_val=0.1,0.2")
-    assert (
-        "runs/plainmodel/x/0 belongs to the job with seed=1, no trainer.gradient_clip_val;"
-        in swept_over_another_key.stderr
-    )
+def test_jobs_are_told_apart_by_what_changes_their_runs() -> None:
+    first = record.Record(0, ["++seed=1", "trainer.max_steps=5", "resume=never"], "x")
+    assert first.of_another_job(["++seed=1", "trainer.max_steps=6", "tags=[again]"]) is None
+    assert first.of_another_job(["++seed=2", "trainer.max_steps=5"]) == "seed=1"
+    assert first.of_another_job(["trainer.gradient_clip_val=0.1"]) == "seed=1, no trainer.gradient_clip_val"
+    second = replace(first, number=1, overrides=["++seed=2", "trainer.max_steps=5", "resume=never"])
+    assert [row[1] for row in rows(record.table([first, second], "val/loss"))] == ["seed=1", "seed=2"]
 
 
 def test_a_sweep_of_optuna_goes_on_after_objectives_that_are_not_finite(sweep: Sweep) -> None:
-    chosen = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "+hydra.sweeper.sampler.seed=1", "seed=choice(1,2)")
-    for repeated in (False, True):
-        done = sweep(*SWEPT, *chosen, "name=nan")
-        assert "Traceback" not in done.stderr
-        assert "the sweep ended early: No trials are completed yet." in done.stdout
-        assert [row[-2] for row in rows(done.stdout)] == ["finished"] * 2
-        assert ("has already finished" in done.stdout) == repeated
+    (folder := Path("runs/nan/x/0")).mkdir(parents=True)
+    overrides = ["seed=1", "name='nan'", "run_id=x"]
+    record.write(record.Record(0, overrides, str(folder), record.FINISHED, objective=math.nan), folder)
+    chosen = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "seed=choice(1)")
+    done = sweep(*chosen, "name=nan", "run_id=x")
+    assert "Traceback" not in done.stderr
+    assert "job 0      has already finished" in done.stdout
+    assert "the sweep ended early: No trials are completed yet." in done.stdout
 
 
-@pytest.mark.parametrize("content", [b'{"number": 1, "ov', b"[]", b'{"number": 1}'])
-def test_a_harmed_record_is_none(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b'{"number": 1, "ov', b"[]", b'{"number": 1}', b"", b"\xff\xfe"])
+def test_of_a_harmed_record_the_overrides_of_its_run_are_known(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_bytes(content)
+    assert record.is_damaged(tmp_path)
     assert record.read(tmp_path) is None
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra/overrides.yaml").write_text("- run_id=x\n- seed=2\n")
+    found = record.read(tmp_path)
+    assert (found and found.of_another_job(["run_id=x"])) == "seed=2"
 
 
 def test_a_task_that_failed_is_not_overwritten_by_another_of_the_same_start(tmp_path: Path) -> None:
@@ -156,27 +117,56 @@ def test_a_task_that_failed_is_not_overwritten_by_another_of_the_same_start(tmp_
     assert states == [record.FAILED, record.FAILED, record.RUNNING]
 
 
-@pytest.mark.parametrize("allocation", [{}, {"SLURM_JOB_ID": "17"}], ids=["no_slurm", "one_allocation"])
-def test_a_job_that_failed_and_then_succeeds_has_finished(sweep: Sweep, allocation: dict[str, str]) -> None:
-    first, second = (sweep(*SWEPT, "name=broken_once", **allocation) for _ in range(2))
-    assert [(done.returncode, rows(done.stdout)[0][-2]) for done in (first, second)] == [(1, "failed"), (0, "finished")]
+def test_tasks_of_one_start_have_one_id_and_other_starts_of_their_allocation_have_others() -> None:
+    external, own = (Placement(name, 1, 2, 0) for name in ("slurm", "local"))
+    environ = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}
+    first, second = (job.start_id(replace(external, rank=rank), environ) for rank in (0, 1))
+    assert first == second != job.start_id(external, environ | {"SLURM_STEP_ID": "1"})
+    assert job.start_id(own, environ) != job.start_id(own, environ)
 
 
-def test_tasks_of_one_start_have_one_id_and_another_step_of_their_allocation_has_another() -> None:
-    first, second, step = (
-        job.start_id(Placement("slurm", 1, 2, rank), {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": step})
-        for rank, step in ((0, "0"), (1, "0"), (0, "1"))
+def test_a_sweep_that_nohup_started_goes_on_when_its_terminal_closes(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        ended = job.run_to_its_end(["sh", "-c", f"kill -HUP {os.getpid()} $$"], tmp_path, is_lost=lambda: False)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended == job.ProcessEnd(0, [])
+
+
+# By night
+
+
+@pytest.mark.nightly
+def test_a_grid_trains_each_job_on_processes_of_its_own_and_is_compared(sweep: Sweep) -> None:
+    done = sweep(*FAST, "global_batch_size=24,12,0", "compare=true", script=CHECKOUT / "train.py")
+    assert done.returncode == 1, done.stderr
+    for number in (0, 1):
+        seen = [(rank["world_size"], rank["local_rank"]) for rank in witnesses(RUNS / str(number))]
+        assert seen == [(2, 0), (2, 1)]
+    assert [row[-2] for row in rows(done.stdout)] == ["finished", "finished", "failed"]
+    told = "job 2      error: global_batch_size 0 and micro_batch_size None: both are numbers of samples"
+    assert f"1 of 3 jobs failed\n{told}" in done.stdout
+    assert re.search(r"^0 +error: global_batch_size 0", done.stdout, re.MULTILINE)  # its row in the comparison
+    assert done.stdout.endswith(f"page       {RUNS}/compare.html\nmarkdown   {RUNS}/compare.md\n")
+    assert len(list(Path("runs").glob("*/*"))) == 1
+
+
+@pytest.mark.nightly
+def test_what_has_finished_is_not_run_again_by_a_requeued_job(sweep: Sweep) -> None:
+    first, requeued, another = (
+        sweep(*SWEPT, "resume=never", ENVIRONMENT="BATCH", SLURM_JOB_ID=number, SLURM_RESTART_COUNT=count)
+        for number, count in (("17", "0"), ("17", "1"), ("18", "0"))
     )
-    assert first == second != step
+    assert [done.stdout.count("has already finished") for done in (first, requeued, another)] == [0, 1, 0]
 
 
-def test_an_interrupt_ends_the_sweep_and_leaves_no_process(swept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'src'}")
-    process = subprocess.Popen(
-        command(swept, *SWEPT, "name=waiting", "seed=1,2"), cwd=swept.parent, stdout=subprocess.PIPE, text=True
-    )
+@pytest.mark.nightly
+def test_an_interrupt_ends_the_sweep_and_leaves_no_process(swept: Path) -> None:
+    command = ["python", str(swept), "-m", *SWEPT, "name=waiting", "seed=1,2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 600
-    while not (swept.parent / "runs/waiting/x/0/waits").exists():
+    while not Path("runs/waiting/x/0/waits").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     children = psutil.Process(process.pid).children(recursive=True)
@@ -189,36 +179,40 @@ def test_an_interrupt_ends_the_sweep_and_leaves_no_process(swept: Path, monkeypa
     assert psutil.wait_procs(children, timeout=300)[1] == [], "they would wait for an hour"
 
 
-def test_a_sweep_that_nohup_started_goes_on_when_its_terminal_closes(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        ended = job.run_to_its_end(["sh", "-c", f"kill -HUP {os.getpid()} $$"], tmp_path, is_lost=lambda: False)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert ended == job.ProcessEnd(0, [])
-
-
-def test_a_launcher_of_ranks_can_not_start_a_sweep(sweep: Sweep, tmp_path: Path) -> None:
-    rank = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    refused = sweep(*SWEPT, "seed=1,2", **rank, MASTER_ADDR="localhost", MASTER_PORT="29500")
-    assert refused.returncode == 2
-    assert refused.stderr == (
-        "error: a sweep starts the processes of its jobs itself, but torchrun has started this process; "
-        "type python train.py -m … with trainer.devices=N, or with hydra/launcher=submitit_slurm on a cluster\n"
+@pytest.mark.nightly
+def test_optuna_samples_once_for_all_ranks_and_goes_on_as_before(sweep: Sweep) -> None:
+    chosen = ("hydra/sweeper=optuna", "hydra.sweeper.sampler.seed=1", "model.lr=interval(0.01,0.1)")
+    done, more = (
+        sweep(*FAST, *chosen, f"hydra.sweeper.n_trials={count}", script=CHECKOUT / "train.py") for count in (1, 2)
     )
-    assert not (tmp_path / "runs").exists()
+    assert (done.returncode, more.returncode) == (0, 0), more.stderr
+    assert rows(more.stdout)[0] == rows(done.stdout)[0]
+    assert more.stdout.count("has already finished") == 1
+    ranks = [[rank["hparams"]["lr"] for rank in witnesses(RUNS / str(number))] for number in range(2)]
+    assert ranks[0][0] == ranks[0][1] != ranks[1][0] == ranks[1][1]
+    best = min(rows(more.stdout), key=lambda row: float(row[2]))
+    assert str(ranks[int(best[0])][0]) in (RUNS / "optimization_results.yaml").read_text()
 
 
-def test_a_machine_without_slurm_submits_no_sweep(sweep: Sweep, tmp_path: Path) -> None:
-    refused = sweep(*SWEPT, "hydra/launcher=submitit_slurm", PATH=str(Path(sys.executable).parent))
-    told = "this machine has no sbatch; start the sweep on a machine of the cluster, or leave the launcher out"
-    assert (refused.returncode, refused.stderr) == (2, f"error: hydra/launcher=submitit_slurm: {told}\n")
-    assert not (tmp_path / "runs").exists()
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed")
+def test_what_sbatch_does_not_take_is_told_in_a_line(sweep: Sweep, tmp_path: Path) -> None:
+    (conf := tmp_path / "slurm.conf").write_text("ClusterName=none\n")  # of a cluster without a controller
+    refused = sweep(*SWEPT, "hydra/launcher=submitit_slurm", SLURM_CONF=str(conf))
+    assert (refused.returncode, "Traceback" in refused.stderr) == (2, False)
+    assert refused.stderr.splitlines()[-1].startswith("error: sbatch rejected the job: sbatch: error: ")
 
 
-def test_a_mistake_that_all_jobs_have_is_told_once_and_no_job_begins(sweep: Sweep, tmp_path: Path) -> None:
-    chosen = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "seed=range(0,1000)")
-    refused = sweep(*SWEPT, *chosen, "trainer.max_stps=4")
-    told = "error: trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?\n"
-    assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", told)
-    assert not (tmp_path / "runs").exists()
+@pytest.mark.nightly
+def test_a_job_is_handed_an_interpolation_and_not_the_secret_that_it_gives(sweep: Sweep) -> None:
+    secret, model = "hunter2-correct-horse", "model._target_=tests.engine.config.secretive.SecretModel"
+    own = (model, PLAIN_DATA, "+model.token=${oc.env:API_TOKEN}", "+model.how=nothing")
+    rest = ("trainer.accelerator=cpu", "trainer.fast_dev_run=true", "run_id=x", "seed=1")
+    done = sweep(*own, *rest, script=CHECKOUT / "train.py", API_TOKEN=secret)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (written,) = Path("runs").glob("*/x/0/job.json")
+    overrides = json.loads(written.read_text())["overrides"]  # and so is the job's command line, which all can read
+    assert [text.replace("\\", "") for text in overrides if "token" in text] == ["++model.token=${oc.env:API_TOKEN}"]
+    files = [path for path in Path("runs").glob("**/*") if path.is_file()]
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
+    assert secret not in done.stdout + done.stderr

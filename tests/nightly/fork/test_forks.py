@@ -1,0 +1,171 @@
+"""Forks with an environment of their own: installed, linted, tested and updated, with models of a student's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.engine.fork.forks import environment, git, made, run
+from tests.engine.fork.test_update import others_than_the_engine
+from tests.runs import CHECKOUT
+
+THEN = "0ddfbcd1508d7bb290e16cad60d80b9f083e36cf"  # of 2026-11-23, before the engine was distilled
+MODELS = {"convnet": ("ConvNet", "test_acc"), "gan": ("GAN", "g_loss")}  # the class, and a metric that it logs
+LONGEST_TESTS_SECONDS = 180
+BUILD = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+Type = Callable[..., str]
+
+
+# The first day of a student: her models, up to a newer engine
+
+
+@pytest.fixture(scope="module")
+def hers(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = made(clone, tmp_path_factory.mktemp("day") / "birdsong", "--bare")
+    code = Path(__file__).with_name("hers.py").read_text()
+    (folder / "src/birdsong/hers.py").write_text(f"{code}\nimport os\nx = [ 1,2 ]\n")
+    for name, (class_, _) in MODELS.items():
+        (folder / f"conf/model/{name}.yaml").write_text(f"# Hers.\n_target_: birdsong.hers.{class_}\n")
+    (folder / "conf/data/pictures.yaml").write_text("# Hers.\n_target_: birdsong.hers.Pictures\n")
+    environment(folder, "--editable", ".")
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message=Mine")
+    return folder
+
+
+@pytest.fixture
+def type_(hers: Path) -> Type:
+    """Types a line into a shell in which `source .venv/bin/activate` was typed."""
+
+    def type_(line: str, *, code: int = 0, timeout_seconds: float = 1000) -> str:
+        command = ["bash", "-c", f"source .venv/bin/activate && {line}"]
+        return run(command, hers, code=code, timeout_seconds=timeout_seconds)
+
+    return type_
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_trains_and_what_is_printed_can_be_typed(model: str, hers: Path, type_: Type) -> None:
+    told = type_(f"python train.py model={model} data=pictures run_id=first trainer.max_epochs=2")
+    assert re.search(rf"^{MODELS[model][1]} +[\d.]+", told, re.MULTILINE), told
+    (go_on,) = re.findall(r"^go on      (python .*)$", told, re.MULTILINE)
+    gone_on = type_(go_on)
+    own_schedule = "; to continue, start a new run with a new schedule from these weights\n" in told
+    assert own_schedule == (model == "convnet")
+    resumes = r"^resumes    runs/\w+/first/checkpoints/step_\d+.ckpt, at step "
+    assert own_schedule or re.search(resumes, gone_on, re.MULTILINE)
+    for line in re.findall(r"^evaluate   (python .*)$", told, re.MULTILINE):
+        assert f"reads      runs/{model}/first/checkpoints/" in type_(line)
+    if model == "gan":
+        events = EventAccumulator(str(hers / "runs/gan/first/tensorboard")).Reload()
+        assert "generated" in str(events.Tags()["images"])
+
+
+def test_a_sweep_over_a_models_own_rate_has_two_results(type_: Type) -> None:
+    swept = "model.lr=0.1,0.001 trainer.max_epochs=1 objective=val_loss"
+    told = type_(f"python train.py -m model=convnet data=pictures {swept}")
+    results = re.findall(r"^.*lr=(0\.\d+) +(\S+) +finished.*$", told, re.MULTILINE)
+    assert [rate for rate, _ in results] == ["0.1", "0.001"], told
+    assert results[0][1] != results[1][1]
+
+
+@pytest.mark.timeout(3600)
+def test_its_own_tests_tell_what_models_can_not_promise_and_pass_with_a_newer_engine(
+    newer: Path, hers: Path, type_: Type
+) -> None:
+    told = type_("make test WORKERS=1", timeout_seconds=3500)
+    _assert_tested(told)
+    assert sum(map(float, re.findall(r" in ([\d.]+)s ", told))) < LONGEST_TESTS_SECONDS
+    type_("make lint")
+    type_("make lint STRICT=1", code=2)
+    type_("python train.py model=gan data=pictures run_id=older trainer.max_epochs=2")
+    told = type_(f"make update-engine FROM={newer} WORKERS=1", timeout_seconds=3500)
+    assert told.index("Owls are heard.") < told.index(" passed")
+    _assert_tested(told)
+    assert not others_than_the_engine(hers)
+    resumed = type_("python train.py model=gan data=pictures run_id=older trainer.max_epochs=3")
+    assert re.search(r"^resumes    runs/gan/older/checkpoints/step_\d+.ckpt, at step ", resumed, re.MULTILINE)
+
+
+def _assert_tested(told: str) -> None:
+    assert re.search(r"=== \d+ passed, 2 xfailed in ", told), told
+    assert "convnet: the same run under single; another by batch norm\n" in told
+    refused = "refused by deepspeed_stage_3: DeepSpeed supports "
+    assert f"gan: the same run under single; another by noise by rank; {refused}" in told
+    assert told.count("a norm over a sample's own features") == 1
+
+
+# Other environments
+
+
+def test_a_fork_of_a_package_trains_with_what_the_wheel_holds(clone: Path, tmp_path: Path) -> None:
+    run([*BUILD, str(tmp_path), str(clone)], tmp_path)
+    (wheel,) = tmp_path.glob("lightswitch-*.whl")
+    folder = made(clone, tmp_path / "birdsong", "--bare", "--engine=package", f"--engine-from={wheel}")
+    assert not (folder / "src/lightswitch").exists()
+    told = run([sys.executable, "-S", "train.py"], folder, code=1)
+    activate = "type source .venv/bin/activate, or make train, which sets it up"
+    assert told == f"error: No module named 'lightswitch'; {activate}\n"
+    python = environment(folder, str(wheel), "--editable", ".")
+    where = run([str(python), "-c", "import lightswitch, birdsong; print(lightswitch.__file__)"], folder)
+    assert str(folder / ".venv") in where
+    for part in ("py.typed", "CHANGELOG.md"):
+        assert Path(where.strip()).with_name(part).is_file()
+    assert "test/accuracy" in run([str(python), "train.py", "debug=limit"], folder)
+    assert run(["git", "check-ignore", "exports/a.pt", "data/a", "runs/a"], folder).count("\n") == 3
+    planned = run(["make", "--dry-run", "--always-make", ".venv/installed"], folder)
+    pin = next(line for line in planned.splitlines() if "sed -nE" in line).partition('"')[2].rpartition('"')[0]
+    assert run(["sh", "-c", f'printf %s "{pin}"'], folder) == f"lightswitch @ {wheel.as_uri()}"
+    planned = run(["make", "--dry-run", "--always-make", "wheelhouse"], folder)
+    run(["sh", "-euc", next(line for line in planned.splitlines() if "pip wheel" in line)], folder)
+    assert (folder / "wheelhouse" / wheel.name).is_file()
+    planned = run(["make", "--dry-run", "--always-make", ".venv/installed", "WHEELHOUSE=wheelhouse"], folder)
+    assert "--no-deps --no-build-isolation lightswitch\n" in planned
+    run(["make", "lint"], folder)
+    update = [str(python), "-m", "lightswitch.fork.update", str(wheel)]
+    assert f"engine     lightswitch @ {wheel.as_uri()}" in run(update, folder)
+
+
+def test_examples_give_way_to_a_model_and_a_dataset_as_the_readme_says(clone: Path, tmp_path: Path) -> None:
+    folder = made(clone, tmp_path / "birdsong")
+    readme = (folder / "README.md").read_text()
+    for path, text in re.findall(r"^```\w+\n# (\S+\.(?:py|yaml))\n(.*?)^```", readme, re.MULTILINE | re.DOTALL):
+        (folder / path).write_text(text)
+    config = re.sub("- model: .*", "- model: linear", (folder / "conf/config.yaml").read_text())
+    (folder / "conf/config.yaml").write_text(re.sub("- data: .*", "- data: halves", config))
+    python = environment(folder, "--editable", ".")
+    examples = [line for line in (clone / "template/examples.txt").read_text().splitlines() if line[0] != "#"]
+    git(folder, "rm", "-rq", *(path.replace("/project/", "/birdsong/") for path in examples))
+    plans = folder / "conf/strategy/fsdp_tp.yaml"
+    plans.write_text(re.sub(r"plans:.*", "plans: {}", plans.read_text(), flags=re.DOTALL))
+    tests = ["tests", "-k", "same_run and linear or composes"]
+    assert " passed" in run([str(python), "-m", "pytest", "-q", *tests], folder)
+    run(["make", "lint"], folder)
+    for command in re.findall(r"^    python (train\.py .*?) *#.*$", readme, re.MULTILINE)[:2]:
+        short = ["trainer.max_steps=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"]
+        run([str(python), *command.split(), *short], folder)
+
+
+def test_a_fork_made_at_an_earlier_commit_takes_this_engine_and_trains(clone: Path, tmp_path: Path) -> None:
+    """With its own conf and train.py of then."""
+    if subprocess.run(["git", "cat-file", "-e", THEN], cwd=CHECKOUT, capture_output=True).returncode:
+        pytest.fail(f"expected the history down to {THEN[:7]}; type: git fetch --unshallow")
+    then, folder = tmp_path / "then", tmp_path / "birdsong"
+    git(tmp_path, "clone", "--quiet", "--no-checkout", str(CHECKOUT), str(then))
+    git(then, "checkout", "--quiet", THEN)
+    made(then, folder)
+    python = ["env", f"PYTHONPATH={folder / 'src'}", sys.executable]
+    told = run([*python, "-m", "lightswitch.fork.update", str(clone)], folder)
+    assert "judged.BestCheckpoint is now lightswitch.monitoring.monitored.BestCheckpoint" in told
+    few = [f"trainer.{words}" for words in ("max_steps=4", "log_every_n_steps=1", "limit_val_batches=1")]
+    losses = []
+    for words in (["strategy=single"], ["strategy=fsdp", "trainer.devices=2"]):
+        told = run([*python, "train.py", "trainer.accelerator=cpu", *few, *words], folder)
+        losses += [float(line.split()[-1]) for line in told.splitlines() if line.startswith("train/loss")][:1]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
