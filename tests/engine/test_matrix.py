@@ -13,6 +13,7 @@ import pytest
 from lightswitch.cluster.placement import Placement
 from tests.engine.requests import composed, composing, problems
 from tests.engine.tables.matrix import CELLS, EXTRA, PRECISIONS, RUN, STRATEGIES
+from tests.night import at_night
 
 TABLE = json.loads(CELLS.read_text())["cpu"]
 PLACES = {  # the launcher's processes, and those asked for where there is none
@@ -52,7 +53,10 @@ def _refused_by_place(strategy: str, place: Placement, devices: int) -> set[str]
     return set()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+BY_DAY = ("single", "ddp", "ddp_spawn", "fsdp", "fsdp_hybrid", "fsdp_tp", "deepspeed_stage_2")
+
+
+@pytest.mark.parametrize("strategy", [*BY_DAY, *at_night(*(one for one in STRATEGIES if one not in BY_DAY))])
 def test_a_request_is_accepted_or_refused_in_the_same_lines_by_any_launcher(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

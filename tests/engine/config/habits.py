@@ -1,4 +1,4 @@
-"""Habits: what users of lightning-hydra-template and readers of guides type, and what must stand in the answer.
+"""Habits: what users of lightning-hydra-template and readers of guides type (habits.yaml).
 
 tests/engine/tables/habits.py types those of lightning-hydra-template, with a module and data of its form, for
 docs/reference/habits.md; test_habits.py compares page and code, and types what guides to Lightning, torch, accelerate,
@@ -7,138 +7,26 @@ transformers and DeepSpeed name.
 
 from __future__ import annotations
 
+import re
 import shlex
+from pathlib import Path
 
-from tests.engine.conftest import CHECKOUT
+import yaml
+
+from tests.engine.conftest import CHECKOUT, PLAIN
 
 CONF = CHECKOUT / "tests/engine/config/template/conf"
 MODEL_AND_DATA = ("model=mnist", "data=mnist")
 
-# Beside train.py
-COMMANDS = ("make test-full", "make clean-logs")
-REFUSED = (
-    "trainer=cpu",
-    "trainer=gpu",
-    "trainer=mps",
-    "trainer=ddp trainer.devices=4",
-    "trainer=ddp_sim trainer.devices=2",
-    "+trainer.tpu_cores=8",
-    "trainer.gpus=1",
-    "+trainer.accumulate_grad_batches=10",
-    "+trainer.auto_lr_find=true",
-    "+trainer.auto_scale_batch_size=power",
-    "+trainer.track_grad_norm=2",
-    "trainer.weights_summary=full",
-    "trainer.resume_from_checkpoint=x.ckpt",
-    "trainer.progress_bar_refresh_rate=0",
-    "trainer.strategy=ddp_find_unused_parameters_true",
-    "trainer.default_root_dir=out",
-    "trainer.logger=false",
-    "debug=default",
-    "debug=fdr",
-    "logger=comet",
-    "logger=many_loggers",
-    "logger=none",
-    "logger=null",
-    "logger.wandb.project=x",
-    "logger.aim.repo=x",
-    "callbacks=none",
-    "callbacks=null",
-    "callbacks=early_stopping",
-    "callbacks=model_checkpoint",
-    "callbacks=rich_progress_bar",
-    "callbacks.model_checkpoint.monitor=val/loss",
-    "callbacks.early_stopping.patience=5",
-    "callbacks.rich_progress_bar.refresh_rate=1",
-    "~callbacks.early_stopping",
-    "experiment=example",
-    "ckpt_path=logs/train/runs/x/checkpoints/last.ckpt",
-    "tags=mnist",
-    "train=False",
-    "test=False",
-    "optimized_metric=val/acc_best",
-    "task_name=mine",
-    "extras=default",
-    "extras.print_config=true",
-    "extras.ignore_warnings=true",
-    "extras.enforce_tags=false",
-    "print_config=true",
-    "ignore_warnings=true",
-    "paths=default",
-    "paths.data_dir=/data",
-    "paths.log_dir=/data",
-    "data_dir=/data",
-    "work_dir=/x",
-    "hydra=default",
-    "hydra.verbose=true",
-    "hydra/job_logging=colorlog",
-    "hydra/launcher=joblib",
-    "hydra.sweeper.n_trials=5",
-    "hparams_search=mnist_optuna",
-    "-m seed=1,2 hydra/launcher=joblib",
-    "local=default",
-    "datamodule=mnist",
-    "datamodule.batch_size=3",
-    "data=cifar",
-    "model=resnet",
-    "lr=0.1",
-    "model.lr=0.002",
-    "-m model.lr=0.001,0.0005",
-    "model.optimizer.learning_rate=0.002",
-    "model.net.lin5_size=128",
-    "optimizer.lr=0.01",
-    "optimizer=sgd",
-    "scheduler=constant",
-    "batch_size=32",
-    "data.batch_size=32,64",
-    "data.shuffle=true",
-    "--config-name=eval",
-    "--config-name=train.yaml",
-    "mode=train",
-)
-WORKS = {  # and what it does
-    "trainer.max_epochs=2": "two epochs",
-    "trainer.min_epochs=1 trainer.max_epochs=2": "as there",
-    "trainer.accelerator=cpu": "as there",
-    "trainer.devices=1": "as there",
-    "trainer.deterministic=True": "as there",
-    "trainer.strategy=ddp": "the choice strategy=ddp",
-    "+trainer.precision=bf16-mixed": "the choice precision=bf16-mixed",
-    "+trainer.gradient_clip_val=0.5": "as there",
-    "+trainer.val_check_interval=0.5": "validates twice an epoch",
-    "+trainer.max_time=00:12:00:00": "as there",
-    "+trainer.detect_anomaly=true": "as there",
-    "+trainer.fast_dev_run=true": "one batch of each stage",
-    "+trainer.limit_train_batches=0.2": "as there",
-    "+trainer.overfit_batches=1": "as there",
-    "+trainer.num_sanity_val_steps=0": "as there",
-    "+trainer.enable_progress_bar=false": "no line of progress",
-    "debug=limit": "a few batches of each stage",
-    "debug=overfit": "the same batches again and again",
-    "debug=profiler": "a profile, and the line that names its file",
-    "debug=null": "as there",
-    "logger=csv": "metrics.csv",
-    "logger=tensorboard": "TensorBoard alone",
-    "callbacks=default": "as there",
-    "seed=12345": "as there",
-    "tags=[mnist,experiment_x]": "tags of the run, shown by compare and loggers",
-    "compile=false": "as there",
-    "model.compile=true": "the module compiles its network, as there",
-    "model.optimizer.lr=0.002": "the rate of the module's own optimizer",
-    "model.optimizer._target_=torch.optim.SGD": "another class, with the same arguments",
-    "model.scheduler=null": "no schedule",
-    "model.net.lin1_size=128": "as there",
-    "data.batch_size=32": "32 samples a step, on any number of devices",
-    "data.num_workers=1": "as there",
-    "data.train_val_test_split=[600,84,84]": "as there",
-    "hydra.run.dir=out": "the run's folder",
-    "-m data.batch_size=32,64 model.optimizer.lr=0.001,0.0005": "four runs, and a table of them",
-}
-# Typed in Python
-LOADS = {
-    'MNISTLitModule.load_from_checkpoint("runs/mnist/RUN_ID/model.ckpt")': "a file with the best weights, as each run "
-    "has it at its end",
-}
+TABLE = yaml.safe_load(Path(__file__).with_name("habits.yaml").read_text())
+COMMANDS: list[str] = TABLE["commands"]
+REFUSED: list[str] = TABLE["refused"]
+WORKS: dict[str, str] = TABLE["works"]
+LOADS: dict[str, str] = TABLE["loads"]
+GUIDES: dict[str, dict[str, str]] = TABLE["guides"]
+GUIDES_ALONE: dict[str, str] = TABLE["guides_alone"]
+GUIDES_CHOICES: dict[str, str] = TABLE["guides_choices"]
+GUIDES_WORK: list[str] = TABLE["guides_work"]
 
 
 def words(typed: str) -> list[str]:
@@ -148,180 +36,8 @@ def words(typed: str) -> list[str]:
     return ["--config-dir", str(CONF), *others, *own]
 
 
-# What guides name: by what else is typed, each word with the text that must stand in its answer. Those of one group are
-# typed together, because all are answered at once.
-GUIDES = {
-    "": {
-        **dict.fromkeys(("wd=0.1", "weight_decay=0.1"), "Type optimizer.weight_decay=0.1"),
-        "momentum=0.9": "Type optimizer.momentum=0.9",
-        "warmup_ratio=0.1": "Type scheduler.warmup_fraction=0.1",
-        "warmup_steps=100": "Type scheduler.warmup_fraction=FRACTION of all steps",
-        "lr_scheduler_type=mine": "Type scheduler=mine",
-        **dict.fromkeys(("num_workers=2", "workers=2"), "Type data.num_workers=2"),
-        **dict.fromkeys(("batch_size=32", "batch=32", "bs=32", "train_batch_size=32"), "Type global_batch_size=32"),
-        "per_device_train_batch_size=8": "Type micro_batch_size=8",
-        **dict.fromkeys(
-            ("gradient_accumulation_steps=4", "accumulate_grad_batches=4", "grad_accum=4"),
-            "Type micro_batch_size=N, where N is global_batch_size / (devices × 4)",
-        ),
-        **dict.fromkeys(
-            ("epochs=50", "n_epochs=50", "num_train_epochs=50", "total_epochs=50"), "trainer.max_epochs=50"
-        ),
-        **dict.fromkeys(("steps=9", "max_steps=9", "max_iters=9", "max_train_steps=9"), "Type trainer.max_steps=9"),
-        **dict.fromkeys(("max_grad_norm=1.0", "gradient_clipping=1.0"), "Type trainer.gradient_clip_val=1.0"),
-        "eval_strategy=epoch": "Type trainer.check_val_every_n_epoch=1, or trainer.val_check_interval=STEPS",
-        "eval_iters=5": "Type trainer.limit_val_batches=5",
-        "fast_dev_run=true": "Type trainer.fast_dev_run=true",
-        "deterministic=true": "Type trainer.deterministic=true",
-        "seed_everything=42": "Type seed=42",
-        "random_seed=42": "Type seed=42",
-        "sync_dist=true": "Leave it out: self.log averages what devices log",
-        **dict.fromkeys(("gpus=2", "devices=2", "world_size=2", "num_processes=2"), "Type trainer.devices=2"),
-        **dict.fromkeys(("nodes=2", "nnodes=2"), "Type trainer.num_nodes=2"),
-        **dict.fromkeys(("node_rank=1", "machine_rank=1"), "Type cluster=manual cluster.node_rank=1"),
-        "master_addr=192.168.1.1": "Type cluster=manual cluster.main_address=192.168.1.1",
-        "master_port=12355": "Type cluster=manual cluster.main_port=12355",
-        "accelerator=gpu": "Type trainer.accelerator=gpu",
-        "backend=nccl": "Type trainer.strategy.process_group_backend=nccl",
-        "timeout=3600": "Type trainer.strategy.timeout_seconds=3600",
-        "rank=0": "Leave it out: the launcher numbers the ranks",
-        "init_method=env://": "Leave it out: ranks meet at MASTER_ADDR and MASTER_PORT, or at cluster.main_address",
-        "find_unused_parameters=true": "Type strategy=ddp trainer.strategy.find_unused_parameters=true",
-        "broadcast_buffers=false": "Type strategy=ddp trainer.strategy.broadcast_buffers=false",
-        "cpu_offload=true": "Type strategy=fsdp_offload",
-        "sharding_strategy=FULL_SHARD": "Type strategy=fsdp trainer.strategy.sharding_strategy=FULL_SHARD",
-        "auto_wrap_policy=[Block]": "Type trainer.strategy.units=[Block]",
-        "gradient_checkpointing=true": "Type trainer.strategy.activation_checkpointing=true",
-        "data_parallel=true": "Type strategy=ddp, which starts a process for each device",
-        "zero_stage=3": "Type strategy=deepspeed_stage_3",
-        "zero_optimization.stage=2": "Type strategy=deepspeed_stage_2",
-        "deepspeed=ds_config.json": "Type strategy=deepspeed trainer.strategy.config=ds_config.json",
-        "fsdp=true": "Type strategy=fsdp",
-        "bf16.enabled=true": "Type precision=bf16-mixed",
-        **dict.fromkeys(("fp16=true", "amp=true"), "Type precision=16-mixed"),
-        "mixed_precision=bf16": "Type precision=bf16-mixed",
-        "dtype=float32": "Type precision=32-true",
-        "tf32=true": "Type matmul_precision=high",
-        "save_every=10": "Type callbacks.last_checkpoint.every_n_steps=10",
-        "save_total_limit=3": "Type callbacks.last_checkpoint.keep=3",
-        "save_top_k=3": "Type callbacks.best_checkpoint.save_top_k=3",
-        "monitor=val_loss": "Type callbacks.best_checkpoint.monitor=val_loss",
-        "early_stopping=true": "Type callbacks=[default,early_stopping]",
-        "patience=3": "Type callbacks=[default,early_stopping] callbacks.early_stopping.patience=3",
-        "snapshot_path=snapshot.pt": "Type run_id=NAME, which goes on from its newest checkpoint each time; or resume=",
-        "resume_from_checkpoint=x.ckpt": "Type resume=x.ckpt",
-        "checkpoint=x.ckpt": "Type ckpt_path=x.ckpt",
-        "pretrained=x.ckpt": "Type init_from=x.ckpt",
-        "model_name_or_path=gpt2": "Type model.pretrained=gpt2, of a model",
-        "wandb=true": "Type logger=wandb",
-        "report_to=none": "Type logger=csv, which writes only metrics.csv",
-        "hparams_search=mine": "Type experiment=mine",
-        "eval=true": "Type mode=validate ckpt_path=PATH",
-        "do_train=true": "Type mode=fit",
-        **dict.fromkeys(("output_dir=out", "save_dir=out", "log_dir=out"), "Type hydra.run.dir=out"),
-        "task_name=mine": "Type name=mine",
-    },
-    "strategy=ddp trainer.devices=2": {
-        "trainer.strategy.backend=gloo": "type trainer.strategy.process_group_backend=gloo",
-        "trainer.strategy.init_method=env://": "leave it out: ranks meet at MASTER_ADDR and MASTER_PORT",
-        "trainer.strategy.world_size=2": "type trainer.devices=2",
-        "trainer.strategy.rank=0": "leave it out: the launcher numbers the ranks",
-        "trainer.strategy.timeout=60": "type trainer.strategy.timeout_seconds=60",
-        "trainer.strategy.cpu_offload=true": "type strategy=fsdp_offload",
-        "trainer.strategy.auto_wrap_policy=[Block]": "type strategy=fsdp trainer.strategy.units=[Block]",
-    },
-    "strategy=fsdp trainer.devices=2": {
-        "trainer.strategy.auto_wrap_policy=[Block]": "type trainer.strategy.units=[Block]",
-        "trainer.strategy.mixed_precision=true": "type precision=bf16-mixed",
-        "trainer.strategy.activation_checkpointing_policy=[Block]": "trainer.strategy.activation_checkpointing=true "
-        "trainer.strategy.units=[Block]",
-        "callbacks.model_checkpoint.save_top_k=3": "type callbacks.best_checkpoint.save_top_k=3",
-    },
-    "callbacks=[default,checkpoint]": {
-        "callbacks.checkpoint.save_top_k=3": "type callbacks.best_checkpoint.save_top_k=3",
-        "trainer.strategy.find_unused_parameters=true": "type strategy=ddp trainer.strategy.find_unused_",
-        "trainer.strategy.timeout=60": "type strategy=ddp trainer.strategy.timeout_seconds=60",
-    },
-}
-GUIDES_ALONE = {
-    "trainer.accumulate_grad_batches=4": "type micro_batch_size=N, where N is global_batch_size / (devices × 4)",
-    "--learning_rate 1e-4": "--learning_rate 1e-4; type optimizer.lr=1e-4",
-    "--max-train-steps=9 --fp16": "--max-train-steps=9; type trainer.max_steps=9",
-    "--fp16 trainer.max_steps=9": "--fp16; type precision=16-mixed",
-    "--num_nodes=2 --node_rank=0 --master_addr=192.168.1.1 --master_port=12345": "--node_rank=0; type cluster=manual "
-    "cluster.node_rank=0",
-    "trainer.devices=4 trainer.num_nodes=4": "start it with srun or torchrun, and leave trainer.num_nodes out",
-    "strategy=ddp_spawn trainer.devices=2 trainer.num_nodes=2": "use strategy=ddp",
-    "strategy=deepspeed": "type trainer.strategy.config=ds_config.json",
-    "strategy=deepspeed_stage_3_offload_nvme": "type trainer.strategy.nvme_path=DIR",
-    "fit trainer.max_steps=9": "type mode=fit",
-    "50 10": "a setting is KEY=VALUE",
-    "lr_scaling=linear": "type lr_scaling.rule=VALUE",
-    "NCCL_TIMEOUT=3600 strategy=ddp trainer.strategy.process_group_backend=nccl": "use gloo",
-    "strategy=deepspeed_stage_2 trainer.strategy.reduce_bucket_size=auto": "found str, expected int",
-    "trainer.strategy=fsdp2": "type strategy=fsdp, which is FSDP2",
-    "WORLD_SIZE=4 MASTER_ADDR=192.168.1.1 MASTER_PORT=12355": "type unset WORLD_SIZE, or export RANK, WORLD_SIZE",
-    "RANK=1": "type unset RANK, or export RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT for each process",
-    "hydra.run.dir=s3://bucket/run": "hydra.run.dir=s3://bucket/run: found an address, and a run's folder is on a",
-    "hydra.run.dir=gs://b/${name}": "hydra.run.dir=gs://b/plainmodel: found an address",
-    "-m seed=1,2 hydra.sweep.dir=s3://bucket/sweep": "hydra.sweep.dir=s3://bucket/sweep: found an address",
-    "name=s3://bucket/run": "is no valid name",
-    "run_id=s3://bucket/run": "is no valid name",
-    "-m seed=1,2 hydra/launcher=submitit_local trainer.accelerator=cuda": "leave it out, and the jobs run one after",
-    "ACCELERATE_MIXED_PRECISION=bf16 ACCELERATE_USE_FSDP=true trainer.accelerator=cpu": "type "
-    "precision=bf16-mixed strategy=fsdp",
-}
-GUIDES_CHOICES = {
-    **{
-        f"strategy={word}_find_unused_parameters_{flag}": f"type strategy={ours} "
-        f"trainer.strategy.find_unused_parameters={flag}"
-        for word, ours in {
-            "ddp": "ddp",
-            "ddp_notebook": "ddp",
-            "ddp_spawn": "ddp_spawn",
-            "ddp_fork": "ddp_spawn",
-        }.items()
-        for flag in ("false", "true")
-    },
-    "strategy=ddp_notebook": "type strategy=ddp, which starts its ranks from a notebook, too",
-    "strategy=ddp_fork": "type strategy=ddp_spawn, as a forked process can't use CUDA if its parent has",
-    **dict.fromkeys(("strategy=mp_spawn", "strategy=spawn"), "Did you mean ddp_spawn?"),
-    "num_nodes=3": "type trainer.num_nodes=3",
-    **dict.fromkeys(
-        ("strategy=dp", "strategy=data_parallel", "strategy=DataParallel"),
-        "type strategy=ddp, which starts a process for each device",
-    ),
-    "strategy=ps": "type strategy=ddp, which averages gradients without a parameter server",
-    **dict.fromkeys(("strategy=horovod", "strategy=ddp2"), "Did you mean ddp?"),
-    **dict.fromkeys(("strategy=ddp_sharded", "strategy=shard_grad_op"), "Did you mean fsdp_grad_op?"),
-    **dict.fromkeys(("strategy=fsdp_full", "strategy=fsdp_native"), "Did you mean fsdp?"),
-    "strategy=fsdp_cpu_offload": "Did you mean fsdp_offload?",
-    "strategy=fsdp2": "type strategy=fsdp, which is FSDP2",
-    "strategy=hsdp": "Did you mean fsdp_hybrid?",
-    "strategy=tp": "Did you mean fsdp_tp?",
-    "strategy=model_parallel": "type strategy=fsdp, or strategy=fsdp_tp for tensor parallelism",
-    "strategy=single_device": "Did you mean single?",
-    "strategy=tpu": "TPUs are not supported",
-    **dict.fromkeys(("strategy=zero", "strategy=zero2", "strategy=zero-2"), "Did you mean deepspeed_stage_2?"),
-    **dict.fromkeys(("strategy=zero3", "strategy=deepspeed_stage_4"), "Did you mean deepspeed_stage_3?"),
-    "strategy=deepspeed_stage_2_offload_nvme": "type strategy=deepspeed_stage_3_offload_nvme trainer.strategy.",
-    **dict.fromkeys(("precision=16", "precision=fp16"), "Did you mean 16-mixed?"),
-    "precision=bf16": "Did you mean bf16-mixed?",
-    "precision=32": "Did you mean 32-true?",
-    "precision=64": "Did you mean 64-true?",
-    "device=cpu": "type trainer.accelerator=cpu",
-    "device=cuda": "type trainer.accelerator=gpu",
-    "debug=fdr": "Did you mean one_batch?",
-}
-GUIDES_WORK = (
-    "strategy=ddp_spawn trainer.devices=2",
-    "strategy=ddp trainer.strategy.start_method=spawn trainer.devices=2",
-    "num_nodes=1",
-    "strategy=ddp trainer.devices=2 trainer.strategy.broadcast_buffers=true",
-    "strategy=ddp trainer.devices=2 trainer.strategy.broadcast_buffers=false",
-    "strategy=fsdp trainer.devices=2 trainer.strategy.auto_wrap_policy=null",
-    "data.batch_size=32",
-    "callbacks.best_checkpoint.save_last=true callbacks.best_checkpoint.every_n_epochs=5",
-    "precision=64-true trainer.fast_dev_run=true trainer.deterministic=true seed=42",
-    "callbacks.mine._target_=lightning.pytorch.callbacks.ModelCheckpoint callbacks.mine.save_top_k=3",
-)
+def as_in_a_shell(typed: str) -> list[str]:
+    """Return the words of a command line with a small model and data; variables of its environment come first."""
+    words = shlex.split(typed)
+    variables = [word for word in words if re.match("[A-Z_]+=", word)]
+    return [*variables, *PLAIN, *(word for word in words if word not in variables)]

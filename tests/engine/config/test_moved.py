@@ -47,6 +47,7 @@ def test_every_strategy_of_an_older_config_finds_its_code(older: Path, caplog: p
     assert told == len(list((older / "strategy").glob("deepspeed*.yaml")))
 
 
+@pytest.mark.nightly
 def test_an_older_config_trains_and_is_told_in_a_line(older: Path, train: Train) -> None:
     words = (*PLAIN, "strategy=deepspeed_stage_2", "trainer.max_steps=2", "global_batch_size=8")
     run = train(f"--config-path={older}", *words, ranks=2)
@@ -56,22 +57,17 @@ def test_an_older_config_trains_and_is_told_in_a_line(older: Path, train: Train)
     assert (run.run_dir / "train.log").stat().st_size
 
 
-def test_todays_config_names_nothing_that_moved() -> None:
-    assert list(moved.in_folder(CHECKOUT / "conf")) == []
+def test_each_line_to_change_is_listed_and_todays_config_has_none(older: Path) -> None:
+    lines = [*moved.in_folder(older)]
+    detect = "lightswitch.launch.cluster.detect is now lightswitch.cluster.environments.detect"
+    assert f"{older}/cluster/auto.yaml:2: {detect}" in lines
+    for name in ("step_timer.NoProfiler", "trackers.MLflowRun"):
+        assert any(line.endswith(f"is now lightswitch.monitoring.{name}") for line in lines), name
+    assert [*moved.in_folder(CHECKOUT / "conf")] == []
 
 
-def test_each_line_to_change_is_listed(older: Path) -> None:
-    lines = list(moved.in_folder(older))
-    assert (
-        f"{older}/cluster/auto.yaml:2: lightswitch.launch.cluster.detect is now lightswitch.cluster.environments.detect"
-        in lines
-    )
-    assert any(line.endswith("is now lightswitch.monitoring.step_timer.NoProfiler") for line in lines)
-    assert any(line.endswith("is now lightswitch.monitoring.trackers.MLflowRun") for line in lines)
-
-
-def test_each_class_that_moved_is_there() -> None:
-    judged = [f"lightswitch.monitoring.judged.{name}" for name in ("BestCheckpoint", "EarlyStop")]
-    others = ("lightswitch.monitoring.mlflow.MLflowRun", "lightswitch.monitoring.profiler.NoProfiler")
-    for name in (*judged, *others):
-        assert callable(get_object(moved.today(name))), name
+@pytest.mark.parametrize(
+    "name", ["judged.BestCheckpoint", "judged.EarlyStop", "mlflow.MLflowRun", "profiler.NoProfiler"]
+)
+def test_each_class_that_moved_is_there(name: str) -> None:
+    assert callable(get_object(moved.today(f"lightswitch.monitoring.{name}")))

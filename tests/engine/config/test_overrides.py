@@ -15,31 +15,37 @@ def _started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [("-m",), ("--multirun",), ("--cfg", "job"), ("-c", "job"), ("--config-dir", "mine"), ("--config-dir=mine",)],
-)
-def test_flags_come_first_with_their_values(flags: tuple[str, ...]) -> None:
-    assert normalised(["seed=1", *flags, "strategy=ddp"]) == [*flags, "seed=1", "strategy=ddp"]
+FLAGS = ("-m", "--multirun", "--cfg job", "-c job", "--config-dir mine", "--config-dir=mine")
+CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks.x", "logger.x")
+AS_TYPED = ("seed=1", "sead=1", "+seed=1", "~trainer.x", "hydra.run.dir=x", "model=my")
+NORMALISED = {
+    **{f"seed=1 {flag} strategy=ddp": f"{flag} seed=1 strategy=ddp" for flag in FLAGS},  # flags come first
+    **{typed: typed for typed in ("-m seed=1,2", "--cfg job seed=1", *AS_TYPED)},
+    # an argument of a constructor needs no plus, and may have one, as lightning-hydra-template asks for
+    **{f"{plus}{group}.x=1": f"++{group}.x=1" for group in CONSTRUCTED for plus in ("", "+", "++")},
+    # a replaced model leaves the arguments of the other behind, and an optimizer waits for the model to call it
+    "model._target_=my.Model model.width=3": "~model ++model._target_=my.Model ++model.width=3",
+    **{
+        f"{group}._target_=my.X": f"~{group} ++{group}._partial_=true ++{group}._target_=my.X"
+        for group in ("optimizer", "scheduler")
+    },
+    # a target beside a choice changes that choice, and other groups keep their file
+    "model=mine model._target_=my.Model": "model=mine ++model._target_=my.Model",
+    **{f"{group}._target_=my.X": f"++{group}._target_=my.X" for group in ("callbacks.mine", "trainer", "cluster")},
+    **{f"precision={choice}": f"precision='{choice}'" for choice in ("16", "32", "true", "1.5")},  # it is a name
+    **{f"{group}=null": f"~{group}" for group in ("debug", "experiment", "logger")},
+    "--local-rank=1 seed=1": "seed=1",  # of torch.distributed.launch
+}
 
 
-def test_a_flag_of_no_value_takes_none() -> None:
-    assert normalised(["-m", "seed=1,2"]) == ["-m", "seed=1,2"]
+@pytest.mark.parametrize("typed", NORMALISED)
+def test_words_become_what_hydra_takes(typed: str) -> None:
+    assert normalised(typed.split()) == NORMALISED[typed].split()
 
 
-def test_the_value_of_a_flag_is_no_flag_for_the_next_word() -> None:
-    assert normalised(["--cfg", "job", "seed=1"]) == ["--cfg", "job", "seed=1"]
-
-
-@pytest.mark.parametrize("group", ["model", "data", "trainer", "optimizer", "scheduler", "callbacks.x", "logger.x"])
-def test_an_argument_of_a_constructor_needs_no_plus(group: str) -> None:
-    for plus in ("", "+", "++"):  # as lightning-hydra-template asks for one, of what no file has
-        assert normalised([f"{plus}{group}.anything=1"]) == [f"++{group}.anything=1"]
-
-
-@pytest.mark.parametrize("argument", ["seed=1", "sead=1", "+seed=1", "~trainer.x", "hydra.run.dir=x", "model=my"])
-def test_anything_else_stays_as_it_is(argument: str) -> None:
-    assert normalised([argument]) == [argument]
+def test_spaces_and_quotes_stay_in_a_value() -> None:
+    assert normalised(["data.files=[a b.txt,'c=d.txt']"]) == ["++data.files=[a b.txt,'c=d.txt']"]
+    assert normalised(["-m", "precision=bf16-mixed, 16"]) == ["-m", "precision=bf16-mixed, '16'"]
 
 
 @pytest.mark.parametrize("typed", ["trainer.max_steps=3", "seed=1", "++mine=1", "hydra.run.dir=runs/mine", "x='1/2 3'"])
@@ -48,54 +54,9 @@ def test_an_override_is_shown_as_it_is_typed(typed: str) -> None:
     assert shortened("hydra.run.dir='runs/mine'") == "hydra.run.dir=runs/mine"
 
 
-def test_equals_signs_spaces_and_commas_stay_in_a_value() -> None:
-    assert normalised(["data.files=[a b.txt,'c=d.txt']"]) == ["++data.files=[a b.txt,'c=d.txt']"]
-
-
-def test_a_replaced_model_leaves_the_arguments_of_the_other_behind() -> None:
-    assert normalised(["model._target_=my.Model", "model.width=3"]) == [
-        "~model",
-        "++model._target_=my.Model",
-        "++model.width=3",
-    ]
-
-
-@pytest.mark.parametrize("group", ["optimizer", "scheduler"])
-def test_a_replaced_optimizer_waits_for_the_model_to_call_it(group: str) -> None:
-    assert normalised([f"{group}._target_=my.Thing"]) == [
-        f"~{group}",
-        f"++{group}._partial_=true",
-        f"++{group}._target_=my.Thing",
-    ]
-
-
-def test_a_target_beside_a_choice_changes_that_choice() -> None:
-    assert normalised(["model=mine", "model._target_=my.Model"]) == ["model=mine", "++model._target_=my.Model"]
-
-
-@pytest.mark.parametrize("group", ["callbacks.mine", "trainer", "cluster"])
-def test_other_groups_keep_their_file_under_another_target(group: str) -> None:
-    assert normalised([f"{group}._target_=my.Thing"]) == [f"++{group}._target_=my.Thing"]
-
-
-@pytest.mark.parametrize("choice", ["16", "32", "true", "1.5"])
-def test_a_choice_that_reads_as_a_number_is_a_name(choice: str) -> None:
-    assert normalised([f"precision={choice}"]) == [f"precision='{choice}'"]
-    assert normalised(["-m", f"precision=bf16-mixed, {choice}"]) == ["-m", f"precision=bf16-mixed, '{choice}'"]
-
-
-@pytest.mark.parametrize("group", ["debug", "experiment", "logger"])
-def test_null_takes_a_group_away(group: str) -> None:
-    assert normalised([f"{group}=null"]) == [f"~{group}"]
-
-
 def test_one_rank_of_a_launcher_writes_the_log_and_the_configuration() -> None:
     assert normalised(["seed=1"], rank=0) == ["seed=1"]
     assert normalised(["seed=1"], rank=1) == ["seed=1", "hydra.job_logging.root.handlers=[console]"]
-
-
-def test_the_flag_of_torch_distributed_launch_is_left_out() -> None:
-    assert normalised(["--local-rank=1", "seed=1"]) == ["seed=1"]
 
 
 def test_keys_of_a_dict_may_be_quoted_as_in_python_and_of_a_prefix_empty() -> None:
