@@ -1,7 +1,7 @@
 """Every module of the catalogue under every way: what holds and what is refused, for docs/reference/modules.md.
 
 python -m tests.engine.modules                 # all, in about an hour of two cores
-python -m tests.engine.modules vision          # those of a file, or some by name: their rows are made anew
+python -m tests.engine.modules generative      # those of a file, or some by name: their rows are made anew
 python -m tests.engine.modules MoCo --ways ddp fsdp  # prints cells, and leaves the page alone
 """
 
@@ -73,10 +73,10 @@ def page(rows: dict[str, Row]) -> list[str]:
     """Return a table for each field, and the lines of what is refused."""
     told: dict[str, int] = {}
     lines = [documents.made("python -m tests.engine.modules")]
-    for title, entries in FIELDS.items():
-        made = [entry for entry in entries if entry.name in rows]
-        cells = [[_named(entry), *(_text(rows[entry.name].get(way), told) for way in WAYS)] for entry in made]
-        lines += ["", f"### {title}", "", *documents.markdown(["module", *WAYS], cells)]
+    for field in FIELDS:
+        entries = [entry for entry in field.entries if entry.name in rows]
+        cells = [[_named(entry), *(_text(rows[entry.name].get(way), told) for way in WAYS)] for entry in entries]
+        lines += ["", f"### {field.title}", "", *documents.markdown(["module", *WAYS], cells)]
     lines += ["", "### What the numbers in brackets say", ""]
     return lines + [f"{number}. {line}" for line, number in told.items()]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
@@ -42,6 +43,17 @@ class Data(pl.LightningDataModule):
         return DataLoader(Samples(self.draw, 13, 2), 8, collate_fn=self.collate)
 
 
+class TwoLoaders(Data):
+    """Pairs to train on, and a second loader of distractors beside, in a dict."""
+
+    def train_dataloader(self) -> Any:
+        loaders = {
+            name: DataLoader(Samples(self.draw, self.samples, seed), 8, shuffle=True)
+            for name, seed in (("pairs", 1), ("distractors", 3))
+        }
+        return CombinedLoader(loaders, "min_size")
+
+
 class Images(Data):
     """The data of classifiers, by a name that a config can have."""
 
@@ -71,6 +83,26 @@ def noised(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         torch.randn(64, generator=generator),
         torch.randint(10, (), generator=generator),
     )
+
+
+def mask(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """An image (1, 8, 8) and a mask of its bright pixels."""
+    pixels, _ = image(generator)
+    return pixels, (pixels > 1).float()
+
+
+def sentence(generator: torch.Generator) -> Tensor:
+    """Three to seven words, each the last one's successor but by chance."""
+    length = int(torch.randint(3, 8, (), generator=generator))
+    skips = torch.randint(1, 3, (length,), generator=generator)
+    return 1 + skips.cumsum(0) % (WORDS - 1)
+
+
+def padded(sentences: list[Tensor]) -> dict[str, Tensor]:
+    return {
+        "words": pad_sequence(sentences, batch_first=True),
+        "lengths": torch.tensor([len(one) for one in sentences]),
+    }
 
 
 def line(generator: torch.Generator) -> Tensor:
@@ -127,10 +159,36 @@ def joined(graphs: list[dict[str, Tensor]]) -> dict[str, Any]:
     }
 
 
+def molecule(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions (NODES, 3), energy and forces of springs to the origin."""
+    positions = torch.randn(NODES, 3, generator=generator)
+    return positions, positions.square().sum() / 2, -positions
+
+
 def pair(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """A user of 20 and an item of 30."""
     user = torch.randint(20, (), generator=generator)
     return user, (user + torch.randint(3, (), generator=generator)) % 30
+
+
+def series(generator: torch.Generator) -> dict[str, Any]:
+    """Six to nine times of numbers (time, 2) and of categories, and what a shop is."""
+    length = int(torch.randint(6, 10, (), generator=generator))
+    numbers = torch.randn(length, 2, generator=generator).cumsum(0)
+    return {
+        "numbers": numbers,
+        "weekday": torch.arange(length) % 7,
+        "event": torch.randint(3, (length,), generator=generator),
+        "shop": torch.randint(5, (), generator=generator),
+        "target": numbers[-3:, 0].tanh(),
+    }
+
+
+def of_series(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Pad the series of a batch to its longest, and give their lengths."""
+    ragged = {name: pad_sequence([one[name] for one in samples], True) for name in ("numbers", "weekday", "event")}
+    fixed = {name: torch.stack([one[name] for one in samples]) for name in ("shop", "target")}
+    return {**ragged, **fixed, "lengths": torch.tensor([len(one["numbers"]) for one in samples])}
 
 
 def transition(generator: torch.Generator) -> dict[str, Tensor]:
@@ -140,6 +198,7 @@ def transition(generator: torch.Generator) -> dict[str, Tensor]:
     return {
         "state": state,
         "action": action,
+        "move": torch.randn(2, generator=generator).tanh(),
         "reward": state[action],
         "next": state.roll(1) + 0.1 * torch.randn(4, generator=generator),
     }
@@ -158,7 +217,8 @@ def collocation(generator: torch.Generator) -> Tensor:
     return torch.rand(1, generator=generator)
 
 
-IMAGES, VIEWS, NOISED = Images, partial(Data, views), partial(Data, noised)
-LINES, SPEECH, PAIRS = partial(Data, line), partial(Data, utterance, spoken), partial(Data, pair)
-SCENES, GRAPHS = partial(Data, scene, scenes), partial(Data, graph, joined)
+IMAGES, VIEWS, NOISED, MASKS = Images, *(partial(Data, draw) for draw in (views, noised, mask))
+SENTENCES, LINES, SPEECH = partial(Data, sentence, padded), partial(Data, line), partial(Data, utterance, spoken)
+SCENES, GRAPHS, MOLECULES = partial(Data, scene, scenes), partial(Data, graph, joined), partial(Data, molecule)
+PAIRS, TOWERS, SERIES = partial(Data, pair), partial(TwoLoaders, pair), partial(Data, series, of_series)
 TRANSITIONS, TASKS, POINTS = partial(Data, transition), partial(Data, task), partial(Data, collocation)

@@ -8,9 +8,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div
 from torch.nn.utils import parametrizations
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, ReduceLROnPlateau
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, OneCycleLR, ReduceLROnPlateau
 from torchmetrics.classification import MulticlassAccuracy
 
 Batch = tuple[Tensor, Tensor]
@@ -86,6 +87,32 @@ class SpectralNorm(Classifier):
         parametrizations.spectral_norm(self.net[1])
 
 
+class WeightNorm(Classifier):
+    """Salimans & Kingma 2016."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.net[1])
+
+
+class Distillation(Classifier):
+    """Hinton et al. 2015: a frozen teacher, which is kept in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = network(nn.Dropout(0.5)).requires_grad_(False)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.teacher.eval()
+        with torch.no_grad():
+            soft = (self.teacher(batch[0]) / 2).softmax(-1)
+        logits = self.net(batch[0])
+        return cross_entropy(logits, batch[1]) + kl_div((logits / 2).log_softmax(-1), soft, reduction="batchmean")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1)
+
+
 class MultiTask(Classifier):
     """Kendall et al. 2017: weights of two losses are learnt, a number each."""
 
@@ -102,6 +129,87 @@ class MultiTask(Classifier):
         ]
         loss = sum(torch.exp(-s) * one + s for one, s in zip(losses, self.log_vars, strict=True))
         return {"loss": loss, "classes": losses[0].detach(), "bright": losses[1].detach()}
+
+
+class SAM(torch.optim.Optimizer):
+    """Foret et al. 2020, as davda54/sam has it."""
+
+    def __init__(self, params: Any, base: type[Optimizer], rho: float = 0.05, **named: Any) -> None:
+        super().__init__(params, dict(rho=rho, **named))
+        self.base_optimizer = base(self.param_groups, **named)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.norm(torch.stack([gradient.norm(p=2) for gradient in gradients]), p=2)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["old_p"] = p.data.clone()
+                    p.add_(p.grad * (group["rho"] / (norm + 1e-12)))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError("SAM is stepped by first_step and second_step")
+
+
+class Sharpness(Classifier):
+    """Sharpness-aware minimization by hand: the optimizer's own two steps, past `step`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        loss = cross_entropy(self.net(batch[0]), batch[1])
+        self.manual_backward(loss)
+        optimizer.first_step(zero_grad=True)
+        self.manual_backward(cross_entropy(self.net(batch[0]), batch[1]))
+        optimizer.second_step(zero_grad=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return SAM(self.parameters(), torch.optim.SGD, lr=0.1)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Zhang et al. 2019: slow weights, which every second step goes back to."""
+
+    def __init__(self, optimizer: Optimizer, k: int = 2, alpha: float = 0.5) -> None:
+        self.optimizer, self.k, self.alpha, self.count = optimizer, k, alpha, 0
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self.slow = [[p.clone().detach() for p in group["params"]] for group in self.param_groups]
+        super().__init__(self.param_groups, self.defaults)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        self.count += 1
+        if self.count % self.k == 0:
+            for group, slow in zip(self.param_groups, self.slow, strict=True):
+                for p, q in zip(group["params"], slow, strict=True):
+                    q.data.add_(self.alpha * (p.data - q.data))
+                    p.data.copy_(q.data)
+        return loss
+
+
+class LooksAhead(Classifier):
+    """An optimizer around another, with a state that no `state` has."""
+
+    def configure_optimizers(self) -> Any:
+        return Lookahead(torch.optim.SGD(self.parameters(), lr=0.1))
 
 
 class AdamWScheduleFree(torch.optim.Optimizer):
@@ -226,6 +334,15 @@ class MaxNorm(Classifier):
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
             self.net[1].weight.renorm_(2, 0, 0.5)
+
+
+class OneCycle(Classifier):
+    """Smith 2018, by the length of the run, stepped each step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = OneCycleLR(optimizer, 0.2, total_steps=20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class WarmRestarts(Classifier):
@@ -362,3 +479,17 @@ class ShowsPictures(Classifier):
         figure.subplots().hist(batch[1].cpu())
         board.add_figure("classes", figure, self.global_step)
         return loss
+
+
+class ArcFace(Classifier):
+    """Deng et al. 2018: an angle to normalized rows of a weight, with a margin; the largest gradient is clipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        unit = nn.functional.normalize(self.net(batch[0])), nn.functional.normalize(self.weight)
+        cosine = nn.functional.linear(*unit).clamp(-0.999, 0.999)
+        margin = 0.3 * nn.functional.one_hot(batch[1], 4)
+        return cross_entropy(8 * torch.cos(cosine.acos() + margin), batch[1])

@@ -1,14 +1,16 @@
-"""Detection, graphs, equations, control and learning to learn."""
+"""Detection, segmentation, graphs, molecules, retrieval, control and learning to learn."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy, l1_loss, mse_loss
+from torch.nn.functional import cross_entropy, l1_loss, mse_loss, triplet_margin_loss
 
 
 class Detection(pl.LightningModule):
@@ -38,6 +40,21 @@ class Detection(pl.LightningModule):
         return torch.optim.AdamW([{"params": others}, backbone], lr=3e-3, eps=1e-5)
 
 
+class Dice(pl.LightningModule):
+    """Milletari et al. 2016: an overlap over the whole of the rank's own batch, and torch's cross-entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        likely, mask = self.net(batch[0]).sigmoid(), batch[1]
+        return 1 - 2 * (likely * mask).sum() / (likely.sum() + mask.sum() + 1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class GraphNetwork(pl.LightningModule):
     """Messages along edges, over graphs that a collate joins into one."""
 
@@ -63,6 +80,34 @@ class GraphNetwork(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-5)
 
 
+class ForceField(pl.LightningModule):
+    """Schütt et al. 2017: forces are the gradient of an energy, and both are learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(3, 16), nn.SiLU(), nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 1))
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            positions = positions.clone().requires_grad_(True)
+            energy = self.energy(positions).sum((1, 2))
+            forces = -torch.autograd.grad(energy.sum(), positions, create_graph=True)[0]
+        return energy, forces
+
+    def loss(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        energy, forces = self(batch[0])
+        return 0.01 * mse_loss(energy, batch[1]) + mse_loss(forces, batch[2])
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val/loss", self.loss(batch).detach())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-5)
+
+
 class PhysicsInformed(pl.LightningModule):
     """Raissi et al. 2019: a network that solves u″ = -u, by derivatives of second order."""
 
@@ -79,6 +124,25 @@ class PhysicsInformed(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-5)
+
+
+class TwoTowers(pl.LightningModule):
+    """Retrieval: a dict of two loaders, of which one gives what is not to be found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(20, 8), nn.Embedding(30, 8)
+        self.project = nn.Linear(8, 8)
+
+    def training_step(self, batch: dict[str, tuple[Tensor, Tensor]], batch_idx: int) -> Tensor:
+        (users, items), (_, others) = batch["pairs"], batch["distractors"]
+        return triplet_margin_loss(self.project(self.user(users)), self.item(items), self.item(others))
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val/score", (self.project(self.user(batch[0])) * self.item(batch[1])).sum(-1).mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(self.parameters(), lr=0.05, eps=1e-3)
 
 
 class MAML(pl.LightningModule):
@@ -140,3 +204,63 @@ class DQN(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.net.parameters(), lr=0.05)
+
+
+class DDPG(pl.LightningModule):
+    """Lillicrap et al. 2015, offline: actor and critic with an optimizer each, and targets that follow both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.actor, self.critic = nn.Linear(4, 2), nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.actor_target, self.critic_target = copy.deepcopy(self.actor), copy.deepcopy(self.critic)
+        for target in (self.actor_target, self.critic_target):
+            target.requires_grad_(False)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        actor, critic = self.optimizers()
+        with torch.no_grad():
+            ahead = torch.cat([batch["next"], self.actor_target(batch["next"]).tanh()], 1)
+            aim = batch["reward"][:, None] + 0.9 * self.critic_target(ahead)
+        critic_loss = mse_loss(self.critic(torch.cat([batch["state"], batch["move"]], 1)), aim)
+        critic.zero_grad()
+        self.manual_backward(critic_loss)
+        critic.step()
+        self.critic.requires_grad_(False)
+        actor_loss = -self.critic(torch.cat([batch["state"], self.actor(batch["state"]).tanh()], 1)).mean()
+        actor.zero_grad()
+        self.manual_backward(actor_loss)
+        actor.step()
+        self.critic.requires_grad_(True)
+        for target, net in ((self.actor_target, self.actor), (self.critic_target, self.critic)):
+            for aim, parameter in zip(target.parameters(), net.parameters(), strict=True):
+                aim.data.copy_(0.9 * aim.data + 0.1 * parameter.data)
+        self.log_dict({"actor": actor_loss, "critic": critic_loss})
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.actor, self.critic)]
+
+
+class Reinforce(pl.LightningModule):
+    """Williams 1992: the step plays an environment that has a state and a generator of its own, in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.random = np.random.default_rng(0)
+        self.state = torch.zeros(4)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        likely, rewards = [], []
+        for _ in range(5):
+            moves = torch.distributions.Categorical(logits=self.policy(self.state))
+            action = torch.tensor(int(self.random.integers(3)))
+            likely.append(moves.log_prob(action))
+            rewards.append(float(self.state[action]))
+            self.state = self.state.roll(1) + 0.3 * torch.from_numpy(self.random.normal(size=4)).float()
+        returns = torch.tensor(rewards).flip(0).cumsum(0).flip(0)
+        self.log("return", returns[0], batch_size=1)
+        return -(torch.stack(likely) * returns).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)

@@ -83,8 +83,12 @@ class Walk:
         self._pool, self._folder, self._count = pool, folder, 0
         self.reference = cache(self._reference)
 
-    def cell(self, name: str, way: str) -> Cell:
-        """Train a module under a way; resume there what the reference saved, and with the reference what it saved."""
+    def cell(self, name: str, way: str, goes_back: bool = True) -> Cell:
+        """Train a module under a way; resume there what the reference saved, and with the reference what it saved.
+
+        Args:
+            goes_back: without it, the last of these is left out.
+        """
         entry = CATALOGUE[name]
         try:
             expected = self.reference(name)
@@ -92,6 +96,7 @@ class Walk:
             runs = {"": whole}
             if entry.resumes:
                 runs[", resumed"] = self._fit(entry, way, expected.checkpoints()[0])
+            if entry.resumes and goes_back:
                 runs[f", resumed by {entry.reference}"] = self._fit(entry, entry.reference, whole.checkpoints()[0])
             found = {when: differences(entry, expected, run) for when, run in runs.items()}
         except RankFailed as failed:

@@ -1,4 +1,4 @@
-"""Images (batch, 64): self-supervised learning of views of them, diffusion, codebooks, flows and adversaries."""
+"""Diffusion, codebooks, flows, autoencoders and adversaries, over images (batch, 64)."""
 
 from __future__ import annotations
 
@@ -10,138 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, embedding, mse_loss, normalize, one_hot, softplus
+from torch.nn.functional import embedding, mse_loss, one_hot, softplus
 
-Views = Noised = tuple[Tensor, Tensor, Tensor]
-
-
-def encoder(features: int = 16) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, features))
-
-
-class MoCo(pl.LightningModule):
-    """He et al. 2019: a momentum encoder moved by `.data =` in the step, and a queue of keys of all ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder_q, self.encoder_k = encoder(), encoder()
-        for q, k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
-            k.data.copy_(q.data)
-            k.requires_grad = False
-        self.register_buffer("queue", normalize(torch.randn(16, 24), dim=0))
-        self.register_buffer("queue_ptr", torch.zeros(1, dtype=torch.long))
-
-    @torch.no_grad()
-    def _momentum_update_key_encoder(self) -> None:
-        for q, k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
-            k.data = k.data * 0.9 + q.data * 0.1
-
-    @torch.no_grad()
-    def _dequeue_and_enqueue(self, keys: Tensor) -> None:
-        keys = self.all_gather(keys).flatten(0, -2)  # (world, batch, features)
-        pointer = int(self.queue_ptr)
-        self.queue[:, pointer : pointer + len(keys)] = keys.T
-        self.queue_ptr[0] = (pointer + len(keys)) % self.queue.shape[1]
-
-    def training_step(self, batch: Views, batch_idx: int) -> Tensor:
-        q = normalize(self.encoder_q(batch[0]), dim=1)
-        with torch.no_grad():
-            self._momentum_update_key_encoder()
-            k = normalize(self.encoder_k(batch[1]), dim=1)
-        positive = (q * k).sum(1, keepdim=True)
-        logits = torch.cat([positive, q @ self.queue.clone().detach()], 1) / 0.2
-        self._dequeue_and_enqueue(k)
-        return cross_entropy(logits, torch.zeros(len(q), dtype=torch.long, device=self.device))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.encoder_q.parameters(), lr=0.05, momentum=0.9)
-
-
-class SimCLR(pl.LightningModule):
-    """Chen et al. 2020: each sample against the others of its own rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = encoder()
-
-    def training_step(self, batch: Views, batch_idx: int) -> Tensor:
-        one, other = (normalize(self.encoder(view), dim=1) for view in batch[:2])
-        logits = one @ other.T / 0.5
-        labels = torch.arange(len(logits), device=self.device)
-        return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-class CLIP(pl.LightningModule):
-    """Radford et al. 2021: two towers and a learnt scale of logits, clamped after each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.text = encoder(), encoder()
-        self.logit_scale = nn.Parameter(torch.tensor(1.0))
-
-    def training_step(self, batch: Views, batch_idx: int) -> Tensor:
-        image, text = (
-            self.all_gather(normalize(tower(view), dim=1), sync_grads=True).flatten(0, -2)
-            for tower, view in zip((self.image, self.text), batch[:2], strict=True)
-        )
-        logits = self.logit_scale.exp() * image @ text.T
-        labels = torch.arange(len(logits), device=self.device)
-        return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.logit_scale.data.clamp_(0.999, 4.6)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class SwAV(pl.LightningModule):
-    """Caron et al. 2020: prototypes that are normalized in each step, before they are used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = encoder()
-        self.prototypes = nn.Linear(16, 6, bias=False)
-
-    def training_step(self, batch: Views, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            weight = self.prototypes.weight.data.clone()
-            self.prototypes.weight.copy_(normalize(weight, dim=1, p=2))
-        one, other = (self.prototypes(normalize(self.encoder(view), dim=1)) for view in batch[:2])
-        return -(other.detach() / 0.2).softmax(1).mul((one / 0.5).log_softmax(1)).sum(1).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-class KNNMonitor(pl.LightningModule):
-    """As lightly monitors: features gathered in `on_validation_epoch_end` from a list of the module's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.predictor = encoder(), nn.Linear(16, 16)
-        self.features: list[Tensor] = []
-        self.labels: list[Tensor] = []
-
-    def training_step(self, batch: Views, batch_idx: int) -> Tensor:
-        return mse_loss(self.predictor(self.encoder(batch[0])), batch[1][:, :16])
-
-    def validation_step(self, batch: Views, batch_idx: int) -> None:
-        self.features.append(normalize(self.encoder(batch[0]), dim=1))
-        self.labels.append(batch[2])
-
-    def on_validation_epoch_end(self) -> None:
-        features, labels = torch.cat(self.features), torch.cat(self.labels)
-        self.features.clear()
-        self.labels.clear()
-        nearest = (features @ features.T).fill_diagonal_(-1).argmax(1)
-        self.log("knn_agrees", (labels[nearest] == labels).float().mean(), sync_dist=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+Noised = tuple[Tensor, Tensor, Tensor]
+Image = tuple[Tensor, Tensor]
 
 
 class Denoiser(nn.Module):
@@ -248,6 +120,25 @@ class EmaCopy(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.model.parameters(), lr=0.05)
+
+
+class VAE(pl.LightningModule):
+    """Kingma & Welling 2013: noise that the step draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(64, 16), nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 64))
+
+    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
+        mean, log_variance = self.encoder(batch[0]).chunk(2, -1)
+        z = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+        divergence = (mean.square() + log_variance.exp() - 1 - log_variance).sum(-1).mean() / 2
+        loss = mse_loss(self.decoder(z), batch[0])
+        self.log_dict({"reconstruction": loss, "divergence": divergence})
+        return loss + 0.01 * divergence
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-5)
 
 
 class VQEma(pl.LightningModule):
@@ -405,6 +296,33 @@ class GAN(pl.LightningModule):
         ], []
 
 
+class WGAN(pl.LightningModule):
+    """Arjovsky et al. 2017: a critic whose weights are clamped, stepped more often than the generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critic = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Noised, batch_idx: int) -> None:
+        real, noise, _ = batch
+        g, c = self.optimizers()
+        loss = self.critic(self.generator(noise).detach()).mean() - self.critic(real).mean()
+        c.zero_grad()
+        self.manual_backward(loss)
+        c.step()
+        for parameter in self.critic.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+        if batch_idx % 2:
+            g.zero_grad()
+            self.manual_backward(-self.critic(self.generator(noise)).mean())
+            g.step()
+        self.log("critic", loss)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.RMSprop(part.parameters(), lr=1e-3, eps=1e-3) for part in (self.generator, self.critic)]
+
+
 class GradientPenalty(pl.LightningModule):
     """Gulrajani et al. 2017: a critic whose gradients are part of its loss, in automatic optimization."""
 
@@ -421,3 +339,20 @@ class GradientPenalty(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class ScoreMatching(pl.LightningModule):
+    """Song et al. 2019: the slice of a Hessian, by a gradient of a gradient's product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(64, 32), nn.SiLU(), nn.Linear(32, 1))
+
+    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
+        x, v = batch[0].clone().requires_grad_(), batch[1].sign()
+        score = -torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+        along = torch.autograd.grad((score * v).sum(), x, create_graph=True)[0]
+        return ((along * v).sum(-1) + score.square().sum(-1) / 2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.02)
