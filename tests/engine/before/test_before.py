@@ -63,6 +63,7 @@ def test_its_best_checkpoint_is_tested(tmp_path: Path) -> None:
     assert results["test/loss"] == pytest.approx(_curve("val/loss")[19], abs=1e-5)  # the same samples
 
 
+@pytest.mark.nightly
 def test_it_is_exported(tmp_path: Path) -> None:
     shutil.copytree(BEFORE / "runs_of_0ddfbcd" / "ddp", tmp_path / "old", symlinks=True)
     words = [sys.executable, "-m", "lightswitch.export", str(tmp_path / "old"), "-o", str(tmp_path / "exported")]

@@ -204,6 +204,7 @@ def test_a_start_while_another_writes_leaves_its_files(earlier: Finished, train:
     assert _state(earlier.run_dir) == before
 
 
+@pytest.mark.nightly
 def test_a_start_that_goes_on_keeps_the_log_of_what_it_said_first(earlier: Finished, train: Train) -> None:
     for strategy in (
         "single",
