@@ -100,7 +100,10 @@ def test_what_cannot_be_made_is_refused_in_a_line(arguments: str, told: str, clo
         ("git update-index --skip-worktree train.py; echo mine > train.py", "train.py"),
         ("git update-index --assume-unchanged train.py; echo mine > train.py", "train.py"),
         ("git config status.showUntrackedFiles no; echo mine > mine.txt", "mine.txt"),
-        ("echo src/birdsong/ > .git/info/exclude; mkdir src/birdsong; echo > src/birdsong/a.py", "move it elsewhere\n"),
+        (
+            "echo src/birdsong/ > .git/info/exclude; mkdir src/birdsong; echo > src/birdsong/__init__.py",
+            "move it elsewhere\n",
+        ),
         (
             "git checkout -q --detach; git -c user.name=a -c user.email=b commit -q --allow-empty -m Mine",
             "found commits that are on no branch; create a branch for them first: git branch NAME\n",

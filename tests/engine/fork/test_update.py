@@ -121,7 +121,7 @@ def test_what_a_fork_has_of_its_own_stays_and_its_news_are_listed(own_clone: Pat
     (own_clone / "docs/owls.md").write_text("# Owls\n\n[Data](data.md), [tests](../tests/engine/plain.py)\n")
     git(own_clone, "add", "--all")
     git(own_clone, "commit", "--quiet", "--message=Later")
-    told = update(birdsong, f"git+file://{own_clone}@main").splitlines()
+    told = update(birdsong, str(own_clone)).splitlines()
     beside = [line for line in told if line.startswith("beside ")]
     assert "beside     conf/strategy/owls.yaml: new in lightswitch; this fork's copy is unchanged" in beside
     assert "beside     conf/trainer/default.yaml: changed in lightswitch; this fork's copy is unchanged" in beside
