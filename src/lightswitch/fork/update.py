@@ -171,9 +171,10 @@ def _tell_news(before: str, now: str) -> None:
 
 def _requirements(new: Source, pyproject: str) -> Iterator[str]:
     """Yield a line for each requirement of the new engine that the fork lacks, or has with another version."""
-    own = {one.name: one for one in map(Requirement, re.findall(r'^    "([\w.-]+[^":]*)",', pyproject, re.MULTILINE))}
+    listed = map(Requirement, re.findall(r'^    "([\w.-]+[^":]*)",', pyproject, re.MULTILINE))
+    own = {(one.name, str(one.marker)): one for one in listed}  # a package may have other versions on another Python
     for requirement in map(Requirement, new.requirements):
-        found = own.get(requirement.name)
+        found = own.get((requirement.name, str(requirement.marker)))
         if found is None or found.specifier != requirement.specifier:
             put = "add it to" if found is None else f"replace {found} with it in"
             yield f"needs      {requirement}: {put} the dependencies of pyproject.toml, then type make constraints"
