@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from lightswitch.deepspeed.config import operator_problems
 from tests.engine.conftest import Finished, Train, runs_in
 from tests.engine.curves import largest_difference
+from tests.engine.launch.test_launchers import finish
+from tests.engine.processes import TRAIN_PY, Start
 from tests.engine.tiny import LANGUAGE
 from tests.engine.tours.test_tours import KILL
 from tests.engine.ways import WAYS, Way
@@ -54,8 +57,12 @@ def test_a_run_on_disk_has_the_curve_of_one_process_also_if_it_is_killed(
         assert largest_difference(run, alone, metric) <= 1e-5, metric
 
 
-def test_a_run_leaves_nothing_on_the_drive(ways: dict[str, Way], tmp_path: Path, train: Train) -> None:
-    train(*RUN, DISK, f"trainer.strategy.nvme_path={tmp_path}", "trainer.max_steps=1", ranks=2)
+def test_a_run_leaves_nothing_on_the_drive(ways: dict[str, Way], tmp_path: Path, start: Start) -> None:
+    """Run a command: ranks that a test forks end without what is registered for Python's exit."""
+    launch = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", TRAIN_PY, *RUN, DISK)
+    words = (f"trainer.strategy.nvme_path={tmp_path}", "trainer.max_steps=1")
+    built = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR",) if name in os.environ}
+    finish(start(*launch, *words, **built))
     assert not list(tmp_path.glob("**/*.swp"))
 
 
@@ -68,4 +75,4 @@ def test_a_hook_that_accesses_a_weight_on_disk_is_refused(ways: dict[str, Way], 
     hook = "callbacks.mine._target_=tests.nightly.test_disk.Reads"
     refused = train(*RUN, *ways["disk × 1"].switches, hook, ranks=1, check=False)
     assert refused.returncode == 2
-    assert "a weight that DeepSpeed holds on disk between its uses; use strategy=deepspeed_stage_3_of" in refused.err
+    assert "a weight, which DeepSpeed holds on disk between its uses; use strategy=deepspeed_stage_3_of" in refused.err

@@ -167,9 +167,10 @@ def repeats(loaders: Any, dataloader_idx: int, batch_idx: int) -> bool:
 def samples_in(loaders: Any, dataloader_idx: int, batch_idx: int) -> int | None:
     """Return the number of samples in a batch of one of an evaluation's loaders; None if only the loader knows it."""
     loader = loaders.flattened[dataloader_idx]
-    slices = unwrapped(getattr(loader, "batch_sampler", None)) or getattr(loader, "sampler", None)
-    is_known = isinstance(loader, RankLoader) and not loader.makes_batches
-    return slices.samples_in(batch_idx) if is_known else None  # type: ignore[union-attr]  # of a RankLoader
+    if not isinstance(loader, RankLoader) or loader.makes_batches:
+        return None
+    slices: Any = loader.sampler if loader.batch_sampler is None else unwrapped(loader.batch_sampler)
+    return int(slices.samples_in(batch_idx))
 
 
 class EvaluatedSamples(SeededSamples):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from jsonschema import Draft7Validator
-from omegaconf._utils import get_yaml_loader
+from omegaconf.basecontainer import get_yaml_loader
 
 from lightswitch.reference.schema import schemas
 from tests.engine.conftest import CHECKOUT
