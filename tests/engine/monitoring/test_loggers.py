@@ -10,9 +10,9 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from lightswitch.config.hydra_versions import instantiate
 from tests.engine.conftest import CHECKOUT, PLAIN, Train
 from tests.engine.monitoring.tiny import Engine, Regression, loader, trainer
 from tests.engine.processes import TRAIN_PY, Start, said
