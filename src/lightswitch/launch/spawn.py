@@ -76,6 +76,7 @@ def _exit_code_of(count: int, run: RunContext) -> int:
 def _rank(rank: int, count: int, port: int, module: str | None, typed: list[str], arguments: list[str]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys._xoptions["follows"] = str(os.getppid())  # torch sends SIGINT when that ends, which a background job ignores
     sys.orig_argv[:] = typed  # printed commands repeat what the user typed
     sys.argv[:] = arguments
     if module is None:
