@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -59,7 +60,7 @@ def test_a_run_on_disk_has_the_curve_of_one_process_also_if_it_is_killed(
 
 def test_a_run_leaves_nothing_on_the_drive(ways: dict[str, Way], tmp_path: Path, start: Start) -> None:
     """Run a command: ranks that a test forks end without what is registered for Python's exit."""
-    launch = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", TRAIN_PY, *RUN, DISK)
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", TRAIN_PY, *RUN, DISK)
     words = (f"trainer.strategy.nvme_path={tmp_path}", "trainer.max_steps=1")
     built = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR",) if name in os.environ}
     finish(start(*launch, *words, **built))
