@@ -99,7 +99,7 @@ KILLED = {
 def test_a_spawned_rank_that_is_killed_ends_the_others_and_is_named(when: str, train: Train) -> None:
     failed = train(*KILLED[when], RUN[2], *RUN[4:], "strategy=ddp_spawn", "trainer.devices=2", check=False)
     assert failed.returncode == 1
-    assert re.search(r"rank 1 on \S+: process \d+ was killed by SIGKILL", failed.err), failed.err
+    assert re.search(r"rank 1 of 2 on \S+: process \d+ was killed by SIGKILL", failed.err), failed.err
     assert "Traceback" not in failed.err
 
 
