@@ -63,7 +63,7 @@ class Lock:
         while not self._released.wait(pause_seconds):
             pause_seconds = _BEAT_SECONDS
             with contextlib.suppress(OSError, ValueError):  # the file system may be unavailable for a while
-                if is_removed(self.path.parent):
+                if is_removed(self.path.parent) and not self._released.is_set():  # by `release`, in this moment
                     self._on_lost(removed(self.path.parent))
                     return
                 text = regular_files.read_text(self.path)
