@@ -30,15 +30,18 @@ from tests.engine.monitoring.tiny import BATCH, Engine, Regression, loader, trai
 class Slow(Callback):
     """Makes each step last, so that a run has something to show; by a clock alone, if one is given."""
 
-    def __init__(self, step_seconds: float, validation_seconds: float = 0.0, clock: Clock | None = None) -> None:
-        self._step_seconds, self._validation_seconds = step_seconds, validation_seconds
+    def __init__(self, step_seconds: float, evaluation_seconds: float = 0.0, clock: Clock | None = None) -> None:
+        self._step_seconds, self._evaluation_seconds = step_seconds, evaluation_seconds
         self._sleep = time.sleep if clock is None else clock.sleep
 
     def on_before_backward(self, *_: Any) -> None:
         self._sleep(self._step_seconds)
 
     def on_validation_batch_start(self, *_: Any) -> None:
-        self._sleep(self._validation_seconds)
+        self._sleep(self._evaluation_seconds)
+
+    def on_test_batch_start(self, *_: Any) -> None:
+        self._sleep(self._evaluation_seconds)
 
 
 def run_of(directory: Path, *callbacks: Callback, tokens: int | None = None, **options: Any) -> Trainer:
@@ -140,7 +143,7 @@ def test_a_terminal_shows_one_line_that_moves_and_that_an_evaluation_clears(tmp_
     assert any(re.search(r"\d+% \|█+ *\| \d+/40 · .* left$", frame) for frame in training)
     last = r"train 100% \|█{4,20}\| 40/40 · loss [\d.e-]+ · val [\d.e-]+ · [\d.]+k? tokens/s · 0:00 left"
     assert re.fullmatch(last, training[-1])
-    frames = terminal_frames(lambda: run_of(tmp_path).test(Regression(), loader(800), verbose=False))
+    frames = terminal_frames(lambda: run_of(tmp_path, Slow(0, 0.01)).test(Regression(), loader(800), verbose=False))
     assert any(re.fullmatch(r"test +\d+% \|█+ *\| \d+/100", frame) for frame in frames)
     assert frames[-1] == ""
 

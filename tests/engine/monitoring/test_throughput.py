@@ -53,7 +53,7 @@ def test_a_step_takes_the_time_of_its_micro_batches_alone(
     beside: str, options: dict[str, Any], step_seconds: float, tmp_path: Path, clock: Clock
 ) -> None:
     callbacks = [
-        Slow(0.02, validation_seconds=0.2, clock=clock),
+        Slow(0.02, evaluation_seconds=0.2, clock=clock),
         *([SlowSave(clock)] if beside == "checkpoints" else []),
     ]
     steps = speeds(tmp_path, *callbacks, **options)
