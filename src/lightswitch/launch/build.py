@@ -120,7 +120,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Start | None
         strategy=strategy,
         callbacks=[*engine, *users, *step_timer(cfg, run, users)],
         logger=in_order(loggers or {}),
-        **plugins(cfg, cluster, refusals),
+        **plugins(cfg, cluster, refusals, strategy),
         **plan.trainer_arguments(cfg.trainer),
         **trainer_arguments(users, cfg.trainer),
         **trainer_clipping(model, cfg, run),

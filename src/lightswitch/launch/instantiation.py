@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import dropwhile
 from typing import Any, cast
@@ -15,7 +17,8 @@ from typing import Any, cast
 import torch
 from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -36,6 +39,7 @@ _OF_VALUES = (TypeError, ValueError, AttributeError)  # raised for a value of an
 _LIBRARIES = ("lightning", "lightswitch", "torch")  # their messages about arguments need no traceback
 _TORCH = "torch.optim."  # constructors of other packages may build operators, or need special parameters
 _OF_GPUS = "capturable"  # an argument that fails on the CPU, on which optimizers are tried
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 OF_PYTORCH_LIGHTNING = (
     "; in the file that defines it, write import lightning.pytorch as pl for import pytorch_lightning as pl"
@@ -115,17 +119,19 @@ def raise_all(refusals: list[Refused]) -> None:
         raise RefusedRequest(lines, "\n".join(refusal.details for refusal in refusals if refusal.details))
 
 
-def plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused]) -> dict[str, Any]:
+def plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused], strategy: Strategy | None = None) -> dict[str, Any]:
     """Return the Trainer's arguments for the cluster environment and for a precision that is passed as a plugin.
 
-    These precisions are those that the config names by class, and 64-true: Lightning rejects that name with
-    fully_shard, which supports any dtype.
+    These precisions are those that the config names by class, and 64-true and 16-mixed: Lightning rejects these names
+    with fully_shard, which supports any dtype.
     """
     precision = cfg.trainer.get("precision")
     if isinstance(precision, DictConfig):
         plugin = instantiated(cfg.trainer, "precision", refusals)
     elif str(precision) in ("64", "64-true"):
         plugin = DoublePrecision()
+    elif str(precision) in ("16", "16-mixed") and isinstance(strategy, ModelParallelStrategy):
+        plugin = MixedPrecision("16-mixed", "cuda")
     else:
         return {"plugins": cluster}
     return {"plugins": [one for one in (cluster, plugin) if one is not None], "precision": None}
@@ -207,7 +213,7 @@ def _error(make: Callable[..., Any], arguments: Arguments) -> Exception | None:
     parameter = torch.nn.Parameter(torch.zeros(2, 2))  # a matrix, as Muon accepts nothing else
     parameter.grad = torch.zeros(2, 2)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _hidden_gpus():
             warnings.simplefilter("ignore")  # the run itself shows them
             _step(make, parameter, arguments)
     except Exception as error:
@@ -223,6 +229,23 @@ def _step(make: Callable[..., Any], parameter: torch.nn.Parameter, arguments: Ar
     schedule = make(optimizer, **arguments)
     optimizer.step()
     schedule.step(*[0.0] if isinstance(schedule, ReduceLROnPlateau) else [])
+
+
+@contextmanager
+def _hidden_gpus() -> Iterator[None]:
+    """Hide them from an optimizer's step.
+
+    It asks CUDA whether a graph is captured, which opens the driver in this process without torch's knowing; no process
+    forked from it, such as a plan's, can use a GPU then.
+    """
+    before = os.environ.get(_VISIBLE)
+    os.environ[_VISIBLE] = ""
+    try:
+        yield
+    finally:
+        del os.environ[_VISIBLE]
+        if before is not None:
+            os.environ[_VISIBLE] = before
 
 
 def _shown(value: object) -> str:

@@ -57,7 +57,6 @@ class _Chunked(torch.autograd.Function):
         needs_grads: bool,
     ) -> Tensor:
         classes, padded = len(weight), _padded(weight)
-        padding = len(padded) - classes
         is_counted = targets != ignored
         first = 0 if group is None else dist.get_rank(group) * classes
         is_here = is_counted & (targets >= first) & (targets < first + classes)
@@ -66,12 +65,13 @@ class _Chunked(torch.autograd.Function):
         grad_weight = torch.zeros_like(padded, dtype=total.dtype) if needs_grads else None
         grads: list[Tensor] = []
         for rows, at, here, counts in _chunks(classes, x, *(each[:, None] for each in (places, is_here, is_counted))):
-            logs = _log_softmax(_logits(rows, padded)[:, :classes], group)
+            logits = _logits(rows, padded)
+            logits[:, classes:] = -math.inf  # a slice without these columns would be copied, and take a chunk more
+            logs = _log_softmax(logits, group)
             total -= logs.gather(1, at).masked_fill(~here, 0).sum()
             if grad_weight is not None:  # with respect to logits: the probabilities, minus 1 at the target
                 grad = logs.exp_()
                 grad = grad.scatter_(1, at, grad.gather(1, at) - here.to(grad.dtype)).to(x.dtype)
-                grad = F.pad(grad, (0, padding)) if padding else grad
                 grads.append((grad @ padded).mul_(counts))
                 grad_weight += grad.t() @ (rows * counts)
         if group is not None:

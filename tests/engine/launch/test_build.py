@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from omegaconf import OmegaConf
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.launch.build import _of_other_kinds, _strategy
-from lightswitch.launch.instantiation import refused_optimizers
+from lightswitch.launch.instantiation import plugins, refused_optimizers
 from lightswitch.strategies.ddp import DDP, Single
+from lightswitch.strategies.fsdp import FSDP
 from tests.engine.conftest import PLAIN_DATA, Train
 from tests.engine.curves import largest_difference
 from tests.engine.fits import Fit, trained
@@ -74,6 +78,20 @@ def test_lightnings_own_fsdp_is_refused_where_there_is_no_gpu(train: Train) -> N
     assert run.err.splitlines() == [told]
 
 
+@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled, but CUDA is not available")
+@pytest.mark.parametrize(("strategy", "kind"), [(FSDP(), MixedPrecision), (DDP(), None)])
+def test_lightning_is_handed_16_mixed_as_a_plugin_where_it_refuses_the_name(
+    strategy: Strategy, kind: type[MixedPrecision] | None
+) -> None:
+    handed = plugins(OmegaConf.create({"trainer": {"precision": "16-mixed"}}), None, [], strategy)["plugins"]
+    if kind is None:
+        assert handed is None
+        return
+    (plugin,) = handed
+    assert isinstance(plugin, kind)
+    assert isinstance(plugin.scaler, torch.amp.GradScaler)
+
+
 class OwnClipModel(SGDModel):
     """Clips by Lightning's function, to a norm of its own where the Trainer has none."""
 
@@ -116,6 +134,19 @@ def _told(target: str, run_mode: str = "fit", **arguments: Any) -> list[str]:
         str(one)
         for one in refused_optimizers(OmegaConf.create({"mode": run_mode, "tuned": node, "model": {"by": "${tuned}"}}))
     ]
+
+
+def test_the_optimizer_that_is_tried_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would ask the driver of CUDA, and no process that is forked later, such as a plan's, could use a GPU."""
+    seen: list[str] = []
+    hook = register_optimizer_step_pre_hook(lambda *_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert _told("torch.optim.AdamW") == []
+    hook.remove()
+    assert (seen, os.environ["CUDA_VISIBLE_DEVICES"]) == ([""], "3")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert _told("torch.optim.AdamW") == []
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 @pytest.mark.parametrize(

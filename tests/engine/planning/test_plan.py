@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engine.config.mistaken import answers
 from tests.engine.conftest import Train
@@ -152,3 +153,10 @@ def test_a_plan_is_made_by_one_process(train: Train) -> None:
     run = train("mode=plan", *MODEL, ranks=2, check=False)
     assert run.returncode == 2
     assert "mode=plan runs in a single process, but torchrun started several" in run.err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", [("mode=plan",), ("mode=dry_run", "strategy=fsdp"), ("micro_batch_size=auto",)])
+def test_a_plan_is_made_for_the_gpu_that_is_here(words: tuple[str, ...], train: Train) -> None:
+    run = train(*words, *MODEL, "trainer.accelerator=gpu", "trainer.devices=1", "trainer.max_steps=2")
+    assert torch.cuda.get_device_name() in run.out
