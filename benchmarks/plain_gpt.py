@@ -1,5 +1,7 @@
 """A GPT in a plain loop like nanoGPT's train.py: autocast, fused AdamW, gradient accumulation, DDP under torchrun.
 
+With `is_sharded`, torch's fully_shard takes the place of DDP, block by block.
+
 python -m benchmarks.plain_gpt FOLDER '{"model": {…}, "tokens": "train.bin", …}'   # the fields of Plan
 
 It writes the file that benchmarks.measuring writes in a run of train.py.
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.parts import Profile
@@ -41,6 +44,7 @@ class Plan:
         micro_batch: sequences per device in a micro-batch.
         accumulation: micro-batches per step.
         compiled_by: a backend of torch.compile; None for eager.
+        is_sharded: by fully_shard, in place of DDP; also a single process is started by torchrun then.
         is_profiled: write `parts_<rank>.json` (benchmarks.parts) in place of the measurements.
     """
 
@@ -53,6 +57,7 @@ class Plan:
     warm_up_steps: int
     steps: int
     compiled_by: str | None = None
+    is_sharded: bool = False
     is_profiled: bool = False
 
 
@@ -72,12 +77,13 @@ def main(folder: str, plan: Plan) -> None:
     device = torch.device(plan.device, int(os.environ.get("LOCAL_RANK", 0)) if plan.device == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world_size > 1:
+    is_grouped = world_size > 1 or plan.is_sharded
+    if is_grouped:
         dist.init_process_group()
     kind, act = ("parts", profiled) if plan.is_profiled else ("measured", measured)
     found = act(plan, device, rank, world_size)
     Path(folder, f"{kind}_{rank}.json").write_text(json.dumps(found))
-    if world_size > 1:
+    if is_grouped:
         dist.destroy_process_group()
 
 
@@ -115,10 +121,14 @@ def trained(plan: Plan, device: torch.device, rank: int, world_size: int) -> Ite
     model = GPT(**plan.model, optimizer=torch.optim.AdamW)
     model.configure_model()
     loss: nn.Module = Loss(model).to(device)
+    if plan.is_sharded:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for part in (*model.transformer.blocks, loss):
+            fully_shard(part, mp_policy=policy)
     optimizer = torch.optim.AdamW(_groups(model), lr=6e-4, betas=(0.9, 0.95), fused=device.type == "cuda")
     if plan.compiled_by:
         loss = torch.compile(loss, backend=plan.compiled_by)
-    if world_size > 1:
+    if world_size > 1 and not plan.is_sharded:
         loss = DistributedDataParallel(loss, device_ids=[device.index] if device.type == "cuda" else None)
     batches = _batches(plan, device, rank)
     batch = next(batches)
@@ -126,7 +136,8 @@ def trained(plan: Plan, device: torch.device, rank: int, world_size: int) -> Ite
     for step in range(1, plan.warm_up_steps + plan.steps + 1):
         for micro_step in range(plan.accumulation):
             is_last = micro_step == plan.accumulation - 1
-            alone = loss.no_sync() if world_size > 1 and not is_last else contextlib.nullcontext()  # type: ignore[operator]
+            is_replicated = isinstance(loss, DistributedDataParallel)
+            alone = loss.no_sync() if is_replicated and not is_last else contextlib.nullcontext()  # type: ignore[operator]
             with alone:
                 with torch.autocast(device.type, torch.bfloat16):
                     value = loss(*batch) / plan.accumulation

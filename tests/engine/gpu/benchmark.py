@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def gpt2(memory_bytes: int) -> Size:
 
 @dataclass(frozen=True)
 class Contest:
-    """A strategy on so many devices, and the plain loop on as many."""
+    """A strategy on so many devices, and the plain loop on as many: beside fsdp by fully_shard, unless compiled."""
 
     scale: Scale
     strategy: str
@@ -94,8 +94,10 @@ class Contest:
 
     def _plain(self, folder: Path, end: float) -> Measured:
         plan = plain(self.scale, self.size, folder, self.size.steps, self.backend if self.is_compiled else None)
+        plan = replace(plan, is_sharded=self.strategy.startswith("fsdp") and not self.is_compiled)
         ranks = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.devices}")
-        started = (sys.executable, *(ranks if self.devices > 1 else ()), "-m", "benchmarks.plain_gpt")
+        is_started = self.devices > 1 or plan.is_sharded
+        started = (sys.executable, *(ranks if is_started else ()), "-m", "benchmarks.plain_gpt")
         return _measured([*started, str(folder), json.dumps(asdict(plan))], folder, end)
 
     def _ours(self, switches: tuple[str, ...], folder: Path, end: float) -> Measured:

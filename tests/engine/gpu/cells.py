@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,3 +82,7 @@ class Piece:
     name: str
     cells: list[Cell] = field(default_factory=list)
     at_once: int = 1
+
+    def narrowed(self, wanted: re.Pattern[str], at_once: int | None) -> Piece:
+        """Return the cells whose names have a pattern in them, so many at once."""
+        return Piece(self.name, [cell for cell in self.cells if wanted.search(cell.name)], at_once or self.at_once)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpt import tokens_for
 from tests.engine.gpu import machine
@@ -21,7 +22,11 @@ OURS = {  # what is typed
     "fsdp": ("strategy=fsdp",),
     "deepspeed_stage_2": ("strategy=deepspeed_stage_2",),
 }
-PLAIN = {"a plain loop": False, "a plain loop, compiled": True}
+PLAIN: dict[str, dict[str, Any]] = {  # changes to its plan
+    "a plain loop": {},
+    "a plain loop, compiled": {"compiled_by": "inductor"},
+    "a plain loop, fully_shard": {"is_sharded": True},
+}
 TINY = ("single", "a plain loop")
 STEPS = 5  # each has some thousand events
 
@@ -54,9 +59,9 @@ class Loop:
         return GPT_TINY if self.scale.is_tiny else gpt2(machine.memory_bytes(0))
 
     def _plain(self, folder: Path) -> list[str]:
-        compiled_by = "inductor" if PLAIN[self.name] else None
-        plan = replace(plain(self.scale, self.size, folder, STEPS, compiled_by), is_profiled=True)
-        return [sys.executable, "-m", "benchmarks.plain_gpt", str(folder), json.dumps(asdict(plan))]
+        plan = replace(plain(self.scale, self.size, folder, STEPS, None), is_profiled=True, **PLAIN[self.name])
+        ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1") if plan.is_sharded else ()
+        return [sys.executable, *ranks, "-m", "benchmarks.plain_gpt", str(folder), json.dumps(asdict(plan))]
 
     def _ours(self, switches: tuple[str, ...], folder: Path) -> list[str]:
         size = self.size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -13,7 +14,7 @@ from tests.engine.gpu.cells import Cell, Piece, Result, Scale
 from tests.engine.gpu.command import run
 
 TINY = ("tests/engine/strategies/test_single.py",)
-NOTHING_TO_RUN = 5  # pytest's exit code where all tests of a file are deselected
+MOST_WORKERS = 6
 
 
 def piece(scale: Scale) -> Piece:
@@ -27,8 +28,10 @@ def piece(scale: Scale) -> Piece:
 def tested(file: str, folder: Path, seconds: float, so_far: Mapping[str, Result]) -> Result:
     """Run the tests of a file that are marked gpu; return how many passed, and what those that failed say."""
     report = folder / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    finished = run([*command, file], folder, seconds, cwd=CHECKOUT)
+    without = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # the second warns of other processes: an error here
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", *without, f"--junitxml={report}"]
+    workers = f"--numprocesses={min(MOST_WORKERS, (os.cpu_count() or 1) // 2)}"  # runs of some seconds share the card
+    finished = run([*command, workers, file], folder, seconds, cwd=CHECKOUT)
     if not report.exists():
         return Result({}, f"pytest ended with {finished.returncode}: {(finished.stderr or finished.stdout)[-500:]}")
     cases = list(ElementTree.parse(report).getroot().iter("testcase"))

@@ -27,14 +27,19 @@ Under = Callable[..., Finished]
 
 def there(scale: Scale) -> dict[str, Way]:
     """Return the ways by name, `single` first."""
-    found = {name: way for name, way in ALL.items() if way.ranks <= scale.devices}
+    found = {name: way for name, way in ALL.items() if needed(way) <= scale.devices}
     return {name: way for name, way in found.items() if not scale.is_tiny or name in TINY}
+
+
+def needed(way: Way) -> int:
+    """Return how many devices a way needs: ddp_spawn starts its ranks itself."""
+    return way.ranks or 2
 
 
 def parity(scale: Scale) -> Piece:
     """Return a cell for each way; those that need more devices are not run."""
     cells = [Cell(name, partial(_compared, scale, name)) for name in there(scale) if name != ALONE]
-    more = {name: way.ranks for name, way in WAYS.items() if way.ranks > scale.devices and not scale.is_tiny}
+    more = {name: needed(way) for name, way in WAYS.items() if needed(way) > scale.devices and not scale.is_tiny}
     return Piece("parity", [*cells, *(Cell(name, _never, f"needs {n} GPUs") for name, n in more.items())], at_once=2)
 
 

@@ -74,7 +74,10 @@ LAUNCHERS = {
     "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", TRAIN[1], "strategy=ddp"),
 }
 
-OF_TORCHRUN = re.compile(r"W\d{4} ")  # its warnings, which TORCH_LOGS=-torch.distributed.elastic silences
+# torchrun's warnings, which TORCH_LOGS=-torch.distributed.elastic silences, and NCCL's words about a peer that is gone
+OF_LIBRARIES = re.compile(
+    r"W\d{4} |\[rank\d+\]:\[|nccl\w+Error|Last error|socket\w+: |Exception raised|frame #|#\d+ |$"
+)
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ def _seen(folder: Path, code: str, ended: float) -> Cell:
     failed = min(float(path.read_text()) for path in folder.glob("failed_*"))
     told = [*(folder / "err").read_text().splitlines(), *(folder / "out").read_text().splitlines()[-2:]]
     line = (
-        next(line for line in told if not OF_TORCHRUN.match(line))
+        next(line for line in told if not OF_LIBRARIES.match(line))
         .replace(socket.gethostname(), "node")
         .replace(f"{CHECKOUT}/", "")
         .strip()

@@ -183,10 +183,14 @@ def _not_as_expected(pieces: Mapping[str, Cells]) -> Iterator[str]:
 
 
 def _not_run(pieces: Mapping[str, Cells]) -> Iterator[str]:
-    left = [(piece, name, cell["lacks"]) for piece, cells in pieces.items() for name, cell in cells.items()]
-    left = [row for row in left if row[2]]
+    left: dict[tuple[str, str], list[str]] = {}
+    for piece, cells in pieces.items():
+        for name, cell in cells.items():
+            if cell["lacks"]:
+                left.setdefault((piece, cell["lacks"]), []).append(name)
     if left:
-        yield from ["", "### Not run", "", *(f"- {piece}, {name}: {lacks}" for piece, name, lacks in left)]
+        told = [f"- {piece}, {', '.join(names)}: {lacks}" for (piece, lacks), names in left.items()]
+        yield from ["", "### Not run", "", *told]
 
 
 def _shown(value: float | None) -> str:
