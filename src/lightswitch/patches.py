@@ -269,18 +269,6 @@ PATCHES = (
         "item() of a DTensor reads its value: torch reads the rank's part of it, such as the norm of a shard",
     ),
     Patch(
-        "torch.nn.Embedding",
-        "max_norm",
-        "float | int | None",
-        "the rows that any rank reads are scaled before its forward pass, which would scale the rank's; restored after",
-    ),
-    Patch(
-        "torch.nn.EmbeddingBag",
-        "max_norm",
-        "float | int | None",
-        "the rows that any rank reads are scaled before its forward pass, which would scale the rank's; restored after",
-    ),
-    Patch(
         "torch._dynamo.config",
         "optimize_ddp",
         "bool",
@@ -420,7 +408,6 @@ OVERRIDES = {
         "run",
         "update_lr_schedulers",
     ),
-    f"{_PL}.loops.optimization.automatic._AutomaticOptimization": ("_training_step",),
     f"{_PL}.loops.optimization.manual._ManualOptimization": ("run",),
     f"{_PL}.strategies.DDPStrategy": ("_register_ddp_hooks", "_setup_model"),
     f"{_PL}.strategies.DeepSpeedStrategy": (

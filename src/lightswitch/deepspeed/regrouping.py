@@ -25,7 +25,6 @@ from lightswitch.deepspeed.state import PortableDeepSpeed, States, pieces, scatt
 from lightswitch.deepspeed.writes import EngineWrites
 from lightswitch.errors import Refused
 from lightswitch.strategies.known_callbacks import is_on_nvme, resharded
-from lightswitch.strategies.renormed import renorm_over_ranks
 from lightswitch.strategies.trained import Trained, Unused
 from lightswitch.strategies.units import is_compiled
 from lightswitch.strategies.writes import CarriesWrites
@@ -71,7 +70,6 @@ class Regrouping(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
 
     def _watch_writes(self, engine: deepspeed.DeepSpeedEngine, model: nn.Module, key: str) -> None:
         """Give the module's hooks and steps access to whole weights; with NVMe offload, refuse them."""
-        renorm_over_ranks(model, self.looks)
         is_whole = "training_step" not in vars(model) and not any(map(is_compiled, model.modules()))
         self._writes = EngineWrites(engine, model, self.looks, is_whole, key, self._patience_seconds, is_on_nvme(self))
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from lightswitch.deepspeed.state import Part, parts
 from lightswitch.errors import Refused, listed
 from lightswitch.strategies.rounds import FIRST, LATER_SECONDS, Rounds
-from lightswitch.strategies.writes import Looks, carried, share, take_rank_0s
+from lightswitch.strategies.writes import Looks, carried, differing
 
 _STEP = "training_step"
 _METADATA = {  # attributes and methods of a tensor that do not access its values
@@ -164,15 +164,11 @@ class EngineWrites:
         """Carry over the writes of a training step, at stages 1 and 2, where all weights are whole. Collective."""
         if self._is_in_parts:
             return
-        written, shared = self._looks.written, self._looks.shared
         if self._looks.is_due:
-            shared = share(self._parameters)
-            written = self._carry(self._parts, tells=True)
-            self._looks.found(written | shared, shared)
+            shared = differing(self._parameters)
+            self._looks.found(self._carry(self._parts, tells=True), shared)
             return
-        if shared:
-            take_rank_0s(self._parameters[name] for name in sorted(shared))
-        self._carry(sorted(written))
+        self._carry(sorted(self._looks.written))
 
     def _end_forward(self, module: nn.Module, *_: Any) -> None:
         """Carry over a forward pass's writes to its module's direct parameters, before DeepSpeed frees them."""
@@ -189,16 +185,17 @@ class EngineWrites:
         self._carry([name for name in own if name in written])
 
     def _share(self, whole: Sequence[str]) -> set[str]:
-        """Broadcast rank 0's values of whole parameters that each rank wrote from its share of the batch, and return
-        the names of the parameters that training steps write. Collective."""
-        written, shared = self._looks.written, self._looks.shared
+        """Return which whole parameters the running training step has written, or the last examined one. Collective.
+
+        Raises:
+            Refused: see `Looks.found`.
+        """
+        written = self._looks.written
         if self._looks.is_due and whole:
             differ = torch.stack([self._differs(name) for name in whole]).int()
             dist.all_reduce(differ, dist.ReduceOp.MAX)
             written = {name for name, differs in zip(whole, differ.tolist(), strict=True) if differs}
-            self._looks.found(written, share({name: self._parameters[name] for name in whole if name in written}))
-        elif again := [self._parameters[name] for name in whole if name in shared]:
-            take_rank_0s(again)
+            self._looks.found(written, differing({name: self._parameters[name] for name in whole if name in written}))
         return written
 
     def _differs(self, name: str) -> Tensor:

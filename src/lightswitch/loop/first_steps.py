@@ -1,30 +1,21 @@
-"""The first steps under a strategy: one-line messages for errors that the strategy causes, and a step that is rerun."""
+"""The first steps under a strategy: one-line messages for errors that the strategy causes."""
 
 from __future__ import annotations
 
 import logging
 import traceback
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
-from torchmetrics import Metric
 
-from lightswitch.batches.generators import generator_states, restore_generators
 from lightswitch.errors import NeedsValues, Refused
 from lightswitch.failures.classify import is_of_another_rank_or_device, raised_in
-from lightswitch.strategies.replicas import broadcast_in_place
 from lightswitch.strategies.sharded import first_name
-from lightswitch.strategies.writes import CarriesWrites
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +26,6 @@ _OTHERS = (torch.OutOfMemoryError, torch.distributed.DistError, NeedsValues)  # 
 _SKIPPED = "by returning"  # in Lightning's errors about a step that returns None
 _READY_TWICE = "Expected to mark a variable ready only once"  # in torch's error about a gradient
 _LIBRARIES = ("torch", "deepspeed", "lightning")
-
-Arguments = OrderedDict[str, Any]  # of `training_step`
-Output = TypeVar("Output")
-_COPIED = (Tensor, list, int, float, type(None))  # types of a metric's attributes that a step may change
 
 
 @contextmanager
@@ -138,91 +125,3 @@ def _place(error: Exception) -> str:
 
 def _package(module: object) -> str:
     return str(module).partition(".")[0]
-
-
-def output_of(step: Callable[[Arguments], Output], arguments: Arguments, trainer: Trainer) -> Output:
-    """Return the output of a training step, rerun if it has set weights from each rank's share of the batch.
-
-    The rerun begins with rank 0's weights and buffers.
-
-    Args:
-        step: the step in automatic optimization, without its backward pass.
-    """
-    strategy = trainer.strategy
-    if trainer.world_size == 1 or not isinstance(strategy, CarriesWrites) or not strategy.looks.is_before_first:
-        return step(arguments)
-    before = _Before.of(trainer, arguments)
-    output = step(arguments)
-    if not strategy.looks.are_set_from_shares:
-        return output
-    del output  # and its autograd graph
-    if trainer.is_global_zero:
-        log.info("weights    the step is repeated with these")
-    strategy.looks.forget_step()
-    strategy.forget_forward()
-    buffers = list(trainer.lightning_module.buffers())
-    broadcast_in_place(buffers)
-    of_first = [buffer.clone() for buffer in buffers] if trainer.is_global_zero else []
-    before.restore(trainer)
-    output = step(before.arguments)
-    for buffer, value in zip(trainer.lightning_module.buffers(), of_first, strict=False):
-        buffer.data.copy_(value)  # so that rank 0's buffers include its share only once
-    return output
-
-
-@dataclass(frozen=True)
-class _Before:
-    """Snapshot of the state that a forward pass changes, apart from weights and buffers.
-
-    Attributes:
-        arguments: arguments of the step, in copied containers with the same tensors.
-        generators: states of random generators.
-        logged: states of the results that steps have logged so far, by Lightning's key.
-        metrics: states of the module's metrics.
-    """
-
-    arguments: Arguments
-    generators: Any
-    logged: Mapping[str, dict[str, Any]]
-    metrics: Mapping[Metric, dict[str, Any]]
-
-    @classmethod
-    def of(cls, trainer: Trainer, arguments: Arguments) -> _Before:
-        """Return a snapshot of the current state."""
-        copied = OrderedDict((name, apply_to_collection(value, Tensor, _same)) for name, value in arguments.items())
-        results, of_module = _results(trainer), _metrics(trainer)
-        return cls(
-            copied,
-            generator_states(trainer.strategy.root_device),
-            {key: _state(item) for key, item in results.items()},
-            {metric: _state(metric) for metric in of_module},
-        )
-
-    def restore(self, trainer: Trainer) -> None:
-        """Restore all but the arguments."""
-        restore_generators(self.generators, trainer.strategy.root_device)
-        results = _results(trainer)
-        for key in results.keys() - self.logged.keys():
-            del results[key]
-        for metric, state in (*((results[key], state) for key, state in self.logged.items()), *self.metrics.items()):
-            vars(metric).update(state)
-
-
-def _results(trainer: Trainer) -> _ResultCollection:
-    return trainer.fit_loop.epoch_loop._results
-
-
-def _metrics(trainer: Trainer) -> Iterable[Metric]:
-    return (part for part in trainer.lightning_module.modules() if isinstance(part, Metric))
-
-
-def _state(metric: Metric) -> dict[str, Any]:
-    return {name: _copy(value) for name, value in vars(metric).items() if isinstance(value, _COPIED)}
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

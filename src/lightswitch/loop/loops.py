@@ -377,12 +377,9 @@ class StepOutput(ClosureResult):
 
 
 class Optimization(_AutomaticOptimization):
-    """Automatic optimization that returns a `StepOutput`, and reruns a step as `first_steps.output_of` does."""
+    """Automatic optimization that returns a `StepOutput`."""
 
     output_result_cls = StepOutput
-
-    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
-        return first_steps.output_of(super()._training_step, kwargs, self.trainer)
 
 
 class OptimizationByHand(_ManualOptimization):

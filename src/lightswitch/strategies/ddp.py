@@ -25,15 +25,13 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused, listed
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.manual_gradients import ManualGradients, own_weight
-from lightswitch.strategies.renormed import renorm_over_ranks
 from lightswitch.strategies.replicas import broadcast_in_place
 from lightswitch.strategies.trained import Trained
-from lightswitch.strategies.writes import CarriesWrites, share, take_rank_0s
+from lightswitch.strategies.writes import CarriesWrites, refuse_bounded_rows
 
 log = logging.getLogger(__name__)
 
@@ -121,12 +119,13 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         """Wrap the model in DistributedDataParallel.
 
         Raises:
-            Refused: the model has a dtype that the backend can't send.
+            Refused: the model has a dtype that the backend can't send, or its forward pass changes weights.
         """
         assert self.lightning_module is not None
         _refuse_unsendable(self.lightning_module, self.root_device)
         self._trained = Trained(self.lightning_module)
-        renorm_over_ranks(self.lightning_module, self.looks)
+        if self.world_size > 1:
+            refuse_bounded_rows(self.lightning_module)
         super().configure_ddp()
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
@@ -153,10 +152,6 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
     def _wrap_anew(self) -> None:
         self.model = self.lightning_module
         super().configure_ddp()
-
-    def forget_forward(self) -> None:
-        if self._ddp_kwargs["static_graph"]:  # its first backward pass must follow its first forward pass
-            self._wrap_anew()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -238,10 +233,8 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         """
         assert self.lightning_module is not None
         try:
-            with self.looks.step(), self._in_manual_step():
-                output = super().training_step(*args, **kwargs)
-            self._share()
-            return output
+            with self._in_manual_step():
+                return super().training_step(*args, **kwargs)
         except RuntimeError as error:
             if _UNFINISHED not in str(error):
                 raise
@@ -269,22 +262,6 @@ class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
         assert self.lightning_module is not None
         is_manual = not self.lightning_module.automatic_optimization
         return self.model if is_manual and isinstance(self.model, DistributedDataParallel) else None
-
-    def _share(self) -> None:
-        """Broadcast rank 0's values of the weights that the training step set from each rank's share of the batch.
-
-        Those that an optimizer has stepped are not among them: if they differ, so do their gradients.
-        """
-        assert self.lightning_module is not None
-        looks, shared = self.looks, self.looks.shared
-        if looks.is_due:
-            parameters = names.parameters(self.lightning_module)
-            parameters = {name: one for name, one in parameters.items() if one not in self._by_hand.stepped}
-            shared = share({name: parameters[name] for name in parameters if looks.is_first or name in looks.known})
-            looks.found(shared, shared)
-        elif shared:
-            parameters = names.parameters(self.lightning_module)
-            take_rank_0s(parameters[name] for name in sorted(shared) if parameters[name] not in self._by_hand.stepped)
 
     def setup_precision_plugin(self) -> None:
         self.precision_plugin = plugin = with_mixin(_ChecksGradients, self.precision_plugin)

@@ -44,7 +44,6 @@ from lightswitch.strategies.gathered_writes import (
     of_fsdp,
     reduce_as_if_trained,
 )
-from lightswitch.strategies.renormed import renorm_over_ranks
 from lightswitch.strategies.replicas import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.rounds import FIRST, MOST_ASKED, Rounds
 from lightswitch.strategies.sharded import (
@@ -223,7 +222,6 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         let_data_be_assigned()
         let_numbers_be_read()
         self._writes = GatheredWrites(of_fsdp(model, own_names), self.looks)
-        renorm_over_ranks(model, self.looks)
         seconds = (self._timeout or default_pg_timeout).total_seconds()
         self._rounds = Rounds(self.broadcast(secrets.token_hex(8)), seconds, "fsdp", "ddp")
         self._calls: Counter[str] = Counter()

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightswitch import patches
 from lightswitch.errors import Refused, listed
-from lightswitch.strategies.writes import Looks, carried, share, take_rank_0s
+from lightswitch.strategies.writes import Looks, carried, differing
 
 _data_of_tensor: Any = torch.Tensor.data
 
@@ -344,15 +344,12 @@ class GatheredWrites:
 
     def _carry(self, unit: Mapping[str, Gathered]) -> None:
         unit = {name: parameter for name, parameter in unit.items() if parameter.is_gathered}
-        written, shared = self._looks.written, self._looks.shared
+        written = self._looks.written
         if self._looks.is_due and unit:
             written = {name for name, differs in zip(unit, _differ(unit.values()), strict=True) if differs}
             _refuse_rounding(unit, written)
             written_whole = {name: one.whole for name, one in unit.items() if name in written and not one.is_cut}
-            shared = share(written_whole)
-            self._looks.found(written, shared)
-        elif again := [parameter.whole for name, parameter in unit.items() if name in shared]:
-            take_rank_0s(again)
+            self._looks.found(written, differing(written_whole))
         self._follow(parameter for name, parameter in unit.items() if name in written)
 
     def follow(self) -> None:

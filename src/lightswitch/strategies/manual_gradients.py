@@ -27,9 +27,6 @@ class ManualGradients:
     weighted by the rank's share of the batch, and DDP averages its gradients. Gradients that are set otherwise, by
     `torch.autograd.grad` or a formula, or accumulated under `no_sync`, are averaged when an optimizer steps. An average
     is linear: one of gradients that were averaged before, to which a rank has added others, is right, too.
-
-    Attributes:
-        stepped: parameters that an optimizer has stepped in this training step.
     """
 
     def __init__(
@@ -43,7 +40,6 @@ class ManualGradients:
         self._known: Any = WeakIdKeyDictionary()  # by gradient: its version, and whether it is averaged
         self._is_in_step = False
         self._is_expected = False  # the next backward pass is Lightning's
-        self.stepped: set[Tensor] = set()
 
     def expect_pass(self) -> None:
         """Record that Lightning has prepared the next backward pass."""
@@ -76,7 +72,7 @@ class ManualGradients:
                     self._known[grad] = grad._version, model.require_backward_grad_sync
             return result
 
-        self.stepped, self._is_expected = set(), False
+        self._is_expected = False
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self.average(optimizer))
         try:
             with around_passes(run_pass):
@@ -91,7 +87,6 @@ class ManualGradients:
         All ranks are expected to have gradients for the same parameters.
         """
         own = {one for group in optimizer.param_groups for one in group["params"]} & self._optimized()
-        self.stepped |= own
         if self._is_in_step or not own:
             return
         others: dict[tuple[torch.dtype, torch.device, bool], list[Tensor]] = {}

@@ -35,7 +35,7 @@ from lightswitch.monitoring.grad_norm import by_mesh, gradient_norm
 from lightswitch.strategies.manual_gradients import around_passes, own_weight, weighted
 from lightswitch.strategies.replicas import broadcast_in_place, left_on_meta
 from lightswitch.strategies.uneven import UnevenUse
-from lightswitch.strategies.writes import CarriesWrites
+from lightswitch.strategies.writes import CarriesWrites, refuse_bounded_rows
 
 # Forward methods whose weights autocast rounds to 16 bits at each use: linear and convolution (torch, automatic mixed
 # precision)
@@ -64,9 +64,6 @@ class Sharded(CarriesWrites, ParallelStrategy):
         gathered values stale.
         """
 
-    def forget_forward(self) -> None:
-        self.free_gathered()
-
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Build on the CPU on rank 0, and on the meta device on other ranks, whose values would be discarded."""
@@ -77,12 +74,14 @@ class Sharded(CarriesWrites, ParallelStrategy):
         """Return the module, ready to be sharded.
 
         Raises:
-            Refused: a tensor attribute that is neither parameter nor buffer has no values on ranks other than 0.
+            Refused: a tensor attribute that is neither parameter nor buffer has no values on ranks other than 0, or a
+                sharded strategy does not support a part of it.
         """
         module = self.lightning_module
         assert module is not None
         refuse_hooks(module.named_parameters())
         refuse_scripted(module)
+        refuse_bounded_rows(module)
         if lost := self.broadcast(left_on_meta(module), src=self.world_size - 1):
             raise Refused(
                 f"{', '.join(lost)}: a tensor made in configure_model that is neither parameter nor buffer has no "

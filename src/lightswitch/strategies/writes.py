@@ -2,27 +2,27 @@
 
 Examples are a momentum encoder, an average by hand, clipped weights, and weights set from the first batch. In one
 process, a write changes the parameter that the optimizer steps. A strategy that computes with a copy of that parameter
-has to carry the write over, and replicas have to agree if each rank wrote from its share of the batch.
+has to carry the write over. What each rank writes from its share of the batch is refused.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from lightswitch.errors import Refused, listed
-from lightswitch.strategies.replicas import broadcast_in_place
 
-log = logging.getLogger(__name__)
-
+SET_ALONE = (
+    "compute it from the samples of all ranks (self.all_gather), or train the first step in one process "
+    "(strategy=single trainer.devices=1 trainer.max_steps=1 run_id=NAME) and go on with the same run_id"
+)
 _FIRST, EVERY = 3, 128  # examine the first 3 steps, one in 128, and those before a save: each look reads every weight
 
 
@@ -43,9 +43,6 @@ class CarriesWrites(Strategy):
             self.looks.ask()
             return True
         return False
-
-    def forget_forward(self) -> None:
-        """Prepare for a forward pass that replaces the last one, which no backward pass follows."""
 
     def whole_weights(self, hook: str) -> AbstractContextManager[None]:
         """Return a context that gives a hook access to whole weights, and carries over its writes at the end.
@@ -98,55 +95,34 @@ class Looks:
         is_due: the running step, or else the last one, is examined.
         is_first: the step is examined and one of the first.
         written: names of the parameters that the last examined step wrote.
-        shared: those of them that differ between ranks, because each rank wrote them from its share of the batch.
-        known: names that any examined step wrote, or that steps are expected to write.
-        are_set_from_shares: the last step is one of the first, and wrote new `shared` parameters.
+        known: names that any examined step wrote.
     """
 
     def __init__(self) -> None:
         self._steps = 0
         self._is_asked = False
-        self._expected: set[str] = set()
-        self.are_set_from_shares = False
-        self.is_at_work, self.is_due, self.is_first = False, False, False
+        self.is_at_work, self.is_due = False, False
         self.written: set[str] = set()
-        self.shared: set[str] = set()
         self.known: set[str] = set()
-
-    @property
-    def is_before_first(self) -> bool:
-        """Whether the next step is one of the first and has values, which a simulated step does not have."""
-        return self._steps < _FIRST and detect_fake_mode() is None
 
     @property
     def is_unseen(self) -> bool:
         """Whether the last training step was not examined."""
         return self._steps > 0 and not self.is_due
 
-    def expect(self, written: set[str]) -> None:
-        """Record parameters that any training step may write, even if the first ones do not."""
-        self._expected |= written
-        self.known |= written
-
     def ask(self) -> None:
         """Request that the next training step is examined, because a save may follow it."""
         self._is_asked = True
-
-    def forget_step(self) -> None:
-        """Do not count the last step, which is repeated."""
-        self._steps -= 1
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Context of a training step."""
         self._steps += 1
-        self.are_set_from_shares = False
         self.is_due, self._is_asked = self._is_asked or self._steps <= _FIRST or self._steps % EVERY == 0, False
         if self.is_due and detect_fake_mode() is not None:  # a simulated step has no values
             self.is_due = False
-        self.is_first = self.is_due and self._steps <= _FIRST
         if self.is_due:
-            self.written, self.shared = {*self._expected}, set()
+            self.written = set()
         self.is_at_work = True
         try:
             yield
@@ -156,20 +132,21 @@ class Looks:
     def found(self, written: set[str], shared: set[str]) -> None:
         """Record the parameters that an examined step wrote.
 
+        Args:
+            shared: those of them that differ between ranks.
+
         Raises:
-            Refused: a later step wrote parameters that the first steps did not: writes in between are lost.
+            Refused: ranks wrote different values, or a later step wrote parameters that the first steps did not: writes
+                in between are lost.
         """
-        self.refuse_late(written)
-        new = sorted(shared - self.known)
-        self.are_set_from_shares |= self.is_first and bool(new)
-        if new and dist.get_rank() == 0:
-            log.info(
-                "weights    %s set in training_step by each rank from its share of the batch; all ranks use rank 0's",
-                listed(new, "parameters"),
+        if shared:
+            raise Refused(
+                f"{listed(sorted(shared), 'parameters')} is set in training_step by each rank from its share of the "
+                f"batch, so that the ranks' weights would differ; {SET_ALONE}"
             )
+        self.refuse_late(written)
         self.known |= written
         self.written |= written
-        self.shared |= shared
 
     def refuse_late(self, written: set[str]) -> None:
         """Check that the first steps wrote these parameters, too.
@@ -184,23 +161,30 @@ class Looks:
             )
 
 
-def share(parameters: Mapping[str, Tensor]) -> set[str]:
-    """Overwrite tensors that differ between ranks with rank 0's, and return their names. Collective."""
+def refuse_bounded_rows(module: nn.Module) -> None:
+    """Check that no embedding has a `max_norm`: its forward pass scales the rows that a rank's own samples read.
+
+    Raises:
+        Refused: one has.
+    """
+    kinds = nn.Embedding | nn.EmbeddingBag
+    parts = [(name, part) for name, part in module.named_modules() if isinstance(part, kinds)]
+    if found := [name for name, part in parts if part.max_norm is not None]:
+        raise Refused(
+            f"{listed(found)} has a max_norm: its forward pass scales the rows that the rank's samples read, so ranks "
+            "would differ; leave max_norm out and bound all rows in on_train_batch_end, or use strategy=single"
+        )
+
+
+def differing(parameters: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of tensors that differ between ranks. Collective."""
     if not parameters or not dist.is_initialized() or dist.get_world_size() == 1:
         return set()
     digests = torch.stack([_digest(tensor) for tensor in parameters.values()])  # (tensors, 2)
     highest = torch.cat([digests, -digests])
     dist.all_reduce(highest, dist.ReduceOp.MAX)
     differ = (highest[: len(digests)] != -highest[len(digests) :]).any(1).tolist()
-    names = {name for name, differs in zip(parameters, differ, strict=True) if differs}
-    take_rank_0s(parameters[name] for name in parameters if name in names)
-    return names
-
-
-def take_rank_0s(parameters: Iterable[Tensor]) -> None:
-    """Overwrite parameters with rank 0's, unnoticed by autograd, which may have saved them for a backward pass.
-    Collective."""
-    broadcast_in_place(parameter.data for parameter in parameters)
+    return {name for name, differs in zip(parameters, differ, strict=True) if differs}
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torchmetrics.classification import MulticlassAccuracy
 
 from tests.engine.plain import PlainModel
 
@@ -233,9 +232,9 @@ class Renormed(PlainModel):
 class BoundedEmbedding(PlainModel):
     """Of rows whose norm torch bounds where they are read: those of a sample, so each rank reads others."""
 
-    def __init__(self, max_norm: float = 0.5) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.rows = nn.Embedding(200, 2, max_norm=max_norm)
+        self.rows = nn.Embedding(200, 2, max_norm=0.5)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self.net(batch[0] + self.rows(batch[2] % 200)), batch[1])
@@ -250,17 +249,6 @@ class Normalized(PlainModel):
     def __init__(self) -> None:
         super().__init__()
         self.net.insert(1, ActNorm(16))
-        self.right = MulticlassAccuracy(4, average="micro")
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        logits = self.net(batch[0])
-        loss = nn.functional.cross_entropy(logits, batch[1])
-        self.right(logits, batch[1])
-        self.log("loss", loss, on_step=False, on_epoch=True)
-        self.log("right", self.right, on_step=False, on_epoch=True)
-        if self.trainer.is_global_zero and batch_idx == 0:
-            self.log("noise", torch.rand(()), rank_zero_only=True)
-        return loss
 
 
 class ActNorm(nn.Module):
@@ -275,22 +263,6 @@ class ActNorm(nn.Module):
             self.scale.data = 1 / (x.detach().std(0) + 1e-3)
             self.is_set.fill_(1)
         return (x + self.shift) * self.scale
-
-
-class Centered(PlainModel):
-    """Sets a weight of its own, not of a part, from what the first batch gives (codebooks)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.center = nn.Parameter(torch.zeros(4))
-        self.register_buffer("is_set", torch.tensor(0))
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        logits = self.net(batch[0])
-        if not self.is_set:
-            self.center.data.copy_(10 * logits.detach().mean(0))
-            self.is_set.fill_(1)
-        return nn.functional.cross_entropy(self.net(batch[0] + self.center[:2]) - self.center, batch[1])
 
 
 class OnTop(Distilled):
