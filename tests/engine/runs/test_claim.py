@@ -19,6 +19,7 @@ from lightswitch.runs import lock
 from tests.engine.conftest import CHECKOUT, PLAIN, Train, runs_in
 from tests.engine.failures.pace import PACE_TARGET
 from tests.engine.processes import Start, said
+from tests.night import at_night
 
 RUN = (*PLAIN, "run_id=mine", "trainer.accelerator=cpu", "logger=csv", "~callbacks.lr_monitor", "trainer.max_steps=6")
 PACE = (PACE_TARGET, "callbacks.pace.seconds=1")
@@ -27,7 +28,7 @@ WAITS = (PACE_TARGET, "callbacks.pace.seconds=600", "callbacks.pace.until=go_on"
 Processes = list[multiprocessing.process.BaseProcess]
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [0, *at_night(2)])
 def test_of_two_starts_at_once_exactly_one_trains(ranks: int, train: Train, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     starts, folder = (train, runs_in(tmp_path / "other")), tmp_path / "runs_here"
@@ -47,7 +48,7 @@ def test_of_two_starts_at_once_exactly_one_trains(ranks: int, train: Train, tmp_
     assert not (trained.run_dir / lock.FILE).exists()
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGINT] * 2, [signal.SIGKILL]], ids=str)
+@pytest.mark.parametrize("signals", [[signal.SIGKILL], *at_night(([signal.SIGINT] * 2,))], ids=str)
 def test_a_run_that_was_ended_can_be_started_again(signals: list[signal.Signals], train: Train, tmp_path: Path) -> None:
     def end_it(processes: Processes) -> None:
         _until((tmp_path / "1/runs/plainmodel/mine/metrics.csv").exists)
@@ -64,34 +65,26 @@ def test_a_run_that_was_ended_can_be_started_again(signals: list[signal.Signals]
     assert not (ended.run_dir / lock.FILE).exists()
 
 
-def test_a_finished_run_says_so_whoever_writes_there(train: Train) -> None:
+def test_beside_a_run_a_finished_start_says_so_and_an_evaluation_leaves_its_record(train: Train) -> None:
     first = train(*RUN)
-    held = lock.take(first.run_dir, on_lost=print)
+    run_dir = first.run_dir
+    names = ("config.yaml", "run.json", ".hydra/config.yaml", ".hydra/overrides.yaml", "ended.json")
+    record = {name: (run_dir / name).read_text() for name in names}
+    results = json.loads((run_dir / "results.json").read_text())
+    held = lock.take(run_dir, on_lost=print)
     assert "finished   fit and test have ended at step 6" in train(*RUN, folder=first.folder).out
-    held.release()
-
-
-def test_an_evaluation_beside_a_run_has_a_directory_of_its_own(train: Train) -> None:
-    first = train(*RUN)
-    held = lock.take(first.run_dir, on_lost=print)
     last = "ckpt_path=runs/plainmodel/mine/checkpoints/last.ckpt"
     train(*PLAIN, "mode=test", last, folder=first.folder)
     held.release()
     (own,) = (path for path in first.folder.glob("runs/plainmodel/*") if path.name != "mine")
     assert "test/loss" in (own / "metrics.csv").read_text()
-
-
-def test_an_evaluation_with_the_id_of_a_run_adds_to_its_results_and_leaves_its_record(train: Train) -> None:
-    first = train(*RUN)
-    names = ("config.yaml", "run.json", ".hydra/config.yaml", ".hydra/overrides.yaml", "ended.json")
-    record = {name: (first.run_dir / name).read_text() for name in names}
-    results = json.loads((first.run_dir / "results.json").read_text())
-    train(*RUN, "mode=validate", "ckpt_path=last", "data.batch_size=5", folder=first.folder)
-    assert {name: (first.run_dir / name).read_text() for name in names} == record
-    assert json.loads((first.run_dir / "results.json").read_text()).keys() >= results.keys()
+    train(*RUN, "mode=validate", "ckpt_path=last", "data.batch_size=5", folder=first.folder)  # with the run's own id
+    assert {name: (run_dir / name).read_text() for name in names} == record
+    assert json.loads((run_dir / "results.json").read_text()).keys() >= results.keys()
     assert "finished   fit and test have ended at step 6" in train(*RUN, folder=first.folder).out
 
 
+@pytest.mark.nightly
 def test_a_sweep_has_one_walker(start: Start, tmp_path: Path) -> None:
     for path in ("conf", "tests/engine/sweeps/swept.py"):
         (tmp_path / Path(path).name).symlink_to(CHECKOUT / path)
