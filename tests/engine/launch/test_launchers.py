@@ -192,10 +192,14 @@ def test_processes_can_be_started_one_by_one(train: Train, tmp_path: Path, port:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("trainer.devices=3",), "env started 1 node × 2 processes, but the trainer has num_nodes=1, devices=3; "),
-        (("seed={rank}",), "rank 1 on {host} has seed=1, rank 0 on {host} has seed=0; "),
+        pytest.param(
+            ("trainer.devices=3",),
+            "env started 1 node × 2 processes, but the trainer has num_nodes=1, devices=3; ",
+            id="each by itself",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(("seed={rank}",), "rank 1 on {host} has seed=1, rank 0 on {host} has seed=0; ", id="all together"),
     ],
-    ids=["each by itself", "all together"],
 )
 def test_a_refused_start_prints_its_line_in_each_terminal(
     words: tuple[str, ...], line: str, train: Train, tmp_path: Path, port: str
@@ -222,6 +226,7 @@ def test_lightning_starts_the_others_also_where_a_flag_comes_last(start: Start, 
     )
 
 
+@pytest.mark.nightly
 def test_spawned_ranks_print_the_commands_that_were_typed(start: Start, tmp_path: Path) -> None:
     typed = (*RUN, "strategy=ddp_spawn", "trainer.devices=2")
     lines = finish(start("python", TRAIN_PY, *typed)).splitlines()
@@ -232,6 +237,7 @@ def test_spawned_ranks_print_the_commands_that_were_typed(start: Start, tmp_path
     assert [place["environment"] for place in witnesses(run_dir)] == [[rank, rank, "2", "2"] for rank in "01"]
 
 
+@pytest.mark.nightly
 def test_a_script_that_imports_main_starts_every_rank(start: Start, tmp_path: Path) -> None:
     words = [*RUN, "strategy=ddp", "trainer.devices=2"]
     (tmp_path / "other.py").write_text(f"import sys, train\nsys.argv[1:] = {words}\ntrain.main()\n")
@@ -240,6 +246,7 @@ def test_a_script_that_imports_main_starts_every_rank(start: Start, tmp_path: Pa
     assert f"go on      python {TRAIN_PY} {' '.join(RUN[:2])}" in out
 
 
+@pytest.mark.nightly
 def test_an_interactive_shell_runs_the_script_as_a_command(start: Start, tmp_path: Path) -> None:
     """As a notebook's kernel, it keeps its signals and lives on."""
     words = [*RUN, "strategy=ddp", "trainer.devices=2"]

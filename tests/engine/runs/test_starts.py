@@ -13,6 +13,7 @@ import pytest
 from lightswitch.runs import claim, starts
 from lightswitch.runs.starts import Start
 from tests.engine.conftest import PLAIN, Finished, Train, once
+from tests.night import at_night
 
 FOUR = Start(0, ["a", "b", "c", "d"], 2)
 
@@ -100,7 +101,7 @@ def copied(earlier: Finished, tmp_path: Path) -> Path:
     return Path(shutil.copytree(earlier.folder, tmp_path / "copied", symlinks=True))
 
 
-@pytest.mark.parametrize("how", ["resume=never", "resume=runs/plain/mine/checkpoints/step_2.ckpt"])
+@pytest.mark.parametrize("how", ["resume=never", *at_night("resume=runs/plain/mine/checkpoints/step_2.ckpt")])
 def test_where_a_job_begins_is_for_its_first_start(how: str, copied: Path, train: Train) -> None:
     first = train(*RUN, how, "trainer.max_steps=4", folder=copied, environment=SLURM)
     assert "restart " not in first.out

@@ -129,7 +129,7 @@ class Generations(pl.Callback):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's import
 @pytest.mark.parametrize(
     ("every_n_batches", "validations"),
-    [(2, 2), (3, 0)],  # between steps; and within one, whose gradients are still needed
+    [*at_night((2, 2)), (3, 0)],  # between steps; and within one, whose gradients are still needed
 )
 def test_cuda_graphs_keep_what_a_step_still_needs(every_n_batches: int, validations: int) -> None:
     noted = Generations()

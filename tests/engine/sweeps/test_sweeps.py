@@ -82,6 +82,7 @@ def test_jobs_are_told_apart_by_what_changes_their_runs() -> None:
     assert [row[1] for row in rows(record.table([first, second], "val/loss"))] == ["seed=1", "seed=2"]
 
 
+@pytest.mark.nightly
 def test_a_sweep_of_optuna_goes_on_after_objectives_that_are_not_finite(sweep: Sweep) -> None:
     (folder := Path("runs/nan/x/0")).mkdir(parents=True)
     overrides = ["seed=1", "name='nan'", "run_id=x"]

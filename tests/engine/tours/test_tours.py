@@ -3,7 +3,6 @@ random moments, goes on under another way each time, and is evaluated and export
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,9 @@ from tests.engine.conftest import Finished, Train, runs_in
 from tests.engine.curves import largest_difference, predictions
 from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.tiny import LANGUAGE
-from tests.engine.tours.ring import RING, SEED, chains
+from tests.engine.tours.ring import BY_DAY, CHAINS, RING, SEED
 from tests.engine.ways import WAYS
+from tests.night import at_night
 
 STEPS = 32  # a start is killed within 15, and goes back by two at most
 RUN = (*LANGUAGE, "run_id=mine", "trainer.accelerator=cpu", f"trainer.max_steps={STEPS}")
@@ -50,25 +50,21 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Tour:
     return _ended(runs_in(tmp_path_factory.mktemp("alone")), "single", None, "validate", "predict")
 
 
-@pytest.mark.parametrize("number", range(len(chains())))
+@pytest.mark.parametrize("number", [*range(BY_DAY), *at_night(*range(BY_DAY, len(CHAINS)))])
 def test_a_run_killed_under_one_way_ends_under_the_next_as_in_one_process(
     number: int, alone: Tour, train: Train
 ) -> None:
-    print(f"from {' to '.join(chains()[number])}: TOUR_SEED={SEED}")
-    go(chains()[number], alone, train)
-
-
-def go(ways: Sequence[str], alone: Tour, train: Train) -> None:
-    """Kill a run under each way but the last, which ends it, and validates and predicts by turns of days."""
+    *begun, last = CHAINS[number]
+    print(f"from {' to '.join(CHAINS[number])}: TOUR_SEED={SEED}")
     folder = None
-    for way in ways[:-1]:
+    for way in begun:
         kill = (KILL, f"callbacks.kill.seed='{SEED} {way}'")
         killed = train(*RUN, *RING[way].switches, *kill, ranks=RING[way].ranks, folder=folder, check=False)
         assert killed.returncode != 0
         folder = killed.folder
-    mode = ("validate", "predict")[(list(RING).index(ways[-1]) + SEED) % 2]
-    tour = _ended(train, ways[-1], folder, mode)
-    if ways[-1] == "ddp × 2 by script":
+    mode = ("validate", "predict")[number % 2]
+    tour = _ended(train, last, folder, mode)
+    if last == "ddp × 2 by script":
         assert witnesses(tour.run.run_dir)[0]["launcher"] == "Scripts"
     places = [
         (rank["environment"], rank["local_rank"], str(rank["world_size"])) for rank in witnesses(tour.run.run_dir)
