@@ -1,6 +1,6 @@
 """The pages of docs/ that are made from conf, from the code, and from what was measured.
 
-python -m tests.engine.tables.reference         # tests/engine/reference/test_pages.py fails while they are older
+python -m tests.engine.tables.reference         # tests/engine/reference/test_reference.py fails while they are older
 """
 
 from __future__ import annotations
