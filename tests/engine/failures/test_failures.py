@@ -97,7 +97,8 @@ KILLED = {
 }
 
 
-@pytest.mark.parametrize("when", ["in a step", *at_night("before the ranks meet")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("when", KILLED)
 def test_a_spawned_rank_that_is_killed_ends_the_others_and_is_named(when: str, train: Train) -> None:
     failed = train(*KILLED[when], RUN[2], *RUN[4:], "strategy=ddp_spawn", "trainer.devices=2", check=False)
     assert failed.returncode == 1

@@ -30,6 +30,7 @@ def decision(out: str) -> str:
     return line.removeprefix("auto").strip()
 
 
+@pytest.mark.nightly
 @SIMULATED
 def test_where_replicas_do_not_fit_ranks_shard_and_each_decides_the_same(train: Train) -> None:
     """States of the whole model are 0.52 MiB, and so is each process's half of the memory, less what samples take."""

@@ -68,7 +68,7 @@ def test_ranks_start_as_the_script_did_whoever_ran_it_and_wherever_it_went(
     own = ("model._target_=tests.engine.launch.test_launchers.Wandering", "model.note=${now:%H-%M-%S}", RUN[1])
     own = (*own, "trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.val_check_interval=2", "logger=csv")
     own = (*own, "strategy=ddp", "trainer.devices=2", "run_id=mine", *words)
-    ended = start(sys.executable, *python, *own)
+    ended = start("python", *python, *own)
     out = said(ended)
     assert ended.returncode == 0, out
     assert len(notes := re.findall(r"rank . note (.+)", out)) == 2

@@ -87,6 +87,7 @@ def test_a_job_that_fails_is_started_again_and_goes_on(
     is_whole(tmp_path, job, uninterrupted)
 
 
+@pytest.mark.nightly
 def test_a_job_whose_notice_comes_before_it_trains_is_not_started_without_end(
     slurm_cluster: Cluster, checkout: Path
 ) -> None:
