@@ -25,7 +25,7 @@ from tests.engine.conftest import CHECKOUT, PLAIN, Train
 from tests.engine.launch.test_habits import RUNS
 from tests.engine.tables import environment
 from tests.engine.tables.claims import HELD, MEASURED
-from tests.engine.tables.page import MADE
+from tests.engine.tables.documents import MADE
 from tests.engine.tables.reference import FOLDER, pages
 from tests.engine.tables.run_directory import COLUMNS, FILES, FILES_OF_SOME, RECORDS
 
