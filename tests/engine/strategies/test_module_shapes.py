@@ -105,7 +105,7 @@ BY_DAY = {  # each shape that needs something of its own, under the strategy tha
     "ddp": ("FrozenBackbone", "Shorts", "Branch", "Scripted"),
     FINDS_UNUSED: ("Branch",),
     "fsdp": (
-        *("TiedBlocks", "Adapters", "Compiled", "Buffers", "BranchOfUnits", "Nested", "Groups", "Complex", "OddSizes"),
+        *("TiedBlocks", "Compiled", "Buffers", "BranchOfUnits", "Complex", "OddSizes"),
         *("TwoDtypes", "Parametrized", "Versioned", "Late", "FreezingInGroup", "Scripted"),
     ),
     "deepspeed_stage_1": ("Unused",),
