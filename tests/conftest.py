@@ -14,7 +14,7 @@ import pytest
 from tests.runs import skip_without_gpus
 
 # the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between
-FIRST = ("slurm/test_preemption.py", "faults/", "slurm/test_multinode.py", "tours/", "test_promises.py", "slurm/")
+FIRST = ("slurm/test_preemption.py", "faults/", "slurm/test_nodes.py", "tours/", "slurm/")
 FIRST += ("strategies/", "fork/", "launch/")
 hypothesis.settings.register_profile("day", derandomize=True)
 

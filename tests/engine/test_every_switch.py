@@ -42,50 +42,42 @@ def composed(tmp_path: Path) -> Iterator[Composed]:
         yield accepted
 
 
-@pytest.mark.parametrize("optimizer", choices("optimizer"))
 @pytest.mark.parametrize("scheduler", choices("scheduler"))
-def test_every_optimizer_goes_with_every_scheduler(optimizer: str, scheduler: str, composed: Composed) -> None:
-    cfg = composed(f"optimizer={optimizer}", f"scheduler={scheduler}")
-    model = instantiate(cfg.model, _convert_="all")
-    model.configure_model()
-    made = model.configure_optimizers()
-    assert isinstance(made["optimizer"], torch.optim.Optimizer)
-    assert isinstance(made["lr_scheduler"]["scheduler"], torch.optim.lr_scheduler.LRScheduler)
+def test_every_optimizer_goes_with_every_scheduler(scheduler: str, composed: Composed) -> None:
+    for optimizer in choices("optimizer"):
+        cfg = composed(f"optimizer={optimizer}", f"scheduler={scheduler}")
+        model = instantiate(cfg.model, _convert_="all")
+        model.configure_model()
+        made = model.configure_optimizers()
+        assert isinstance(made["optimizer"], torch.optim.Optimizer), optimizer
+        assert isinstance(made["lr_scheduler"]["scheduler"], torch.optim.lr_scheduler.LRScheduler), optimizer
 
 
-@pytest.mark.parametrize("choice", choices("callbacks"))
-def test_every_callback_is_made(choice: str, composed: Composed) -> None:
-    made = instantiate(composed(f"callbacks={choice}").callbacks, _convert_="all")
-    assert made
-    assert all(isinstance(callback, pl.Callback) for callback in made.values())
+MADE = [("callbacks", choice, pl.Callback) for choice in choices("callbacks")]
+MADE += [("logger", choice, pl.loggers.Logger) for choice in choices("logger")]
+MADE += [("trainer", choice, pl.Trainer) for choice in choices("trainer")]
+MADE += [("debug", choice, pl.Trainer) for choice in choices("debug")]
+SLOW = [one for one in MADE if one[1] == "mlflow"]
 
 
-@pytest.mark.parametrize("choice", [*(name for name in choices("logger") if name != "mlflow"), *at_night("mlflow")])
-def test_every_logger_is_made(choice: str, composed: Composed, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = {"wandb": "wandb", "mlflow": "mlflow"}.get(choice)
-    if needs and importlib.util.find_spec(needs) is None:
-        required = needs == "mlflow" and os.environ.get("LIGHTSWITCH_REQUIRE_ALL") == "1"
-        (pytest.fail if required else pytest.skip)(f"{needs} is an extra, and not installed here")
+@pytest.mark.parametrize(("group", "choice", "kind"), [*(one for one in MADE if one not in SLOW), *at_night(*SLOW)])
+def test_every_choice_makes_what_it_names(
+    group: str, choice: str, kind: type, composed: Composed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if choice in ("wandb", "mlflow") and importlib.util.find_spec(choice) is None:
+        required = choice == "mlflow" and os.environ.get("LIGHTSWITCH_REQUIRE_ALL") == "1"
+        (pytest.fail if required else pytest.skip)(f"{choice} is an extra, and not installed here")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    made = instantiate(composed(f"logger={choice}").logger, _convert_="all")
+    cfg = composed(f"{group}={choice}")
+    made = instantiate(cfg.trainer if group == "debug" else cfg[group], _convert_="all")
     assert made
-    assert all(isinstance(logger, pl.loggers.Logger) for logger in made.values())
-
-
-@pytest.mark.parametrize("choice", choices("trainer"))
-def test_every_trainer_is_made(choice: str, composed: Composed) -> None:
-    assert isinstance(instantiate(composed(f"trainer={choice}").trainer, _convert_="all"), pl.Trainer)
+    assert all(isinstance(one, kind) for one in (made.values() if isinstance(made, dict) else [made]))
 
 
 @pytest.mark.parametrize("choice", choices("cluster"))
 def test_every_cluster_is_accepted(choice: str, composed: Composed) -> None:
     by_hand = ["cluster.node_rank=0", "cluster.main_address=localhost"] if choice == "manual" else []
     assert composed(f"cluster={choice}", *by_hand).cluster
-
-
-@pytest.mark.parametrize("choice", choices("debug"))
-def test_every_debug_choice_makes_a_trainer(choice: str, composed: Composed) -> None:
-    assert isinstance(instantiate(composed(f"debug={choice}").trainer, _convert_="all"), pl.Trainer)
 
 
 SHORT = (*PLAIN, *WITNESS, "run_id=mine", "trainer.max_steps=2", "trainer.val_check_interval=2")

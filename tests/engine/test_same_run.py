@@ -43,7 +43,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.mark.parametrize(
     "switch",
-    ["three spawned", "accumulation and two devices", "loader workers", *at_night(*list(SWITCHES)[:2], "accumulation")],
+    ["accumulation and two devices", "loader workers", *at_night(*list(SWITCHES)[:4])],
 )
 def test_a_switch_keeps_samples_losses_metrics_and_weights(switch: str, alone: Finished, train: Train) -> None:
     words, ranks = SWITCHES[switch]

@@ -148,8 +148,8 @@ def test_a_schedule_by_validation_steps_at_the_end_of_the_epoch_that_a_checkpoin
 @pytest.mark.parametrize(
     ("schedule", "ends", "halved", "batches"),  # five steps are an epoch; a schedule's steps are counted in each
     [
-        *(("epoch every 2", (5, 10, 12), {10}, ()), ("step every 5", (5, 12), {5, 10}, ())),
-        ("step every 2", (2, 8), {2, 4, 7}, ("micro_batch_size=10", "data.samples=190")),  # the fifth has 30 samples
+        *(*at_night(("epoch every 2", (5, 10, 12), {10}, ())), ("step every 5", (5, 12), {5, 10}, ())),
+        *at_night(("step every 2", (2, 8), {2, 4, 7}, ("micro_batch_size=10", "data.samples=190"))),  # the fifth has 30
     ],
 )
 def test_a_schedule_by_validation_keeps_its_frequency_over_a_resume(
@@ -167,7 +167,8 @@ def test_a_schedule_by_validation_keeps_its_frequency_over_a_resume(
     assert rates == {step: 0.05 / 2 ** sum(step >= first for first in halved) for step in range(ends[-1])}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *at_night("deepspeed_stage_1")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_1"])
 def test_a_batch_norm_goes_on_with_the_statistics_of_rank_0(strategy: str, train: Train) -> None:
     run = ("model._target_=tests.engine.plain.NormedModel", PLAIN_DATA, "global_batch_size=40", "run_id=mine")
     run += (f"strategy={strategy}", "trainer.val_check_interval=4")

@@ -56,7 +56,9 @@ def mutation(mutant: Mutant, code: Mapping[Path, str]) -> Mutation:
     """
     lines = [re.escape(line.strip()) for line in mutant.found.strip().splitlines()]
     pattern = re.compile(r"[ \t]*\n[ \t]*".join(lines))
-    places = [(path, match) for path, text in code.items() for match in pattern.finditer(text)]
+    first = mutant.found.strip().splitlines()[0].strip()
+    texts = {path: text for path, text in code.items() if first in text}  # by far faster than the pattern
+    places = [(path, match) for path, text in texts.items() for match in pattern.finditer(text)]
     if len(places) != 1:
         where = ", ".join(str(path) for path, _ in places) or "no file"
         raise ValueError(

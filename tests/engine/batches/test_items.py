@@ -73,7 +73,7 @@ WHOLE = Fit(Tagger, Padded, global_batch=24, micro_batch=None, steps=6, argument
 
 
 STRATEGIES = ("single", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
-CUTS = [("ddp", None), *((strategy, 3) for strategy in STRATEGIES if strategy != "deepspeed_stage_1")]
+CUTS = [("ddp", None), *((strategy, 3) for strategy in ("single", "ddp", "fsdp"))]
 OTHERS = [(strategy, micro) for strategy in STRATEGIES for micro in (None, 4, 3) if (strategy, micro) not in CUTS]
 
 

@@ -169,6 +169,7 @@ class LogsOfLayers(LanguageModel):
         self.evaluation_loss.update(super().training_step(batch, batch_idx))
 
 
+@pytest.mark.nightly
 def test_they_go_on_on_devices_that_share_layers(train: Train) -> None:
     plan = "+trainer.strategy.plans.LogsOfLayers=tests.engine.models.language.tensor_parallel"
     run = (f"model._target_={__name__}.LogsOfLayers", *LANGUAGE[1:], "strategy=fsdp_tp", plan, "trainer.max_steps=6")
@@ -223,7 +224,7 @@ def best(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.mark.parametrize(  # the end of epoch 1, whose validation is due, and after it
     ("step", "strategy"),
-    [(6, "single"), (7, "fsdp"), *at_night((7, "single"), (6, "ddp"), (6, "deepspeed_stage_2"))],
+    [(6, "single"), *at_night((7, "fsdp"), (7, "single"), (6, "ddp"), (6, "deepspeed_stage_2"))],
 )
 def test_the_best_so_far_goes_on(step: int, strategy: str, best: Finished, train: Train) -> None:
     options = {} if strategy == "single" else {"ranks": 2}

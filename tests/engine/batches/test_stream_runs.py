@@ -107,6 +107,7 @@ class OfAnEpoch(StreamData):
         return DataLoader(Stream(Points(60, self.trainer.current_epoch)), self.batch_size)
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_whose_stream_is_made_anew_in_a_later_epoch_is_not_warned(train: Train) -> None:
     run = (*RUN, f"data._target_={__name__}.OfAnEpoch", "+trainer.reload_dataloaders_every_n_epochs=1")
     first = train(*run, "trainer.max_steps=5", "trainer.val_check_interval=5")  # of three in an epoch

@@ -17,7 +17,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.engine.before.blobs import Classifier
-from tests.runs import CHECKOUT, Finished, runs_in
+from tests.night import at_night
+from tests.runs import CHECKOUT, Train
 
 RUN = (
     "trainer.accelerator=cpu",
@@ -35,30 +36,20 @@ def _curve(name: str) -> dict[int, float]:
         return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row[name]}
 
 
-@pytest.fixture(scope="module")
-def gone_on(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
-    """The two runs, each gone on with under the other's strategy."""
-    found = {}
-    for made_by, now in (("ddp", "fsdp"), ("fsdp", "ddp")):
-        folder = tmp_path_factory.mktemp(made_by)
-        shutil.copytree(BEFORE / "runs_of_0ddfbcd" / made_by, folder / "runs" / "blobs" / made_by, symlinks=True)
-        found[made_by] = runs_in(tmp_path_factory.mktemp("out"))(
-            *RUN, f"strategy={now}", "trainer.devices=2", f"run_id={made_by}", ranks=2, folder=folder
-        )
-    return found
-
-
-@pytest.mark.parametrize("made_by", ["ddp", "fsdp"])
-def test_a_run_goes_on_as_if_nothing_had_changed(made_by: str, gone_on: dict[str, Finished]) -> None:
-    run = gone_on[made_by]
+@pytest.mark.parametrize(("made_by", "now"), [("fsdp", "ddp"), *at_night(("ddp", "fsdp"))])
+def test_a_run_goes_on_as_if_nothing_had_changed(made_by: str, now: str, train: Train, tmp_path: Path) -> None:
+    folder = tmp_path / "before"
+    shutil.copytree(BEFORE / "runs_of_0ddfbcd" / made_by, folder / "runs" / "blobs" / made_by, symlinks=True)
+    run = train(*RUN, f"strategy={now}", f"run_id={made_by}", ranks=2, folder=folder)
     assert ", at step 20," in run.out
     for name in ("train/loss", "val/loss", "lr-AdamW"):
         assert run.column(name) == pytest.approx(_curve(name), abs=1e-5), name
 
 
-def test_its_best_checkpoint_is_tested(tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_its_best_checkpoint_is_tested(train: Train, tmp_path: Path) -> None:
     shutil.copytree(BEFORE / "runs_of_0ddfbcd" / "fsdp", tmp_path / "old", symlinks=True)
-    tested = runs_in(tmp_path)(*RUN[:5], "mode=test", f"ckpt_path={tmp_path}/old/checkpoints/best.ckpt")
+    tested = train(*RUN[:5], "mode=test", f"ckpt_path={tmp_path}/old/checkpoints/best.ckpt")
     results = json.loads((tested.run_dir / "results.json").read_text())
     assert results["test/loss"] == pytest.approx(_curve("val/loss")[19], abs=1e-5)  # the same samples
 

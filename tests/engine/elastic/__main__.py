@@ -14,8 +14,7 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from tests.engine.elastic.agents import Agents
-from tests.engine.elastic.machines import Machines
+from tests.engine.elastic.agents import Agents, Machines
 from tests.engine.tables import documents
 
 LOSSES = 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import time
 from collections import defaultdict
@@ -16,9 +17,9 @@ import lightning.pytorch as pl
 import psutil
 
 from lightswitch.runs import starts
-from tests.engine.conftest import PLAIN, Finished
-from tests.engine.elastic.machines import Machines
+from tests.engine.conftest import CHECKOUT, PLAIN, Finished
 from tests.engine.processes import TRAIN_PY
+from tests.engine.slurm.cluster import Cluster
 
 RUN = (
     *(*PLAIN, "run_id=mine", "logger=csv", "~callbacks.lr_monitor", "trainer.accelerator=cpu"),
@@ -232,3 +233,33 @@ class Agents:
         for agent in (*self.alive.values(), *self._leaving.values(), self._store):
             agent.kill()
             agent.wait()
+
+
+# Machines with network and processes of their own, without a scheduler: where torchrun's agents live and die
+
+
+PROGRAMS = ("ip", "mount", "nsenter", "setpriv", "unshare")
+
+
+class Machines(Cluster):
+    """Running machines: head, which trains nothing, and node1, node2, …, wired as those of a Slurm cluster are."""
+
+    head_script = Cluster.head_script.partition("munged")[0] + "touch up\nexec sleep infinity\n"
+    node_script = Cluster.node_script.partition("exec slurmd")[0] + "touch up{node}\nexec sleep infinity\n"
+
+    def start(self, node: int, *command: str, cwd: Path, output: Path, **environment: str) -> subprocess.Popen[bytes]:
+        """Start a command on a node, or on the head, which is number 0."""
+        target = self.first_pids[f"node{node}" if node else "head"]
+        inside = ["nsenter", f"--target={target}", "--all", f"--wdns={cwd}"]
+        paths = f"{CHECKOUT}{os.pathsep}{CHECKOUT / 'src'}"
+        environ = {name: os.environ[name] for name in ("PATH", "HOME")} | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        with output.open("ab") as file:
+            return subprocess.Popen(
+                [*inside, *command], env=environ | environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            )
+
+    def _is_up(self) -> bool:
+        return all((self.root / f"up{node}").exists() for node in self.nodes)
+
+    def _head_answers(self) -> bool:
+        return (self.root / "up").exists()

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.elastic.agents import Agents
-from tests.engine.elastic.machines import PROGRAMS, Machines
+from tests.engine.elastic.agents import PROGRAMS, Agents, Machines
 from tests.engine.slurm.cluster import why_not
 
 

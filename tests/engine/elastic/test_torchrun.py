@@ -11,8 +11,7 @@ import pytest
 
 from lightswitch.runs import starts
 from tests.engine.conftest import Finished, Train
-from tests.engine.elastic.agents import HOLD, Agents
-from tests.engine.elastic.machines import Machines
+from tests.engine.elastic.agents import HOLD, Agents, Machines
 
 # as those of Slurm, they need root and namespaces
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600), pytest.mark.slurm]

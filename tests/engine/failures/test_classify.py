@@ -51,7 +51,7 @@ def test_what_fails_because_the_run_directory_was_removed_is_told_as_that(train:
     _is_a_line(refused, "runs/failingmodel/mine was removed while the run wrote to it; start the run again")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["torchrun", *at_night("one process", "python")])
 def test_a_bug_keeps_its_traceback_in_the_terminal_the_log_and_the_crash_report(launcher: str, train: Train) -> None:
     arguments, ranks = LAUNCHERS[launcher]
     is_alone = launcher == "one process"
@@ -101,7 +101,7 @@ def test_notes_and_groups_are_in_the_traceback_and_not_in_the_line() -> None:
     ]
 
 
-@pytest.mark.parametrize(("how", "where"), [("exits", "training_step 3"), ("is interrupted", "setup")])
+@pytest.mark.parametrize(("how", "where"), [("exits", "training_step 3"), *at_night(("is interrupted", "setup"))])
 def test_code_that_ends_the_process_does_not_pass_for_a_run_that_is_finished(
     how: str, where: str, train: Train
 ) -> None:
@@ -111,6 +111,7 @@ def test_code_that_ends_the_process_does_not_pass_for_a_run_that_is_finished(
     assert "RuntimeError: the run was ended early by SystemExit(" in failed.err
 
 
+@pytest.mark.nightly
 def test_a_bug_in_a_callback_keeps_its_traceback(train: Train) -> None:
     callback = "callbacks.bug._target_=tests.engine.failures.failing.FailingCallback"
     _keeps_its_traceback(train(*RUN, callback, check=False), f"ValueError: {REFUSED}", is_alone=True)
@@ -119,9 +120,9 @@ def test_a_bug_in_a_callback_keeps_its_traceback(train: Train) -> None:
 @pytest.mark.parametrize(
     ("launcher", "rank", "where"),
     [
-        *(("one process", "null", "sanity_check 0"), ("python", "null", "setup")),
-        *(("torchrun", "null", "__init__"), ("torchrun", "1", "configure_optimizers")),
+        *(("one process", "null", "sanity_check 0"), ("torchrun", "1", "configure_optimizers")),
         *at_night(("one process", "null", "__init__"), ("python", "null", "sanity_check 0")),
+        *at_night(("torchrun", "null", "__init__"), ("python", "null", "setup")),
     ],
 )
 def test_what_is_raised_on_purpose_before_the_first_step_is_told_once(
@@ -195,7 +196,7 @@ def test_of_model_and_data_in_one_module_the_one_that_raises_is_named(train: Tra
     _is_a_line(train(*both, *SHORT, "strategy=single", check=False), "data: /data/train.bin is not there")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [2, *at_night(0)])
 def test_data_that_turn_out_to_be_damaged_later_are_told_in_a_line(workers: int, train: Train) -> None:
     sample = ("data.where=sample", f"data.workers={workers}")
     _is_a_line(train(*BAD_DATA, *sample, "strategy=single", check=False), f"data: {REFUSED}")
@@ -271,7 +272,7 @@ def test_a_loaders_worker_that_ends_is_named_for_how_it_did(train: Train) -> Non
 @pytest.mark.parametrize(
     ("reads", "told"),
     [
-        ("mode=test ckpt_path={}", "net.0.weight is 16×2 in the checkpoint and 8×2 in the model"),
+        *at_night(("mode=test ckpt_path={}", "net.0.weight is 16×2 in the checkpoint and 8×2 in the model")),
         ("trainer.max_steps=2", "net.0.weight is 16×2 in the checkpoint and 8×2 in the model"),
         ("mode=test ckpt_path=some.pt", "can't be read as a checkpoint: it has no state_dict"),
     ],

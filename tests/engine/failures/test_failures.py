@@ -58,11 +58,13 @@ def test_a_killed_rank_that_the_run_started_is_named_and_what_resumes_the_run(tr
     assert ("Traceback" in failed.err, failed.returncode) == (False, 1)
 
 
+@pytest.mark.nightly
 def test_the_command_returns_once_the_ranks_that_it_started_have_ended(train: Train) -> None:
     run = train(*RUN, "trainer.devices=2", "model.how=lingers")
     assert (run.folder / "has ended").exists()
 
 
+@pytest.mark.nightly
 def test_rank_0_that_is_stopped_is_killed_by_the_ranks_that_it_started(train: Train) -> None:
     def stop(processes: list[BaseProcess]) -> None:
         rank_0 = psutil.Process(processes[0].pid)
@@ -95,6 +97,7 @@ KILLED = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("when", KILLED)
 def test_a_spawned_rank_that_is_killed_ends_the_others_and_is_named(when: str, train: Train) -> None:
     failed = train(*KILLED[when], RUN[2], *RUN[4:], "strategy=ddp_spawn", "trainer.devices=2", check=False)

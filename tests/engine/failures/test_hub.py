@@ -157,6 +157,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.nightly
 def test_a_suspension_of_all_ranks_is_no_silence_and_a_rank_that_goes_after_it_is_missed() -> None:
     ran = subprocess.run([sys.executable, "-c", SUSPENDED], capture_output=True, text=True, timeout=200)
     assert re.match(r"\[None, None\]\n.*rank 1 of 2 on node1 failed", ran.stdout), ran.stdout + ran.stderr

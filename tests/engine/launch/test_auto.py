@@ -30,6 +30,7 @@ def decision(out: str) -> str:
     return line.removeprefix("auto").strip()
 
 
+@pytest.mark.nightly
 @SIMULATED
 def test_where_replicas_do_not_fit_ranks_shard_and_each_decides_the_same(train: Train) -> None:
     """States of the whole model are 0.52 MiB, and so is each process's half of the memory, less what samples take."""
@@ -128,3 +129,40 @@ def test_a_smaller_micro_batch_is_the_first_thing_to_try(ranks: int, train: Trai
     started, _, command = line.partition("; try ")
     assert started.startswith("next: parameters, gradients and optimizer state are ")
     assert command.endswith(f" strategy=ddp micro_batch_size={8 if ranks else 16} run_id=mine")
+
+
+# More of strategy=auto and micro_batch_size=auto
+
+
+@pytest.mark.nightly
+@SIMULATED
+def test_ranks_that_a_run_starts_are_told_what_it_has_decided(train: Train) -> None:
+    run = train(*RUN, "plan.memory_gib=0.003")
+    assert decision(run.out).startswith("ddp, micro batch 2: ")
+    assert "batch      16 samples a step = 2 × 2 devices × accumulation 4" in run.out
+
+
+@pytest.mark.nightly
+def test_micro_batch_size_auto_is_the_whole_share_where_that_fits(train: Train) -> None:
+    run = train(*RUN, "trainer.devices=1", "micro_batch_size=auto")
+    assert decision(run.out).startswith("single, micro batch 16: ")
+    assert "batch      16 samples a step = 16 × 1 device × accumulation 1" in run.out
+
+
+@pytest.mark.nightly
+@SIMULATED
+def test_micro_batch_size_auto_is_refused_where_not_a_sample_fits(train: Train) -> None:
+    refused = train(*RUN, "strategy=ddp", "micro_batch_size=auto", "plan.memory_gib=0.0005", check=False)
+    assert refused.returncode == 2
+    (line,) = refused.err.strip().splitlines()
+    assert line.startswith("error: micro_batch_size=auto: no strategy fits; the smallest is ddp, micro batch 8: ")
+
+
+@pytest.mark.nightly
+def test_an_evaluation_shards_only_where_parameters_are_many(train: Train) -> None:
+    """0.13 MiB of parameters, and of the memory, half is each process's."""
+    trained = train(*(word for word in RUN if word not in NO_CHECKPOINTS), "strategy=ddp", ranks=2)
+    (checkpoint,) = trained.run_dir.glob("checkpoints/step_2.ckpt")
+    for gib, strategy in ((1, "DDP"), (0.0002, "FSDP")):
+        run = train(*RUN, "mode=test", f"ckpt_path={checkpoint}", f"plan.memory_gib={gib}", ranks=2)
+        assert f"strategy   {strategy}, " in run.out

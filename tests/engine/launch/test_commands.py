@@ -44,10 +44,10 @@ def _command(run: Finished, what: str) -> list[str]:
 @pytest.mark.parametrize(
     ("devices", "place", "run_dir"),
     [
-        (("strategy=ddp", "trainer.devices=2"), "run_id=mine", "runs/plainmodel/mine"),
-        *at_night(((), "hydra.run.dir='runs/sweep/3'", "runs/sweep/3")),
+        ((), "run_id=mine", "runs/plainmodel/mine"),
+        *at_night((("strategy=ddp", "trainer.devices=2"), "hydra.run.dir='runs/sweep/3'", "runs/sweep/3")),
     ],
-    ids=["a run", "a job of a sweep"],
+    ids=["a run", "a job of a sweep, on two devices"],
 )
 def test_what_a_run_says_to_type_next_can_be_pasted(
     devices: tuple[str, ...], place: str, run_dir: str, train: Train

@@ -25,6 +25,7 @@ from lightswitch.launch.handshake import Handshake
 from lightswitch.process import Process, Signals
 from tests.engine.config.mistaken import answers
 from tests.engine.conftest import PLAIN, Finished, Train, context
+from tests.engine.curves import largest_difference
 from tests.engine.failures.pace import FAILS_ONCE
 from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.plain import PlainModel
@@ -68,7 +69,7 @@ def test_ranks_start_as_the_script_did_whoever_ran_it_and_wherever_it_went(
     own = ("model._target_=tests.engine.launch.test_launchers.Wandering", "model.note=${now:%H-%M-%S}", RUN[1])
     own = (*own, "trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.val_check_interval=2", "logger=csv")
     own = (*own, "strategy=ddp", "trainer.devices=2", "run_id=mine", *words)
-    ended = start(sys.executable, *python, *own)
+    ended = start("python", *python, *own)
     out = said(ended)
     assert ended.returncode == 0, out
     assert len(notes := re.findall(r"rank . note (.+)", out)) == 2
@@ -192,10 +193,14 @@ def test_processes_can_be_started_one_by_one(train: Train, tmp_path: Path, port:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("trainer.devices=3",), "env started 1 node × 2 processes, but the trainer has num_nodes=1, devices=3; "),
-        (("seed={rank}",), "rank 1 on {host} has seed=1, rank 0 on {host} has seed=0; "),
+        pytest.param(
+            ("trainer.devices=3",),
+            "env started 1 node × 2 processes, but the trainer has num_nodes=1, devices=3; ",
+            id="each by itself",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(("seed={rank}",), "rank 1 on {host} has seed=1, rank 0 on {host} has seed=0; ", id="all together"),
     ],
-    ids=["each by itself", "all together"],
 )
 def test_a_refused_start_prints_its_line_in_each_terminal(
     words: tuple[str, ...], line: str, train: Train, tmp_path: Path, port: str
@@ -222,6 +227,7 @@ def test_lightning_starts_the_others_also_where_a_flag_comes_last(start: Start, 
     )
 
 
+@pytest.mark.nightly
 def test_spawned_ranks_print_the_commands_that_were_typed(start: Start, tmp_path: Path) -> None:
     typed = (*RUN, "strategy=ddp_spawn", "trainer.devices=2")
     lines = finish(start("python", TRAIN_PY, *typed)).splitlines()
@@ -232,6 +238,7 @@ def test_spawned_ranks_print_the_commands_that_were_typed(start: Start, tmp_path
     assert [place["environment"] for place in witnesses(run_dir)] == [[rank, rank, "2", "2"] for rank in "01"]
 
 
+@pytest.mark.nightly
 def test_a_script_that_imports_main_starts_every_rank(start: Start, tmp_path: Path) -> None:
     words = [*RUN, "strategy=ddp", "trainer.devices=2"]
     (tmp_path / "other.py").write_text(f"import sys, train\nsys.argv[1:] = {words}\ntrain.main()\n")
@@ -240,6 +247,7 @@ def test_a_script_that_imports_main_starts_every_rank(start: Start, tmp_path: Pa
     assert f"go on      python {TRAIN_PY} {' '.join(RUN[:2])}" in out
 
 
+@pytest.mark.nightly
 def test_an_interactive_shell_runs_the_script_as_a_command(start: Start, tmp_path: Path) -> None:
     """As a notebook's kernel, it keeps its signals and lives on."""
     words = [*RUN, "strategy=ddp", "trainer.devices=2"]
@@ -358,3 +366,70 @@ def test_a_process_that_sees_no_checkpoint_or_alone_sees_one_tells_so(
     assert of_0 == ""
     assert of_1.startswith(told)
     assert bool(of_1) == bool(told)
+
+
+# Processes of one run, each started by itself
+
+
+@pytest.mark.nightly
+def test_ranks_with_different_values_say_so_in_every_terminal(start: Start, tmp_path: Path, port: str) -> None:
+    (tmp_path / "runs/plainmodel/mine").mkdir(parents=True)
+    (tmp_path / "runs/plainmodel/mine/config.yaml").write_text("an earlier run's")
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = [start("python", TRAIN_PY, *RUN, "run_id=mine", f"seed={r}", **common, RANK=str(r)) for r in (0, 1)]
+    outs = [rank.communicate(timeout=TIMEOUT_SECONDS)[0] for rank in ranks]
+    host = socket.gethostname()
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    line = f"error: rank 1 on {host} has seed=1, rank 0 on {host} has seed=0; give every process the same overrides\n"
+    assert outs[0].endswith("\n" + line)
+    assert outs[1] == line
+    assert (tmp_path / "runs/plainmodel/mine/config.yaml").read_text() == "an earlier run's"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_terminals_of_nodes_with_different_numbers_of_processes_train_the_same_run(
+    strategy: str, start: Start, train: Train, tmp_path: Path, port: str
+) -> None:
+    words = (*RUN, "global_batch_size=24", "trainer.log_every_n_steps=1")
+    meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2"}
+    names = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    places = [meet | dict(zip(names, place, strict=True)) for place in ("0002", "1012", "2101")]
+    ranks = [start("python", TRAIN_PY, *words, f"strategy={strategy}", **place) for place in places]
+    outs = [finish(rank) for rank in ranks]
+    assert [(seen["node_rank"], seen["local_rank"]) for seen in witnesses(the_run(tmp_path))] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+    ]
+    assert [out.count("precision 32-true, 3 CPU on 2 nodes") for out in outs] == [1, 0, 0]
+    run, alone = Finished(0, outs[0], "", tmp_path), train(*words, "strategy=single")
+    for metric in ("train/loss", "val/loss", "test/loss"):
+        assert largest_difference(run, alone, metric) <= 1e-6, metric
+
+
+# torchrun's other ways: alone, and by agents that are told their rank
+
+
+LAUNCH = ("python", "-m", "torch.distributed.launch")  # its older name
+
+
+@pytest.mark.nightly
+def test_standalone_it_starts_one_run(start: Start, tmp_path: Path) -> None:
+    out = finish(start(*COMMAND, "--standalone", "--nproc-per-node=2", TRAIN_PY, *RUN))
+    run_dir = the_run(tmp_path)
+    first, second = witnesses(run_dir)
+    assert [first["local_rank"], second["local_rank"]] == [0, 1]
+    assert (first["world_size"], first["strategy"], first["cluster"]) == (2, "DDP", "TorchElasticEnvironment")
+    assert out.count("strategy   DDP, precision 32-true, 1 node × 2 CPU") == 1
+    assert f"\nevaluate   torchrun --standalone --nproc-per-node=2 {TRAIN_PY} model._target_=" in out
+
+
+@pytest.mark.nightly
+def test_agents_that_are_told_their_rank_start_one_run(start: Start, tmp_path: Path, port: str) -> None:
+    place = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=localhost", f"--master-port={port}")
+    run = (TRAIN_PY, *RUN, "run_id=mine")
+    agents = [start(*command, *place, f"--node-rank={rank}", *run) for rank, command in enumerate((LAUNCH, COMMAND))]
+    outs = [finish(agent) for agent in agents]
+    assert [seen["node_rank"] for seen in witnesses(the_run(tmp_path))] == [0, 1]
+    assert [out.count("strategy   DDP, precision 32-true, 2 nodes × 1 CPU") for out in outs] == [1, 0]

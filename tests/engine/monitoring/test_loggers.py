@@ -133,6 +133,7 @@ def runs_of_wandb(run_dir: Path) -> list[str]:
     return [path.name.split("-", 3)[-1] for path in sorted((run_dir / "wandb").glob("offline-run-*"))]
 
 
+@pytest.mark.nightly
 @SERVICES
 def test_a_run_is_one_curve_in_each_logger_after_a_branch_and_a_start_anew(train: Train) -> None:
     """A logger shows the steps that the run's checkpoints lead to, and no others, as metrics.csv does."""
@@ -152,6 +153,7 @@ def test_a_run_is_one_curve_in_each_logger_after_a_branch_and_a_start_anew(train
     assert {path.name for path in run.run_dir.glob("*_1*")} == {"checkpoints_1", "metrics_1.csv", "tensorboard_1"}
 
 
+@pytest.mark.nightly
 @SERVICES
 def test_each_job_of_a_sweep_is_a_run_of_its_own_in_each_logger(train: Train) -> None:
     """What loggers know as `${run_id}` names one directory; a store that all runs share is where conf says."""
@@ -198,6 +200,7 @@ def test_a_logger_whose_package_is_missing_says_what_to_install(monkeypatch: pyt
         logger("mlflow")
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is an extra")
 @pytest.mark.usefixtures("hydra_home")
 def test_wandb_runs_offline(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +17,14 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
+from lightswitch.preflight import root_keys
+from lightswitch.preflight.signatures import Signature, signature
+from lightswitch.reference import choices
 from tests.engine.config.mistaken import joined
-from tests.engine.conftest import PLAIN, PLAIN_DATA, PLAIN_MODEL, Train
+from tests.engine.conftest import CHECKOUT, PLAIN, PLAIN_DATA, PLAIN_MODEL, Train
 from tests.engine.requests import Request, composed, composing, problems
-from tests.engine.tiny import PICTURES
+from tests.engine.tiny import LANGUAGE_MODEL, PICTURES, TEXT
+from tests.night import at_night
 
 Ask = Callable[..., Request]
 TABLE = yaml.safe_load(Path(__file__).with_name("requests.yaml").read_text())
@@ -157,3 +166,143 @@ def test_a_batch_size_of_the_datas_own_is_the_global_one_where_none_is_typed(typ
 def test_gradients_are_clipped_where_that_is_typed_alone(ask: Ask) -> None:
     assert "gradient_clip_val" not in ask(*PLAIN).cfg.trainer
     assert ask(PLAIN[0], PICTURES, "trainer=clipped").cfg.trainer.gradient_clip_val == 1.0
+
+
+# What is typed and read by nobody is refused by name: each key of --help, against each model and dataset
+
+
+CONF = CHECKOUT / "conf"
+PARTIAL = ("model._target_=tests.engine.plain.PartialModel", PLAIN_DATA, "model.optimizer=${optimizer}")
+GIVEN = ("optimizer", "scheduler")
+ELSEWHERE = ("dry_run", "check", "lr_scaling.reference_batch_size")  # of another mode, or of a rule that is none
+COMBINATIONS = {  # the words, and the groups that nobody reads there; those of conf: tests/project/test_choices.py
+    "a module that takes both": ((*LANGUAGE_MODEL, TEXT), set[str]()),
+    "a module with its own optimizer": (PLAIN, {*GIVEN}),
+    "a module that takes an optimizer": (PARTIAL, {"scheduler"}),
+    "a rate that refers to one": ((*PLAIN, "model.lr=${optimizer.lr}"), {"optimizer but lr", "scheduler"}),
+}
+
+
+@pytest.fixture
+def _conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    with composing():
+        yield
+
+
+def _keys() -> list[str]:
+    """Those that --help lists: of the config, and of the choices that it begins with."""
+    root, groups = choices.config(CONF), choices.groups(CONF)
+    chosen = [one for group, name in root.defaults.items() for one in groups.get(group, ()) if one.name == name]
+    return [key.path for choice in (root, *chosen) for key in choice.keys if not key.is_node and key.path[0] != "_"]
+
+
+@pytest.mark.usefixtures("_conf")
+@pytest.mark.parametrize("combination", ["a rate that refers to one", *at_night(*list(COMBINATIONS)[:-1])])
+def test_each_key_of_help_is_read_or_told(combination: str, tmp_path: Path) -> None:
+    words, groups = COMBINATIONS[combination]
+    keys = [key for key in _keys() if not key.startswith("model.")]  # another's are its signature's
+    expected = {key for key in keys if f"{key}.".startswith(tuple(f"{one}." for one in (*groups, *ELSEWHERE)))}
+    if "optimizer but lr" in groups:
+        expected |= {key for key in keys if key.startswith("optimizer.") and key != "optimizer.lr"}
+    assert {*root_keys.unread(composed(*words, into=tmp_path).cfg, keys)} == expected
+
+
+EXPERIMENTS = {  # the lines of a file, and what its refusals begin with
+    "# @package _global_\ndefaults: [{override /scheduler: linear}]\noptimizer: {lr: 1, betas: [0.9, 0.9]}\nseed: 7": [
+        "scheduler of experiment=mine: ",
+        "optimizer.lr of experiment=mine, optimizer.betas of experiment=mine: ",
+    ],
+    "seed: 7": [
+        "experiment: the keys of its file are set below experiment; begin the file with # @package _global_",
+    ],
+}
+
+
+@pytest.mark.usefixtures("_conf")
+@pytest.mark.parametrize("text", EXPERIMENTS)
+def test_what_stands_in_an_experiment_is_told_with_its_name(text: str, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text(text)
+    request = composed(*PLAIN, "experiment=mine", f"hydra.searchpath=[{tmp_path}]", into=tmp_path)
+    told = [*root_keys.unread_problems(request.cfg, request.hydra)]
+    assert [line[: len(text)] for line, text in zip(told, EXPERIMENTS[text], strict=True)] == EXPERIMENTS[text]
+
+
+# Signatures read from source, with nothing imported
+
+
+SIGNATURES = yaml.safe_load(Path(__file__).with_name("signatures.yaml").read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("sources")
+    for name, text in SIGNATURES["files"].items():
+        (path := folder / "package" / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="latin-1")
+    with pytest.MonkeyPatch.context() as patching:
+        patching.syspath_prepend(folder)
+        yield
+
+
+@pytest.mark.parametrize("target", SIGNATURES["read"])
+def test_a_signature_tells_what_its_source_shows(target: str) -> None:
+    found = signature(f"package.{target}")
+    assert found is not None
+    assert shown(found) == SIGNATURES["read"][target]
+
+
+def shown(found: Signature) -> list[str]:
+    """Return a signature as the table has it: a line a parameter."""
+    lines = []
+    for name, of in found.parameters.items():
+        kinds = [*sorted(kind.__name__ for kind in of.kinds or ()), *sorted(map(repr, of.literals or ()))]
+        default = "" if of.default is None else " = ?" if of.value is None else f" = {of.value!r}"
+        is_ = ", required" * (name in found.required) + ", passed on" * (name in found.passed_on)
+        lines.append((f"{name}: {' | '.join(kinds)}" if kinds else name) + default + is_)
+    return lines + ["**"] * found.open_ended
+
+
+@pytest.mark.parametrize(
+    "target", [*SIGNATURES["unknown"], "math.sqrt", "os.path.join", "torch.nn.Linear", "numpy.array"]
+)
+def test_what_the_source_does_not_show_tells_nothing(target: str) -> None:
+    """Which it does not of what is bound to something unknown or by code, has no Python source, or came by a star."""
+    assert signature(f"package.{target}" if target in SIGNATURES["unknown"] else target) is None
+
+
+@pytest.mark.parametrize("target", SIGNATURES["errors"])
+def test_what_is_not_there_is_an_error(target: str) -> None:
+    with pytest.raises(LookupError, match=SIGNATURES["errors"][target]):
+        signature(target)
+
+
+REAL = {
+    "lightning.pytorch.Trainer": {"max_steps", "limit_val_batches", "use_distributed_sampler"},
+    "lightning.pytorch.callbacks.ModelCheckpoint": {"monitor", "save_last", "enable_version_counter"},
+    "lightning.pytorch.loggers.TensorBoardLogger": {"save_dir", "default_hp_metric"},
+    "lightning.pytorch.strategies.DDPStrategy": {"start_method", "process_group_backend"},
+    "torch.optim.AdamW": {"params", "lr", "betas", "weight_decay"},
+    "torch.optim.lr_scheduler.CosineAnnealingLR": {"optimizer", "T_max"},
+}
+
+
+def test_real_classes_tell_the_parameters_that_python_sees_and_nothing_is_imported() -> None:
+    script = (
+        "import json, sys\nfrom lightswitch.preflight.signatures import signature\n"
+        f"found = {{target: sorted(signature(target).parameters) for target in {list(REAL)}}}\n"
+        "assert signature('__main__.Net') is None\n"
+        "assert not {'torch', 'lightning', 'numpy', 'torchmetrics'} & sys.modules.keys()\n"
+        "print(json.dumps(found))"
+    )
+    for target, found in json.loads(subprocess.check_output([sys.executable, "-c", script])).items():
+        module, _, name = target.rpartition(".")
+        seen = inspect.signature(getattr(import_module(module), name)).parameters.values()
+        assert REAL[target] <= {*found} == {p.name for p in seen if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+
+
+def test_the_precisions_of_a_trainer_are_known() -> None:
+    found = signature("lightning.pytorch.Trainer")
+    assert found is not None
+    assert {"16-mixed", "bf16-true", 32} <= (found.parameters["precision"].literals or set())

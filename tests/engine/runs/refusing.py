@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
 
 from tests.engine.plain import PlainData, PlainModel
@@ -32,14 +32,6 @@ class LostData(PlainData):
         self.text = Path("nowhere.txt").read_text()
 
 
-class NoServer(Logger):
-    def __init__(self) -> None:
-        raise ValueError("no server answers at localhost:1")
-
-    name = version = ""
-    log_metrics = log_hyperparams = lambda *_, **__: None
-
-
 class NoKey(Logger):
     name = version = ""
     log_metrics = log_hyperparams = lambda *_, **__: None
@@ -47,7 +39,3 @@ class NoKey(Logger):
     @property
     def experiment(self) -> None:
         raise RuntimeError("no API key configured")
-
-
-class NoTestData(PlainData):
-    test_dataloader = LightningDataModule.test_dataloader

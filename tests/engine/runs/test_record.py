@@ -8,28 +8,42 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
 
+from lightswitch.config.confidential import Cleaner
+from lightswitch.errors import Refused
 from lightswitch.runs import lock, record
+from lightswitch.runs.record import log_hyperparameters
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 from tests.engine.failures.pace import FAILS_ONCE
+from tests.engine.monitoring.tiny import Regression, loader, trainer
+from tests.night import at_night
 
 RUN = (*PLAIN, "name=plain", "run_id=mine", "trainer.accelerator=cpu", "trainer.val_check_interval=2")
 MORE = "trainer.max_steps=4"
-NO_DEVICE = "trainer.accelerator=gpu"
+WIDER = f"{MORE} model.width=32"
+BAD_DATA = f"{MORE} model._target_=tests.engine.runs.refusing.BadData"
 REFUSED = {
     "an unknown key": "trainer.max_stps=4",
-    "a device that is not there": f"{MORE} {NO_DEVICE}",
-    "resume from what is none": f"{MORE} resume=notes.txt",
     "a constructor's ValueError": f"{MORE} model._target_=tests.engine.runs.refusing.BadWidth",
-    "a logger's ValueError": f"{MORE} +logger.lost._target_=tests.engine.runs.refusing.NoServer",
-    "a model that does not like the data": f"{MORE} model._target_=tests.engine.runs.refusing.BadData",
-    "another model's size": f"{MORE} model.width=32",
+    "a model that does not like the data": BAD_DATA,
+    "other data": f"{MORE} data.samples=30",
+}
+REFUSED_AT_NIGHT = {
+    "a run id that is none": "run_id=../mine",
+    "two ranks that find out in setup": f"{BAD_DATA} strategy=ddp trainer.devices=2",
+    "another model's size": WIDER,
+    "a device that is not there": f"{MORE} trainer.accelerator=gpu",
+    "resume from what is none": f"{MORE} resume=notes.txt",
     "another optimizer": f"{MORE} model._target_=tests.engine.plain.SGDModel",
     "another seed": f"{MORE} seed=1",
-    "other data": f"{MORE} data.samples=30",
-    "a run id that is none": "run_id=../mine",
+    "two ranks and another model's size": f"{WIDER} strategy=ddp trainer.devices=2",
 }
 
 
@@ -56,28 +70,14 @@ def _state(run_dir: Path) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("request_", REFUSED)
+@pytest.mark.parametrize("request_", [*REFUSED, *at_night(*REFUSED_AT_NIGHT)])
 def test_a_refused_start_leaves_every_byte_of_an_earlier_run(request_: str, earlier: Finished, train: Train) -> None:
     before = _state(earlier.run_dir)
-    refused = train(*RUN, *REFUSED[request_].split(), folder=earlier.folder, check=False)
-    assert (refused.returncode, len(refused.err.splitlines())) == (2, 1), refused.err
-    assert _state(earlier.run_dir) == before
-    assert not (earlier.run_dir / lock.FILE).exists()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "request_"),
-    [
-        (2, "another model's size"),
-        (0, "a model that does not like the data"),  # which starts them
-    ],
-)
-def test_so_does_one_of_two_ranks(ranks: int, request_: str, earlier: Finished, train: Train) -> None:
-    before = _state(earlier.run_dir)
-    start = (*RUN, "strategy=ddp", *([] if ranks else ["trainer.devices=2"]), *REFUSED[request_].split())
-    refused = train(*start, folder=earlier.folder, ranks=ranks, check=False)
+    words = (REFUSED | REFUSED_AT_NIGHT)[request_].split()
+    refused = train(*RUN, *words, folder=earlier.folder, check=False)
     assert (refused.returncode, refused.err.count("error: ")) == (2, 1), refused.err
     assert _state(earlier.run_dir) == before
+    assert not (earlier.run_dir / lock.FILE).exists()
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def copied(earlier: Finished, tmp_path: Path) -> Finished:
     return Finished(0, "", "", tmp_path / "copied")
 
 
-@pytest.mark.parametrize("is_marked", [True, False])  # as ended; else run.json has the step that it went on from
+@pytest.mark.parametrize("is_marked", [True, *at_night(False)])  # as ended; else run.json has the step
 def test_a_run_that_has_lost_its_checkpoints_does_not_begin_anew_unasked(
     is_marked: bool, copied: Finished, train: Train
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_run_that_has_lost_its_checkpoints_does_not_begin_anew_unasked(
     train(*RUN, MORE, "resume=never", folder=copied.folder)
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "run.json", "results.json", ".hydra/hydra.yaml"])
+@pytest.mark.parametrize("name", ["config.yaml", *at_night("run.json", "results.json", ".hydra/hydra.yaml")])
 def test_a_directory_where_a_file_goes_is_refused_and_none_is_replaced(
     name: str, copied: Finished, train: Train
 ) -> None:
@@ -122,7 +122,7 @@ def _told(name: str, what: str) -> str:
     )
 
 
-@pytest.mark.parametrize("name", [".lock", "train.log", "metrics.csv", "hparams.yaml", "results.json"])
+@pytest.mark.parametrize("name", [".lock", *at_night("train.log", "metrics.csv", "hparams.yaml", "results.json")])
 def test_what_leads_out_of_the_run_directory_is_refused_and_left_as_it_is(
     name: str, copied: Finished, train: Train
 ) -> None:
@@ -148,14 +148,9 @@ def test_a_file_that_is_written_anew_leaves_what_a_link_leads_to(copied: Finishe
     assert (copied.folder / "others").read_text() == "of somebody else"
 
 
-@pytest.mark.parametrize("in_the_way", ["config.yaml.partial", ".hydra"])
-def test_so_is_what_is_in_the_way_of_writing_them(in_the_way: str, copied: Finished, train: Train) -> None:
-    place = copied.run_dir / in_the_way
-    if in_the_way == ".hydra":
-        place.rename(copied.folder / "aside")
-        place.touch()
-    else:
-        place.mkdir()
+@pytest.mark.nightly
+def test_what_is_in_the_way_of_writing_them_is_refused(copied: Finished, train: Train) -> None:
+    (copied.run_dir / "config.yaml.partial").mkdir()
     before = _state(copied.run_dir)
     refused = train(*RUN, MORE, folder=copied.folder, check=False)
     assert (refused.returncode, refused.err.count("\n")) == (2, 1), refused.err
@@ -174,21 +169,13 @@ def test_a_logger_that_can_not_connect_leaves_an_earlier_runs_files(copied: Fini
     assert {path.partition("/")[0] for path in told} <= {"crash", "train.log"}, told
 
 
-@pytest.fixture
-def harmed(earlier: Finished, tmp_path: Path) -> Finished:
-    """The same, with tensors that are not what was written."""
-    shutil.copytree(earlier.folder, tmp_path / "harmed", symlinks=True)
-    for path in tmp_path.glob("harmed/runs/*/mine/checkpoints/*/*.distcp"):
+def test_a_start_that_finds_only_harmed_checkpoints_leaves_them(copied: Finished, train: Train) -> None:
+    for path in copied.run_dir.glob("checkpoints/*/*.distcp"):
         path.write_bytes(path.read_bytes()[:-1] + b"!")
-    return Finished(0, "", "", tmp_path / "harmed")
-
-
-def test_a_start_that_finds_only_harmed_checkpoints_leaves_them(harmed: Finished, train: Train) -> None:
-    before = _state(harmed.run_dir)
-    refused = train(*RUN, MORE, folder=harmed.folder, check=False)
-    assert refused.returncode == 2
-    assert "differs from its checksum" in refused.err
-    assert _state(harmed.run_dir) == before
+    before = _state(copied.run_dir)
+    refused = train(*RUN, MORE, folder=copied.folder, check=False)
+    assert (refused.returncode, "differs from its checksum" in refused.err) == (2, True)
+    assert _state(copied.run_dir) == before
 
 
 def test_a_start_while_another_writes_leaves_its_files(earlier: Finished, train: Train) -> None:
@@ -204,22 +191,6 @@ def test_a_start_while_another_writes_leaves_its_files(earlier: Finished, train:
     assert _state(earlier.run_dir) == before
 
 
-@pytest.mark.nightly
-def test_a_start_that_goes_on_keeps_the_log_of_what_it_said_first(earlier: Finished, train: Train) -> None:
-    for strategy in (
-        "single",
-        "ddp trainer.devices=2",
-        "ddp trainer.devices=2 data._target_=tests.engine.runs.refusing.NoTestData",
-    ):
-        steps = 10 + len(strategy)
-        size = (earlier.run_dir / "train.log").stat().st_size
-        run = train(*RUN, *f"strategy={strategy} trainer.max_steps={steps}".split(), folder=earlier.folder)
-        logged = (earlier.run_dir / "train.log").read_text()[size:]
-        told = [line.split(": ", 1)[1] for line in logged.splitlines() if " INFO lightswitch." in line]
-        assert len(told) > 3
-        assert [line for line in run.out.splitlines() if line and line in told] == [line for line in told if line]
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to someone else")
 def test_the_commit_of_a_checkout_of_someone_else_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b")
@@ -229,3 +200,53 @@ def test_the_commit_of_a_checkout_of_someone_else_is_known(tmp_path: Path, monke
         os.chown(path, 12345, 12345)
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
     assert re.fullmatch("[0-9a-f]{40}", record.git_of_code("rev-parse", "HEAD") or "none")
+
+
+# Loggers are sent the arguments that module and data have saved, without what came from the environment
+
+
+CONFIG = {"model": {"width": 8, "token": "hunter2!"}, "sizes": {"devices": 2}}
+CLEANER = Cleaner((("hunter2!", "${oc.env:TOKEN}"),))
+
+
+class Saving(Regression):
+    def __init__(self, width: int, token: str = "hunter2!") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class SavingData(LightningDataModule):
+    def __init__(self, width: int, path: str = "data") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader()
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(8)
+
+
+class Logging(Callback):
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        log_hyperparameters(trainer, CLEANER, CONFIG)
+
+
+def _logged(folder: Path, module: LightningModule, data: LightningDataModule) -> dict[str, Any]:
+    options = {"max_steps": 1, "log_every_n_steps": 1, "enable_autolog_hparams": False}
+    trainer(folder, callbacks=[Logging()], logger=CSVLogger(folder, "", ""), **options).fit(module, datamodule=data)
+    logged: dict[str, Any] = yaml.safe_load((folder / "hparams.yaml").read_text())
+    return logged
+
+
+def test_arguments_of_module_and_data_are_logged_and_the_module_keeps_its_own(tmp_path: Path) -> None:
+    module = Saving(8)
+    config = {"model": {"width": 8, "token": "${oc.env:TOKEN}"}, "sizes": {"devices": 2}}
+    saved = {"width": 8, "token": "${oc.env:TOKEN}", "path": "data"}
+    assert _logged(tmp_path, module, SavingData(8)) == {**saved, **config}
+    assert module.hparams.token == "hunter2!"
+
+
+def test_an_argument_that_has_two_values_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="model and data have both saved width, with different values"):
+        _logged(tmp_path, Saving(8), SavingData(9))

@@ -76,6 +76,7 @@ def test_gradients_are_reduced_when_it_is_asked_for(
     assert largest_difference(run, alone) <= 1e-5
 
 
+@pytest.mark.nightly
 def test_units_gathered_ahead_are_the_same_run(fits: Fits) -> None:
     (alone,), ahead = fits(LONGER), fits(replace(COUNTED, strategy="fsdp prefetch=2"), 2)[0]
     assert ahead.column(GATHER)[0] >= UNITS

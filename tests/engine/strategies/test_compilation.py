@@ -20,12 +20,13 @@ from torch._logging import _internal as torch_logs
 import lightswitch
 from lightswitch.preflight import devices
 from lightswitch.strategies.units import Compilation, CompiledForward, tell_recompilations
-from tests.engine.conftest import PLAIN, Train
+from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE as LANGUAGE_FIT
 from tests.engine.fits import Fits
 from tests.engine.plain import PlainData, PlainModel
 from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
+from tests.engine.ways import WAYS
 from tests.night import at_night
 from tests.pool import Pool
 
@@ -129,7 +130,7 @@ class Generations(pl.Callback):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's import
 @pytest.mark.parametrize(
     ("every_n_batches", "validations"),
-    [(2, 2), (3, 0)],  # between steps; and within one, whose gradients are still needed
+    [*at_night((2, 2)), (3, 0)],  # between steps; and within one, whose gradients are still needed
 )
 def test_cuda_graphs_keep_what_a_step_still_needs(every_n_batches: int, validations: int) -> None:
     noted = Generations()
@@ -252,3 +253,44 @@ def test_cuda_graphs_are_refused_where_parameters_move(strategy: str) -> None:
     assert not [line for line in devices.compiler_problems(cfg, "cpu") if "compile.mode" in line]
     cfg["trainer"]["strategy"]["stage"] = 2
     assert strategy != "DeepSpeed" or not [one for one in devices.compiler_problems(cfg, "cuda") if "graphs" in one]
+
+
+# torch.compile under every strategy, and by inductor, which is a compiler of C++
+
+
+SHORT = ("trainer.max_steps=4", "trainer.val_check_interval=4", *NO_CHECKPOINTS, "trainer.accelerator=cpu")
+ONE_OF_EACH = [way for way in WAYS if not way.endswith(("× 1", "× 4"))]  # strategy; single has no number
+DROPPING = ("model.dropout=0.1",)  # on one device: the ranks of a run draw other numbers than one process
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return runs_in(tmp_path_factory.mktemp("eager"))(*LANGUAGE, *SHORT, "strategy=single")
+
+
+def _is_the_run_of(eager: Finished, compiled: Finished) -> None:
+    for metric in ("train/loss", "val/loss", "test/loss"):
+        assert largest_difference(compiled, eager, metric) <= 1e-5, metric
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", ONE_OF_EACH)
+def test_a_compiled_run_is_the_eager_one_under_every_strategy(way: str, eager: Finished, train: Train) -> None:
+    compiled = ("compile=true", "compile.backend=aot_eager")
+    run = train(*LANGUAGE, *SHORT, *WAYS[way].switches, *compiled, ranks=WAYS[way].ranks)
+    assert "compiles   2 Block by aot_eager" in run.out
+    assert "recompiled" not in run.out
+    _is_the_run_of(eager, run)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", ["fsdp × 2", "deepspeed_stage_3 × 2"])
+def test_inductor_keeps_the_curve_of_shards(way: str, eager: Finished, train: Train) -> None:
+    run = train(*LANGUAGE, *SHORT, *WAYS[way].switches, "compile=true", ranks=WAYS[way].ranks)
+    _is_the_run_of(eager, run)
+
+
+@pytest.mark.nightly
+def test_inductor_drops_the_same_units(train: Train) -> None:
+    dropping = (*LANGUAGE, *SHORT, *DROPPING, "strategy=single")
+    _is_the_run_of(train(*dropping), train(*dropping, "compile=true"))

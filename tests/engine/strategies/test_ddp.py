@@ -19,6 +19,7 @@ from lightswitch.strategies.ddp import DDP, auto
 from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE, PLAIN, Fit, Fits
 from tests.engine.plain import NormedModel, PlainModel
+from tests.night import at_night
 from tests.pool import Pool, RankFailed
 
 SHORT = replace(PLAIN, steps=3)
@@ -76,7 +77,7 @@ def test_an_evaluation_has_rank_0s_buffers_where_no_forward_pass_broadcasts_them
         assert largest_difference(run, usual, metric) <= 1e-6
 
 
-@pytest.mark.parametrize("hook", ["fp16", "bf16"])
+@pytest.mark.parametrize("hook", ["bf16", *at_night("fp16")])
 def test_gradients_rounded_to_16_bits_change_the_losses_a_little(hook: str, fits: Fits) -> None:
     in_32_bits, run = (fits(replace(LANGUAGE, strategy=f"ddp{hook}"), 2)[0] for hook in ("", f" comm_hook={hook}"))
     assert 0 < largest_difference(run, in_32_bits) < 1e-2  # 0: the hook was not there
@@ -234,7 +235,11 @@ class ByHand(PlainModel):
 
 
 HANDS = ("manual", "backward", "halves", "clipped", "inputs", "accumulated", "added", "assigned")
-BY_HAND = [(how, 1) for how in HANDS] + [(how, 2) for how in ("backward", "first by hand", "inputs", "assigned")]
+BY_HAND = [
+    *((how, 1) for how in HANDS),
+    ("first by hand", 2),
+    *at_night(*((how, 2) for how in ("backward", "inputs", "assigned"))),
+]
 
 
 @pytest.mark.parametrize(("how", "optimizers"), BY_HAND)
@@ -273,7 +278,7 @@ class Reentrant(PlainModel):
         return nn.functional.cross_entropy(self.net[3](found), batch[1])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", ["ddp", *at_night("deepspeed_stage_3")])
 def test_reentrant_checkpoints_are_refused_with_what_helps(strategy: str, fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
         fits(replace(SHORT, module=Reentrant, strategy=strategy), 2)

@@ -15,6 +15,7 @@ from lightswitch.strategies.elementwise import refuse_in_pieces
 from tests.engine.curves import largest_difference
 from tests.engine.fits import PLAIN, Fit, Fits
 from tests.engine.plain import PlainModel
+from tests.night import at_night
 from tests.pool import RankFailed
 
 BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -110,7 +111,7 @@ def test_others_are_refused_in_pieces(name: str) -> None:
         refuse_in_pieces(made(name))
 
 
-@pytest.mark.parametrize("lr", [1.0, 0.1, 0.001])
+@pytest.mark.parametrize("lr", [1.0, *at_night(0.1, 0.001)])
 @pytest.mark.parametrize("options", [{}, {"line_search_fn": "strong_wolfe"}, {"max_iter": 4}], ids=str)
 def test_no_problem_is_solved_by_lbfgs_and_taken_for_elementwise(lr: float, options: dict[str, Any]) -> None:
     with pytest.raises(Refused, match="LBFGS does not update each element independently"):
@@ -168,7 +169,7 @@ def _refusal(fit: Fit, strategy: str, fits: Fits) -> str:
     return str(failed.value.error)
 
 
-@pytest.mark.parametrize("strategy", ["deepspeed_stage_1", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_1", *at_night("deepspeed_stage_3")])
 def test_a_run_that_would_train_otherwise_is_refused(strategy: str, fits: Fits) -> None:
     pytest.importorskip("deepspeed")
     assert _refusal(LAMB, strategy, fits) == (
@@ -183,7 +184,7 @@ def test_shards_that_keep_their_shapes_are_stepped_as_the_whole(fits: Fits) -> N
     assert largest_difference(run, alone) <= 1e-5
 
 
-@pytest.mark.parametrize(("fit", "name"), [(ADAFACTOR, "Adafactor"), (ESTIMATING, "Estimating")])
+@pytest.mark.parametrize(("fit", "name"), [(ESTIMATING, "Estimating"), *at_night((ADAFACTOR, "Adafactor"))])
 def test_an_optimizer_that_fails_for_shards_is_refused_in_a_line(fit: Fit, name: str, fits: Fits) -> None:
     told = _refusal(fit, "fsdp", fits)
     assert told.startswith(f"{name} ")

@@ -38,7 +38,7 @@ def test_it_trains_as_under_ddp(module: str, strategy: str, fits: Fits) -> None:
     assert is_cut_by_blocks == ((module, strategy) == ("Encoder", "fsdp"))
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [*BUILT, ("deepspeed_stage_1", 2)])
+@pytest.mark.parametrize(("strategy", "ranks"), [*BUILT, *at_night(("deepspeed_stage_1", 2))])
 def test_what_configure_model_builds_is_built_once_and_the_same_everywhere(
     strategy: str, ranks: int, fits: Fits
 ) -> None:

@@ -12,6 +12,7 @@ from lightswitch.errors import Refused
 from tests.engine.curves import largest_difference
 from tests.engine.fits import PLAIN, Fits
 from tests.engine.plain import PlainModel
+from tests.night import at_night
 from tests.pool import RankFailed
 
 pytest.importorskip("deepspeed")
@@ -35,13 +36,13 @@ MID_STEP = replace(PLAIN, module=FrozenInMidStep)
 IN_STEP = replace(PLAIN, module=FrozenInStep, micro_batch=None)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", *at_night("fsdp")])
 def test_gradients_of_what_is_frozen_in_mid_step_are_averaged(strategy: str, fits: Fits) -> None:
     (alone,), run = fits(MID_STEP), fits(replace(MID_STEP, strategy=strategy), 2)[0]
     assert largest_difference(run, alone) <= 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_1"])
+@pytest.mark.parametrize("strategy", ["fsdp", *at_night("ddp", "deepspeed_stage_1")])
 def test_what_is_frozen_in_training_step_is_told(strategy: str, fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
         fits(replace(IN_STEP, strategy=strategy))

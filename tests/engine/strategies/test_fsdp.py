@@ -57,6 +57,7 @@ def test_it_is_the_run_of_one_process(model: str, switch: str, fits: Fits) -> No
         assert rank.held["optimizer"] == pytest.approx(2 * rank.held["trained"] * part, rel=0.01)
 
 
+@pytest.mark.nightly
 def test_two_by_two_devices_of_tensor_parallelism_run_as_one(fits: Fits) -> None:
     (alone,) = fits(LANGUAGE)
     cut = fits(replace(LANGUAGE, strategy=TENSOR_PARALLEL), 4)
@@ -96,7 +97,7 @@ ROUNDED = {
 }
 
 
-@pytest.mark.parametrize("rounded", ROUNDED)
+@pytest.mark.parametrize("rounded", [list(ROUNDED)[-1], *at_night(*list(ROUNDED)[:-1])])
 def test_every_precision_trains(rounded: str, fits: Fits) -> None:
     strategy, _, arguments = rounded.partition(",")
     (exact,), run = fits(LANGUAGE), fits(replace(LANGUAGE, strategy=strategy, arguments=arguments), 2)[0]
@@ -140,7 +141,7 @@ def test_no_hook_is_traced_by_a_module_that_is_compiled(fits: Fits) -> None:
     assert set(run.column("traced").values()) == {0.0}
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), (TENSOR_PARALLEL, 4)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), *at_night((TENSOR_PARALLEL, 4))])
 def test_bf16_mixed_gathers_in_16_bits_what_autocast_rounds_and_changes_no_bit(
     strategy: str, ranks: int, fits: Fits
 ) -> None:
@@ -185,6 +186,7 @@ def test_a_back_end_that_sums_for_an_average_is_asked_for_sums() -> None:
     assert not FSDP(process_group_backend="nccl", cpu_offload=True).only_sums
 
 
+@pytest.mark.nightly
 def test_dimensions_of_one_device_are_left_out_of_the_mesh(pool: Pool) -> None:
     """Each is a process group, which torch 2.8 can't make of two back ends, as offloading needs them."""
     for sharding, names in {"FULL_SHARD": ("shard",), "NO_SHARD": ("replicate", "shard")}.items():
@@ -255,7 +257,7 @@ def test_an_average_within_a_step_is_told_where_to_make_it(fits: Fits) -> None:
     assert told.endswith("; compute with it in a hook such as on_train_batch_end, or use strategy=ddp")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2", *at_night("deepspeed_stage_3")])
+@pytest.mark.parametrize("strategy", ["fsdp", *at_night("ddp", "deepspeed_stage_2", "deepspeed_stage_3")])
 def test_an_average_by_hand_is_that_of_one_process(strategy: str, fits: Fits) -> None:
     (alone,) = fits(AVERAGED)
     for rank in fits(replace(AVERAGED, strategy=strategy), 2):
@@ -316,7 +318,7 @@ class Marked(LanguageModel):
 MARKED = replace(LANGUAGE, module=partial(Marked, ADAMW), micro_batch=None)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", TENSOR_PARALLEL.replace("LanguageModel", "Marked")])
+@pytest.mark.parametrize("strategy", ["fsdp", *at_night(TENSOR_PARALLEL.replace("LanguageModel", "Marked"))])
 def test_attributes_of_parameters_stay(strategy: str, fits: Fits) -> None:
     (alone,), sharded = fits(MARKED), fits(replace(MARKED, strategy=strategy), 2)[0]
     assert largest_difference(sharded, alone) <= 1e-5
@@ -396,8 +398,8 @@ def test_a_replicated_parameter_that_one_rank_alone_uses_is_averaged(fits: Fits)
     ("strategy", "ranks"),
     [
         ("fsdp", 2),
-        ("fsdp accumulate_gradients=unsharded", 2),
-        ("fsdp_hybrid shard_size=2 accumulate_gradients=within_replica", 4),
+        *at_night(("fsdp accumulate_gradients=unsharded", 2)),
+        *at_night(("fsdp_hybrid shard_size=2 accumulate_gradients=within_replica", 4)),
     ],
 )
 def test_sharded_parameters_that_one_rank_alone_uses_have_zero_gradients_on_others(

@@ -101,14 +101,18 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 EVERY = [(strategy, shape) for strategy in STRATEGIES for shape in SHAPES]
 EVERY += [(FINDS_UNUSED, shape) for shape in WITH_UNUSED]
-_OTHERS = ("ddp", "deepspeed_stage_1", "deepspeed_stage_3")
-_CHOSEN = {("fsdp", shape) for shape in SHAPES}
-_CHOSEN |= {(_OTHERS[number % 3], shape) for number, shape in enumerate(SHAPES[2::4])}  # others at night
-_CHOSEN |= {("ddp", shape) for shape in (*REFUSED["ddp"], "Scripted")} | {("deepspeed_stage_3", "OddSizes")}
-_CHOSEN |= {("deepspeed_stage_1", shape) for shape in ("Unused", "FreezingInGroup")}
-_CHOSEN |= {(FINDS_UNUSED, shape) for shape in WITH_UNUSED}
-
-CELLS = [*(cell for cell in EVERY if cell in _CHOSEN), *at_night(*(cell for cell in EVERY if cell not in _CHOSEN))]
+BY_DAY = {  # each shape that needs something of its own, under the strategy that has to do most for it
+    "ddp": ("FrozenBackbone", "Shorts", "Branch", "Scripted"),
+    FINDS_UNUSED: ("Branch",),
+    "fsdp": (
+        *("TiedBlocks", "Compiled", "Buffers", "BranchOfUnits", "Complex", "OddSizes"),
+        *("TwoDtypes", "Parametrized", "Versioned", "Late", "FreezingInGroup", "Scripted"),
+    ),
+    "deepspeed_stage_1": ("Unused",),
+    "deepspeed_stage_3": ("OddSizes", "Averaging"),
+}
+_CHOSEN = [(strategy, shape) for strategy, shapes in BY_DAY.items() for shape in shapes]
+CELLS = [*_CHOSEN, *at_night(*(cell for cell in EVERY if cell not in _CHOSEN))]
 
 
 @pytest.mark.parametrize(("strategy", "shape"), CELLS)

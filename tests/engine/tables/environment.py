@@ -12,7 +12,7 @@ import yaml
 
 from lightswitch.cluster.variables import SHOWN
 from tests.engine.conftest import CHECKOUT
-from tests.engine.tables.page import code, page, table
+from tests.engine.tables.documents import code, page, table
 
 _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 YOURS, OF_LAUNCHERS, SET = (_TOLD[kind] for kind in ("yours", "of_launchers", "set"))

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.engine.conftest import CHECKOUT
 from tests.engine.tables.claims import HELD, MEASURED, Claim
-from tests.engine.tables.page import code, page, table
+from tests.engine.tables.documents import code, page, table
 
 RESULTS = CHECKOUT / "benchmarks" / "results"
 DOCS = CHECKOUT / "docs"

@@ -1,6 +1,6 @@
 """The pages of docs/ that are made from conf, from the code, and from what was measured.
 
-python -m tests.engine.tables.reference         # tests/engine/reference/test_pages.py fails while they are older
+python -m tests.engine.tables.reference         # tests/engine/reference/test_reference.py fails while they are older
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightswitch.errors import ExitCode
 from lightswitch.reference.choices import Choice, Key, config, groups, sentences
 from tests.engine.conftest import CHECKOUT
 from tests.engine.tables import environment, measurements, run_directory
-from tests.engine.tables.page import code, page, table
+from tests.engine.tables.documents import code, page, table
 
 FOLDER = CHECKOUT / "docs"
 ENGINE = CHECKOUT / "src" / "lightswitch"

@@ -14,7 +14,7 @@ from lightswitch.runs.finished import Mark
 from lightswitch.runs.lock import Holder
 from lightswitch.runs.record import Origin
 from lightswitch.sweeps.record import Record
-from tests.engine.tables.page import code, page, table
+from tests.engine.tables.documents import code, page, table
 
 _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 FILES, FILES_OF_SOME, COLUMNS = (_TOLD[kind] for kind in ("files", "files_of_some", "columns"))

@@ -1,4 +1,4 @@
-"""The ways to train in chains, and the pairs of choices: what `make test` runs of all that could be switched.
+"""The ways to train in chains, and the pairs of choices: what is run of all that could be switched.
 
 python -m tests.engine.tours
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from tests.engine.tables.documents import markdown
 from tests.engine.tours.pairs import FACTORS, REFUSED, all_pairs, rows
-from tests.engine.tours.ring import SEED, chains
+from tests.engine.tours.ring import CHAINS
 
 
 def main() -> None:
-    print(f"TOUR_SEED={SEED}: begun and killed under one way, killed under another, ended under a third\n")
-    print(*markdown(["from", "over", "to"], chains()), sep="\n")
+    print("begun and killed under one way, killed under another, ended under a third\n")
+    print(*markdown(["from", "over", "to"], CHAINS), sep="\n")
     print(f"\n{len(rows())} runs for {len(all_pairs()) - len(REFUSED)} pairs of choices\n")
     print(*markdown(["choice", *FACTORS], [[row.strategy, *row.values] for row in rows()]), sep="\n")
     print(f"\n{len(REFUSED)} pairs are refused\n")

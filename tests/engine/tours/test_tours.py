@@ -3,7 +3,7 @@ random moments, goes on under another way each time, and is evaluated and export
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +15,12 @@ from lightswitch.export.__main__ import main as export
 from tests.engine.conftest import Finished, Train, runs_in
 from tests.engine.curves import largest_difference, predictions
 from tests.engine.launch.witness import WITNESS, witnesses
-from tests.engine.tiny import LANGUAGE
-from tests.engine.tours.ring import RING, SEED, chains
+from tests.engine.tables.matrix import CELLS, cell, devices
+from tests.engine.tables.resume import END, difference, go_on
+from tests.engine.tiny import LANGUAGE, MODELS, NO_CHECKPOINTS
+from tests.engine.tours.ring import BY_DAY, CHAINS, RING, SEED
 from tests.engine.ways import WAYS
+from tests.night import at_night
 
 STEPS = 32  # a start is killed within 15, and goes back by two at most
 RUN = (*LANGUAGE, "run_id=mine", "trainer.accelerator=cpu", f"trainer.max_steps={STEPS}")
@@ -50,25 +53,21 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Tour:
     return _ended(runs_in(tmp_path_factory.mktemp("alone")), "single", None, "validate", "predict")
 
 
-@pytest.mark.parametrize("number", range(len(chains())))
+@pytest.mark.parametrize("number", [*range(BY_DAY), *at_night(*range(BY_DAY, len(CHAINS)))])
 def test_a_run_killed_under_one_way_ends_under_the_next_as_in_one_process(
     number: int, alone: Tour, train: Train
 ) -> None:
-    print(f"from {' to '.join(chains()[number])}: TOUR_SEED={SEED}")
-    go(chains()[number], alone, train)
-
-
-def go(ways: Sequence[str], alone: Tour, train: Train) -> None:
-    """Kill a run under each way but the last, which ends it, and validates and predicts by turns of days."""
+    *begun, last = CHAINS[number]
+    print(f"from {' to '.join(CHAINS[number])}: TOUR_SEED={SEED}")
     folder = None
-    for way in ways[:-1]:
+    for way in begun:
         kill = (KILL, f"callbacks.kill.seed='{SEED} {way}'")
         killed = train(*RUN, *RING[way].switches, *kill, ranks=RING[way].ranks, folder=folder, check=False)
         assert killed.returncode != 0
         folder = killed.folder
-    mode = ("validate", "predict")[(list(RING).index(ways[-1]) + SEED) % 2]
-    tour = _ended(train, ways[-1], folder, mode)
-    if ways[-1] == "ddp × 2 by script":
+    mode = ("validate", "predict")[number % 2]
+    tour = _ended(train, last, folder, mode)
+    if last == "ddp × 2 by script":
         assert witnesses(tour.run.run_dir)[0]["launcher"] == "Scripts"
     places = [
         (rank["environment"], rank["local_rank"], str(rank["world_size"])) for rank in witnesses(tour.run.run_dir)
@@ -85,3 +84,43 @@ def go(ways: Sequence[str], alone: Tour, train: Train) -> None:
     else:
         torch.testing.assert_close(predictions(tour.read[mode]), predictions(alone.read[mode]), rtol=0, atol=1e-3)
     torch.testing.assert_close(tour.exported, alone.exported, rtol=0, atol=1e-4)
+
+
+# What a night has time for: from every way to every other, and each cell of the matrix
+
+
+TRAINED = [(s, p) for s, row in json.loads(CELLS.read_text())["cpu"].items() for p in row if row[p] == "trains"]
+STOPS = (3, 5, 7, 10, 13, END)  # steps; a validation follows every fourth
+ROUND = [*WAYS, "single"]
+REPLICAS = {"ddp": ("strategy=ddp", 2), "four": ("strategy=ddp", 4)}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return go_on(runs_in(tmp_path_factory.mktemp("uninterrupted")), "single", None)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", [0, 5, 10])
+def test_a_run_goes_on_under_one_strategy_after_another(first: int, uninterrupted: Finished, train: Train) -> None:
+    ways, run = ROUND[first : first + 6], None
+    for way, stop in zip(ways, STOPS[-len(ways) :], strict=True):
+        run = go_on(train, way, run and run.folder, stop)
+    assert run is not None
+    assert difference(uninterrupted, run) <= 1e-5
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", MODELS)
+def test_replicas_keep_the_losses_of_fifty_steps(model: str, train: Train) -> None:
+    alone = train(*MODELS[model], *NO_CHECKPOINTS, "strategy=single")
+    for strategy, ranks in REPLICAS.values():
+        run = train(*MODELS[model], *NO_CHECKPOINTS, strategy, ranks=ranks)
+        assert len(run.column("train/loss")) == 50
+        assert largest_difference(run, alone) <= 1e-5
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("strategy", "precision"), TRAINED)
+def test_what_trains_still_does(strategy: str, precision: str, train: Train) -> None:
+    assert cell(train, "cpu", strategy, precision, devices(strategy)) == "trains"

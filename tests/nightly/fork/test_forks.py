@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.engine.fork.forks import environment, git, made, run
-from tests.engine.fork.test_update import others_than_the_engine
+from tests.engine.fork.test_made import others_than_the_engine
 from tests.runs import CHECKOUT
 
 THEN = "0ddfbcd1508d7bb290e16cad60d80b9f083e36cf"  # of 2026-11-23, before the engine was distilled

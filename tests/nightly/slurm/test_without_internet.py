@@ -18,7 +18,7 @@ from tests.engine.conftest import CHECKOUT
 from tests.engine.slurm import jobs
 from tests.engine.slurm.cluster import Cluster
 from tests.engine.slurm.jobs import SLURM, submit, with_site
-from tests.engine.test_container import of_apptainer
+from tests.engine.test_pins import of_apptainer
 from tests.project.examples.test_text_shards import save_tokenizer
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]

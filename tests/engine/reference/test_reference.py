@@ -1,0 +1,214 @@
+"""What --help says: all that can be typed on one screen, and more of a group or a choice."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft7Validator
+from omegaconf.basecontainer import get_yaml_loader
+
+from lightswitch.config.overrides import asks_for_help
+from lightswitch.errors import RefusedRequest
+from lightswitch.reference.choices import config, groups, help_text, sentences
+from lightswitch.reference.schema import schemas
+from tests.engine.config import test_hydra_errors as mistakes
+from tests.engine.conftest import CHECKOUT, PLAIN, Train
+from tests.engine.launch.test_habits import RUNS
+from tests.engine.tables import environment
+from tests.engine.tables.claims import HELD, MEASURED
+from tests.engine.tables.documents import MADE
+from tests.engine.tables.reference import FOLDER, pages
+from tests.engine.tables.run_directory import COLUMNS, FILES, FILES_OF_SOME, RECORDS
+
+TRAIN, CONF = CHECKOUT / "train.py", CHECKOUT / "conf"
+
+
+def _text(about: str) -> str:
+    return " ".join(help_text(about, TRAIN, CONF).split())
+
+
+def test_all_of_it_fits_on_a_screen_and_leaves_out_no_group_and_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    lines = help_text("", TRAIN, CONF).splitlines()
+    assert len(lines) < 65
+    assert max(map(len, lines)) <= 120
+    first = {line.strip().partition("=")[0].partition(".")[0] for line in lines if line.startswith("  ")}
+    assert {*groups(CONF), *(key.path for key in config(CONF).keys if "." not in key.path)} <= first
+    assert "Other:" not in lines
+
+
+def test_a_group_shows_its_choices_with_their_sentences() -> None:
+    for group, choices in groups(CONF).items():
+        shown = _text(group)
+        for choice in choices:
+            assert f"{group}={choice.name}" in shown
+            assert " ".join(choice.sentence.split()) in shown
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("--help optimizer=sgd", "optimizer.maximize=false"),  # of the code alone
+        ("-h watch", "watch.lost_after_seconds=60 without a message from a rank; float or int"),
+        ("--help seed", "seed=42 of initial weights, order of samples, augmentation and dropout; int"),
+        ("--help optimizer.lr", "learning rate; float"),
+        ("--help callbacks.last_checkpoint", "every_n_steps=250 optimizer steps between two checkpoints"),
+        ("--help trainer.max_epochs", "Stop training once this number of epochs is reached; Optional[int]"),
+    ],
+)
+def test_a_choice_a_node_or_a_key_is_told_by_itself(typed: str, told: str) -> None:
+    assert told in _text(asks_for_help(typed.split()) or "")
+
+
+@pytest.mark.parametrize(
+    ("about", "told"),
+    [
+        ("fsdp_tp", "there is no group and no key fsdp_tp. Did you mean strategy=fsdp_tp?"),
+        ("optimizer.lrr", "there is no group and no key optimizer.lrr. Did you mean optimizer.lr?"),
+        ("strategy=fdsp", "strategy has no fdsp. Did you mean fsdp?"),
+    ],
+)
+def test_what_is_not_there_is_refused_in_a_line(about: str, told: str) -> None:
+    with pytest.raises(RefusedRequest) as refused:
+        _text(about)
+    assert refused.value.problems == [f"--help {about}: {told}"]
+
+
+def test_each_key_that_can_be_typed_has_a_sentence() -> None:
+    """But for those of a device's sheet, of peft, and of fsdp_tp's plans, which are named by the model's class."""
+    keys = [key for choice in (config(CONF), *itertools.chain(*groups(CONF).values())) for key in choice.keys]
+    told = sentences(CONF)
+    mute = {key.path for key in keys if not key.is_node and not key.name.startswith("_") and key.path not in told}
+    unnamed = ("plan.device.", "model.lora.", "trainer.strategy.plans.")
+    assert [path for path in mute if not path.startswith(unnamed)] == []
+
+
+# The pages that are made are as conf, the code, a run and the results of benchmarks are now
+
+
+TIME_OR_SPEED = re.compile(r"\d[\d.,]* (?:µs|ms|MB)\b|\w+ of (?:a second of )?CPU\b|\w+ times faster")
+
+
+@pytest.fixture(scope="module")
+def now() -> dict[str, str]:
+    return pages()
+
+
+def test_no_page_is_older_than_the_code(now: dict[str, str]) -> None:
+    assert now.keys() == {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.md") if MADE in path.read_text()}
+    for name, text in now.items():
+        if name != "reference/commands.md" or sys.version_info[:2] == (3, 11):  # argparse of others sets options anew
+            assert (FOLDER / name).read_text() == text, "type python -m tests.engine.tables.reference"
+
+
+def test_each_mistake_that_is_typed_in_a_test_is_on_the_page(now: dict[str, str]) -> None:
+    """By more than what is filled in, so that a search for the line finds it."""
+    typed = {told for told in mistakes.MISTAKES.values() if isinstance(told, str)}
+    habits = [habit.get("told", "") for row in RUNS.values() for habit in row.get("habits", {}).values()]
+    typed |= {told[len("error: ") : -1] for told in habits if re.fullmatch(r"error: .*\n", told)}
+    lines = re.findall("^- `(.*)`$", now["reference/messages.md"], re.MULTILINE)
+    told = [re.split(r"\{[^{}]*\}", line) for line in lines]
+    patterns = [re.compile(".*".join(map(re.escape, parts))) for parts in told if sum(map(len, parts)) >= 8]
+    assert [line for line in typed if not any(pattern.search(line) for pattern in patterns)] == []
+
+
+def test_a_run_leaves_the_files_and_fields_of_the_page_and_no_other(train: Train) -> None:
+    short = ("trainer.max_steps=4", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1", "strategy=single")
+    run = train(*PLAIN, *short, "callbacks=[default,grad_norm,step_times]").run_dir
+    left = [f"{path.relative_to(run)}{'/' * path.is_dir()}" for path in run.rglob("*") if path.name != "checkpoints"]
+    assert not [name for name in FILES if not any(re.match(_pattern(name), path) for path in left)]
+    told = [_pattern(name) for name in (*FILES, *FILES_OF_SOME)]
+    assert not [path for path in left if not any(re.match(name, path) for name in told)]
+    with (run / "metrics.csv").open() as file:
+        columns = next(csv.reader(file))
+    known = [_pattern(name) for name in COLUMNS if name != "<name>"]
+    own = [column for column in columns if not any(re.fullmatch(name, column) for name in known)]
+    assert own == ["val/accuracy", "val/loss", "test/accuracy", "test/loss"]  # what the module logs
+    missing = [name for name in known if not any(re.fullmatch(name, column) for column in columns)]
+    assert missing == ["world", "throughput/tokens_per_second"]  # it has not changed; samples are no sequences
+    for name, record in RECORDS:
+        if name != "job.json":
+            assert [*json.loads((run / name).read_text())] == [*record.__dataclass_fields__], name
+
+
+def _pattern(name: str) -> str:
+    """Return one of what a page says, where `<n>` stands for any text without a slash."""
+    return re.sub(r"<\w+>", "[^/]+", re.escape(name))
+
+
+def test_every_variable_that_is_read_is_told() -> None:
+    assert environment.readers().keys() == {*environment.YOURS, *environment.OF_LAUNCHERS, *environment.SET}
+
+
+def test_each_time_or_speed_of_a_document_is_on_the_page_with_a_command_that_measures_it() -> None:
+    for path in {*(CHECKOUT / "docs").glob("*.md"), CHECKOUT / "README.md"}:
+        prose = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+        prose = " ".join(re.sub(r"^    .*$|^ *\|.*$", "", prose, flags=re.MULTILINE).split())
+        told = " ".join(claim.words for claim in (*HELD, *MEASURED) if CHECKOUT / claim.document == path)
+        assert [found for found in TIME_OR_SPEED.findall(prose) if found not in told] == [], path
+    for claim in MEASURED:
+        match shlex.split(claim.shown_by):
+            case ["make", target]:
+                assert re.search(rf"^{target}:", (CHECKOUT / "Makefile").read_text(), re.MULTILINE), claim
+            case ["torchrun", *_, "-m", module] | ["python", "-m", module, *_]:
+                path = CHECKOUT / Path("src" if module.startswith("lightswitch") else "", *module.split("."))
+                assert path.is_dir() or path.with_suffix(".py").is_file(), claim
+            case kept:
+                assert kept == [] or kept[:2] in (["python", "train.py"], ["python", "-c"]), claim
+    for claim in HELD:
+        assert "def test_" in (CHECKOUT / claim.shown_by).read_text(), claim
+
+
+# What an editor knows of conf: every file of it is right, and what train.py would refuse is marked
+
+
+SCHEMAS = schemas(CONF)
+FSDP = "_target_: lightswitch.strategies.fsdp.FSDP"
+
+
+def _problems(group: str, content: Any) -> list[str]:
+    return [error.message for error in Draft7Validator(SCHEMAS[group]).iter_errors(content)]
+
+
+def test_every_file_of_conf_is_right() -> None:
+    for schema in SCHEMAS.values():
+        Draft7Validator.check_schema(schema)
+    for path in CONF.rglob("*.yaml"):
+        if "hydra" not in path.parts:
+            group = "config" if path.parent == CONF else path.parent.name
+            content = yaml.load(path.read_text(), get_yaml_loader())  # the server reads 1e-3 as a number, too
+            assert _problems(group, content or {}) == [], path
+
+
+@pytest.mark.parametrize(
+    ("group", "content", "told"),
+    [
+        ("optimizer", "{_target_: torch.optim.AdamW, wieght_decay: 0.1}", "'wieght_decay' was unexpected"),
+        ("trainer", "{_target_: lightning.pytorch.Trainer, max_stps: 1}", "'max_stps' was unexpected"),
+        ("experiment", "{trainer: {max_steps: many}}", "'many' is not valid"),
+        ("strategy", f"{{strategy: {{{FSDP}, shard: 2}}}}", "'shard' was unexpected"),
+        ("strategy", f"{{strategy: {{{FSDP}}}, precison: 16}}", "'precison' was unexpected"),
+        ("precision", "{precision: bf17}", "'bf17' is not valid"),
+        ("experiment", "{seed: many}", "'many' is not valid"),
+        ("config", "{on_nan: retry}", "'retry' is not one of ['stop', 'skip', 'ignore']"),
+        ("experiment", "{global_batchsize: 64}", "'global_batchsize' was unexpected"),
+        ("config", "{watch: {lost_after: 60}}", "'lost_after' was unexpected"),
+    ],
+)
+def test_what_is_misspelt_or_of_a_wrong_type_is_marked(group: str, content: str, told: str) -> None:
+    (problem,) = _problems(group, yaml.safe_load(content))
+    assert told in problem
+
+
+@pytest.mark.parametrize("value", ["${trainer.max_steps}", "???", 10, None])
+def test_an_interpolation_stands_for_any_value(value: Any) -> None:
+    assert _problems("trainer", {"_target_": "lightning.pytorch.Trainer", "max_epochs": value}) == []
