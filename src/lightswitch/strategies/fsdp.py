@@ -37,7 +37,7 @@ from lightswitch.errors import Refused
 from lightswitch.mixins import with_mixin
 from lightswitch.strategies.elementwise import refuse_sharded
 from lightswitch.strategies.gathered_writes import (
-    GatheredWrites,
+    GatheredCopies,
     WholeBesideShards,
     let_data_be_assigned,
     let_numbers_be_read,
@@ -93,6 +93,9 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             micro-batch, takes the least memory; within_replica, all-reduced over the replicas of HYBRID_SHARD once a
             step, requires that each unit takes part in every micro-batch; unsharded, reduced once a step, takes
             memory for the whole model's gradients on each device.
+        gather: step, in which a training step may read every weight that belongs to no unit, and write none; or parts,
+            in which each submodule that the step calls gathers its own, so that the step may write to weights outside
+            of these calls, and read none there.
         prefetch: number of units gathered ahead of the current one; None for one, in torch's order.
         process_group_backend: backend of torch.distributed; None for the device's default.
         timeout_seconds: how long a rank waits for another in a collective.
@@ -108,6 +111,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         param_dtype: Dtype | None = None,
         reduce_dtype: Dtype | None = None,
         accumulate_gradients: Literal["sharded", "within_replica", "unsharded"] = "sharded",
+        gather: Literal["step", "parts"] = "step",
         prefetch: int | None = None,
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800,
@@ -119,6 +123,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         self.activation_checkpointing = activation_checkpointing
         self.cpu_offload = cpu_offload
         self.accumulate_gradients = accumulate_gradients
+        self.gather = gather
         self.prefetch = prefetch
         self._sharded: nn.Module | None = None
         self.mixed_precision = MixedPrecisionPolicy(
@@ -203,6 +208,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             if module in sharded:
                 self._shard_unit(module, of[module], is_root=module in roots)
                 originals.restore_when_gathered(module)
+        self._shard_roots = [root for root in roots if isinstance(root, FSDPModule)]
         originals.restore_attributes()
         originals.replace_elsewhere(model)
         self._replicated |= {one for one in model.parameters() if not isinstance(one, DTensor)}
@@ -221,7 +227,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         self._forward_redirection = WatchedForward(self._trained)
         let_data_be_assigned()
         let_numbers_be_read()
-        self._writes = GatheredWrites(of_fsdp(model, own_names), self.looks)
+        instead = "" if self._gathers_parts else "type trainer.strategy.gather=parts, "
+        GatheredCopies(of_fsdp(model, own_names), self.looks, instead)
         seconds = (self._timeout or default_pg_timeout).total_seconds()
         self._rounds = Rounds(self.broadcast(secrets.token_hex(8)), seconds, "fsdp", "ddp")
         self._calls: Counter[str] = Counter()
@@ -230,11 +237,16 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
     def _roots(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules whose forward passes gather the parameters that belong to no unit.
 
-        Under manual optimization, the optimizer steps within the training step, when nothing may be gathered: there
-        each submodule that the step calls gathers its own parameters, and all others are whole on each device.
+        Where each submodule that the step calls gathers its own parameters, all others are whole on each device.
         """
+        return called_parts(model) if self._gathers_parts else [model]
+
+    @property
+    def _gathers_parts(self) -> bool:
+        """True as well under manual optimization, where the optimizer steps within the training step, when nothing may
+        be gathered."""
         assert self.lightning_module is not None
-        return [model] if self.lightning_module.automatic_optimization else called_parts(model)
+        return self.gather == "parts" or not self.lightning_module.automatic_optimization
 
     def prepared(self) -> nn.Module:
         """Return the module, ready to be sharded.
@@ -252,8 +264,6 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     def _shard_unit(self, module: nn.Module, parts: Sequence[nn.Module], is_root: bool) -> None:
         """Shard the direct parameters of `parts`, which a module gathers before its forward pass."""
-        assert self.lightning_module is not None
-        steps_by_hand = not self.lightning_module.automatic_optimization
         if self.activation_checkpointing and not is_root:
             checkpoint_activations(module)
         own = {parameter for part in parts for parameter in part.parameters(recurse=False)}
@@ -263,8 +273,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         shards = fully_shard(
             module,
             mesh=self._data_parallel_mesh,
-            # the backward pass begins with the root's parameters, but with manual optimization a step may come first
-            reshard_after_forward=steps_by_hand or (self._frees_after_forward and not is_root),
+            # the backward pass begins with the root's parameters, but a part may be stepped or written before it
+            reshard_after_forward=self._gathers_parts or (self._frees_after_forward and not is_root),
             mp_policy=self._policy(module),
             offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
             ignored_params=self._replicated | others,
@@ -339,6 +349,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         Raises:
             Refused: a rank reads a weight alone.
         """
+        self.free_gathered()  # what is still gathered after a forward pass is a copy, and writes to it would be lost
         self._calls[hook] += 1
         is_asked = self._calls[hook] <= FIRST and self.world_size <= MOST_ASKED
         together = partial(self._rounds.together, hook) if is_asked else None
@@ -346,7 +357,6 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             yield
         if together is not None:
             together(None)
-        self._writes.follow()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context(), self.looks.step(), self.in_passes():
@@ -368,13 +378,13 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         parts = {name: part for name, part in self.model.named_modules() if FSDPModule in type(part).__mro__}
-        with self._rounds.in_evaluation(step, self.lightning_module.trainer, parts):
+        with self.looks.evaluation(step), self._rounds.in_evaluation(step, self.lightning_module.trainer, parts):
             return self._redirected(step, *args, **kwargs)
 
     def _redirected(self, step: str, *args: Any, **kwargs: Any) -> Any:
         assert self.model is not None
         assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization:
+        if self._gathers_parts:
             return getattr(self.lightning_module, step)(*args, **kwargs)
         return self._forward_redirection(self.model, self.lightning_module, step, *args, **kwargs)
 
@@ -388,11 +398,11 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             self._let_reduce(True)
 
     def _let_reduce(self, reduces: bool) -> None:
-        assert isinstance(self.model, FSDPModule)
-        if self.accumulate_gradients == "unsharded":
-            self.model.set_requires_gradient_sync(reduces)
-        elif self.accumulate_gradients == "within_replica":
-            self.model.set_requires_all_reduce(reduces)
+        for root in self._shard_roots:
+            if self.accumulate_gradients == "unsharded":
+                root.set_requires_gradient_sync(reduces)
+            elif self.accumulate_gradients == "within_replica":
+                root.set_requires_all_reduce(reduces)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)

@@ -1,13 +1,13 @@
-"""Reads of sharded weights, and writes to weights that fsdp has gathered, carried over to their shards.
+"""Reads of sharded weights in hooks, and writes to weights that fsdp has gathered, which are refused.
 
 Outside the forward pass, parameters are shards: DTensors. Writes to them need no help except for `parameter.data = …`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightswitch import patches
+from lightswitch.checkpoints.shards import local
 from lightswitch.errors import Refused, listed
-from lightswitch.strategies.writes import Looks, carried, differing
+from lightswitch.strategies.writes import SET_ALONE, Looks
 
 _data_of_tensor: Any = torch.Tensor.data
 
@@ -273,29 +274,12 @@ class Gathered:
         return any(info.module._parameters.get(info.param_name) is one for one in (self.param.sharded_param, gathered))
 
     @property
-    def is_cut(self) -> bool:
-        """Whether ranks gather different shards of it, as under tensor parallelism."""
-        return isinstance(self.param._unsharded_param, DTensor)
-
-    @property
-    def whole(self) -> Tensor:
-        """The gathered values, including any `data` assigned since, in the parameter's shape; with `is_cut`, the
-        gathered shard."""
-        parameter: Tensor = self.param._unsharded_param
-        if isinstance(parameter, DTensor):  # under tensor parallelism
-            return parameter._local_tensor.data
-        (into,) = self.param.all_gather_outputs
-        if parameter.data_ptr() != into.data_ptr():
-            _link(parameter, into.as_strided(self.param._orig_size, self.param._contiguous_orig_stride, 0))
-        return parameter.data
-
-    @property
     def own(self) -> Tensor:
-        """The elements of `whole` that this rank's shard holds."""
-        mesh, dim = self.param.mesh_info, self.param.fsdp_placement.dim
-        chunks = self.whole.chunk(getattr(mesh, "shard_mesh_size", 1), dim=dim)
-        rank = getattr(mesh, "shard_mesh_rank", 0)
-        return chunks[rank] if rank < len(chunks) else self.whole.narrow(dim, 0, 0)
+        """The gathered elements that this rank's shard holds."""
+        whole, dim = local(self.param._unsharded_param).data, self.param.fsdp_placement.dim
+        chunks = whole.chunk(getattr(self.param.mesh_info, "shard_mesh_size", 1), dim=dim)
+        rank = getattr(self.param.mesh_info, "shard_mesh_rank", 0)
+        return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
 
     @property
     def kept(self) -> Tensor:
@@ -304,23 +288,17 @@ class Gathered:
         return kept
 
 
-@torch.no_grad()
-def _link(parameter: Tensor, into: Tensor) -> None:
-    """Copy `data` assigned to a gathered parameter into the gather buffer, and make the parameter use it again."""
-    into.data.copy_(parameter.data)  # unnoticed by autograd, which may have saved it
-    parameter.data = into.data
-
-
-class GatheredWrites:
-    """Gathered parameters, with writes to them copied to their shards.
+class GatheredCopies:
+    """Gathered parameters, which are freed: what is written to them is lost, and refused.
 
     Args:
         units: parameters by name, for each module that may free them at the end of its forward pass.
         looks: record of the training steps that are examined for writes.
+        instead: what to type.
     """
 
-    def __init__(self, units: Mapping[nn.Module, Mapping[str, Gathered]], looks: Looks) -> None:
-        self._units, self._looks = units, looks
+    def __init__(self, units: Mapping[nn.Module, Mapping[str, Gathered]], looks: Looks, instead: str) -> None:
+        self._units, self._looks, self._instead = units, looks, instead
         for module in units:
             module.register_forward_pre_hook(self._begin_forward, prepend=True)  # before FSDP gathers
             module.register_forward_hook(self._end_forward, prepend=True)  # before FSDP frees what it has gathered
@@ -339,42 +317,20 @@ class GatheredWrites:
             )
 
     def _end_forward(self, module: nn.Module, *_: Any) -> None:
-        if self._looks.is_at_work and (self._looks.is_due or self._looks.written):
-            self._carry(self._units[module])
+        """Check that nothing was written to gathered parameters, in a step that is examined. Collective.
 
-    def _carry(self, unit: Mapping[str, Gathered]) -> None:
-        unit = {name: parameter for name, parameter in unit.items() if parameter.is_gathered}
-        written = self._looks.written
-        if self._looks.is_due and unit:
-            written = {name for name, differs in zip(unit, _differ(unit.values()), strict=True) if differs}
-            _refuse_rounding(unit, written)
-            written_whole = {name: one.whole for name, one in unit.items() if name in written and not one.is_cut}
-            self._looks.found(written, differing(written_whole))
-        self._follow(parameter for name, parameter in unit.items() if name in written)
-
-    def follow(self) -> None:
-        """Copy a hook's writes to gathered parameters to their shards."""
-        for unit in self._units.values():
-            if any(parameter.is_gathered for parameter in islice(unit.values(), 1)):  # all or none
-                self._follow(unit.values())
-
-    def _follow(self, parameters: Iterable[Gathered]) -> None:
-        for parameter in parameters:
-            carried(parameter.own, parameter.kept)
-
-
-def _refuse_rounding(unit: Mapping[str, Gathered], written: Collection[str]) -> None:
-    """Check that written parameters were gathered in the dtype of their shards: in 16 bits, an average would not move.
-
-    Raises:
-        Refused: one was not.
-    """
-    rounded = [name for name in sorted(written) if unit[name].own.dtype != unit[name].kept.dtype]
-    if rounded:
-        raise Refused(
-            f"{listed(rounded)} is set in training_step, but gathered in {str(unit[rounded[0]].own.dtype)[6:]}, which "
-            "would round the new values; type trainer.strategy.param_dtype=float32"
-        )
+        Raises:
+            Refused: something was.
+        """
+        unit = {name: one for name, one in self._units[module].items() if one.is_gathered}
+        if not (self._looks.is_at_work and self._looks.is_due and unit):
+            return
+        if written := [name for name, differs in zip(unit, _differ(unit.values()), strict=True) if differs]:
+            raise Refused(
+                f"{listed(written, 'parameters')} is written in a step where fsdp has gathered it, so the write would "
+                f"be lost; write in a hook such as on_train_batch_end, {self._instead}or use strategy=ddp. If the "
+                f"first batch alone sets it, {SET_ALONE}"
+            )
 
 
 def _has_parameters(module: nn.Module) -> bool:

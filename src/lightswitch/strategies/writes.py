@@ -7,6 +7,7 @@ has to carry the write over. What each rank writes from its share of the batch i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
@@ -101,6 +102,7 @@ class Looks:
     def __init__(self) -> None:
         self._steps = 0
         self._is_asked = False
+        self._evaluated = Counter[str]()  # batches, by the name of the step
         self.is_at_work, self.is_due = False, False
         self.written: set[str] = set()
         self.known: set[str] = set()
@@ -128,6 +130,16 @@ class Looks:
             yield
         finally:
             self.is_at_work = False
+
+    @contextmanager
+    def evaluation(self, step: str) -> Iterator[None]:
+        """Context of an evaluation step, of which the first ones are examined, and the training step that follows."""
+        self._evaluated[step] += 1
+        before = self.is_due
+        self.is_at_work, self.is_due = True, self._evaluated[step] <= _FIRST and detect_fake_mode() is None
+        yield  # no try/finally: an error ends the run
+        self.is_at_work, self.is_due = False, before
+        self.ask()
 
     def found(self, written: set[str], shared: set[str]) -> None:
         """Record the parameters that an examined step wrote.

@@ -200,25 +200,6 @@ class Clamped(PlainModel):
             parameter.data.clamp_(-0.4, 0.4)
 
 
-class Bounded(PlainModel):
-    """Of blocks that bound their own weights before they compute with them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(Bound(2, 16), nn.Tanh(), Bound(16, 4))
-
-
-class Bound(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(inputs, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.linear.weight.clamp_(-0.2, 0.2)
-        return self.linear(x)
-
-
 class Renormed(PlainModel):
     """Bounds the norms of rows, and of a bias by another way to write."""
 
