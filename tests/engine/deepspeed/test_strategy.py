@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightswitch.deepspeed import state as zero_state
 from lightswitch.deepspeed.strategy import DeepSpeed
 from lightswitch.errors import Refused
 from tests.engine import foreign
@@ -168,25 +169,53 @@ class Counting(torch.optim.NAdam):
         return output
 
 
-class Unfreezing(PlainModel):
-    """Trains its last layer from the third step on, for which the engine is built anew."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.net[3].requires_grad_(self.global_step > 1)
-
+class Counted(PlainModel):
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        layers = (self.net[0], self.net[3])
-        return Counting([{"params": layer.parameters()} for layer in layers], lr=0.05)
+        return Counting(self.parameters(), lr=0.05)
 
 
 @pytest.mark.parametrize("stage", ["1", "3"])
-def test_states_keep_their_dtypes_in_an_engine_that_is_built_anew(stage: str, fits: Fits, tmp_path: Path) -> None:
-    own, taken = replace(PLAIN, module=Unfreezing, micro_batch=None), partial(TakenOut, str(tmp_path), before_step=3)
+def test_states_that_are_put_back_keep_their_dtypes(stage: str, fits: Fits, tmp_path: Path) -> None:
+    own, taken = replace(PLAIN, module=Counted, micro_batch=None), partial(TakenOut, str(tmp_path), before_step=3)
     (alone,), run = fits(own), fits(replace(own, strategy=f"deepspeed_stage_{stage}", callbacks=(taken,)), 2)[0]
     assert largest_difference(run, alone, "train/loss") <= 1e-5
     _, state = torch.load(tmp_path / "taken_0.pt")["net.0.weight"]
     assert (state["count"].dtype, state["mask"].dtype) == (torch.long, torch.bool)
     assert state["count"].unique().tolist() == [3]
+
+
+class StepsApart(pl.Callback):
+    """Puts states into the engine of which one parameter's is a step behind, as where a step has not used it."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        steps = {name: {"step": torch.tensor(float(name != "net.3.bias"))} for name, _ in module.named_parameters()}
+        zero_state.scatter_states(trainer.strategy.model, module, steps.__getitem__)
+
+
+def test_steps_that_differ_in_a_group_are_refused(fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(PLAIN, strategy="deepspeed_stage_2", callbacks=(StepsApart,)))
+    assert isinstance(failed.value.error, Refused)
+    assert str(failed.value.error).startswith(
+        "net.3.bias was trained in 0 steps and net.0.weight, in the same parameter"
+    )
+
+
+class Unfreezing(PlainModel):
+    """Trains its last layer from the third step on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[3].requires_grad_(self.global_step > 1)
+
+
+def test_what_is_trained_is_refused_where_it_changes(fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(PLAIN, module=Unfreezing, strategy="deepspeed_stage_2"))
+    assert isinstance(failed.value.error, Refused)
+    assert str(failed.value.error) == (
+        "requires_grad of net.3.weight, net.3.bias has changed since the run began (step 0), but DeepSpeed trains the "
+        "parameters that require gradients when it is set up; set it in the module's constructor, or use strategy=fsdp"
+    )
 
 
 def assert_holds_its_part(elements: dict[str, int], parts: int, ranks: int) -> None:

@@ -14,8 +14,6 @@ from tests.engine.fits import PLAIN, Fits
 from tests.engine.plain import PlainModel
 from tests.pool import RankFailed
 
-pytest.importorskip("deepspeed")
-
 
 class FrozenInMidStep(PlainModel):
     """Freezes a layer for the second half of each step's micro batches."""
@@ -41,7 +39,7 @@ def test_gradients_of_what_is_frozen_in_mid_step_are_averaged(strategy: str, fit
     assert largest_difference(run, alone) <= 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_1"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_what_is_frozen_in_training_step_is_told(strategy: str, fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
         fits(replace(IN_STEP, strategy=strategy))

@@ -48,9 +48,16 @@ _OF_DEEPSPEED = {
     "Complex": _ONE_DTYPE.format("turn", "torch.complex64"),
     "TwoDtypes": _ONE_DTYPE.format("out.weight", "torch.float64"),
     "HalfBlocks": _ONE_DTYPE.format("net.blocks.0.norm.weight", "torch.bfloat16"),
-    "FreezingInGroup": (
-        "net.blocks.1.norm.weight was trained in 0 steps and net.wte.weight, in the same parameter group, in 1, but "
-        "DeepSpeed counts steps per group; put them in separate groups, or use strategy=fsdp"
+    **dict.fromkeys(
+        ("Unfreezing", "UnfreezingLater"),
+        "BackboneFinetuning unfreezes layers during the run, but DeepSpeed trains the parameters that require "
+        "gradients when it is set up; use strategy=fsdp",
+    ),
+    **dict.fromkeys(
+        ("FreezingByTurns", "FreezingInGroup"),
+        "requires_grad of net.blocks.0.norm.weight, net.blocks.0.norm.bias, net.blocks.0.up.weight and 9 more "
+        "parameters has changed since the run began (step 1), but DeepSpeed trains the parameters that require "
+        "gradients when it is set up; set it in the module's constructor, or use strategy=fsdp",
     ),
 }
 _SCRIPTED = {
@@ -105,7 +112,7 @@ _OTHERS = ("ddp", "deepspeed_stage_1", "deepspeed_stage_3")
 _CHOSEN = {("fsdp", shape) for shape in SHAPES}
 _CHOSEN |= {(_OTHERS[number % 3], shape) for number, shape in enumerate(SHAPES[2::4])}  # others at night
 _CHOSEN |= {("ddp", shape) for shape in (*REFUSED["ddp"], "Scripted")} | {("deepspeed_stage_3", "OddSizes")}
-_CHOSEN |= {("deepspeed_stage_1", shape) for shape in ("Unused", "FreezingInGroup")}
+_CHOSEN |= {("deepspeed_stage_1", shape) for shape in ("Unused", "Unfreezing", "FreezingInGroup")}
 _CHOSEN |= {(FINDS_UNUSED, shape) for shape in WITH_UNUSED}
 
 CELLS = [*(cell for cell in EVERY if cell in _CHOSEN), *at_night(*(cell for cell in EVERY if cell not in _CHOSEN))]
