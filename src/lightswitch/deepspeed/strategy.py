@@ -35,15 +35,15 @@ from lightswitch.deepspeed import disk, placement
 from lightswitch.deepspeed.placement import ZeroPrecision
 from lightswitch.deepspeed.quiet_import import cpu_accelerator, deepspeed
 from lightswitch.deepspeed.state import PortableDeepSpeed
-from lightswitch.deepspeed.writes import EngineWrites
+from lightswitch.deepspeed.writes import WeightGuard, refuse_max_norm
 from lightswitch.errors import Refused, listed
 from lightswitch.mixins import callbacks_of
 from lightswitch.strategies.elementwise import refuse_in_pieces
 from lightswitch.strategies.kernels import fuse
 from lightswitch.strategies.known_callbacks import is_on_nvme
 from lightswitch.strategies.manual_gradients import around_passes
-from lightswitch.strategies.renormed import renorm_over_ranks
 from lightswitch.strategies.replicas import broadcast_in_place, fill_with_nothing, placeholders
+from lightswitch.strategies.rounds import Rounds
 from lightswitch.strategies.sharded import set_timeouts
 from lightswitch.strategies.trained import Trained, Unused
 from lightswitch.strategies.units import is_compiled
@@ -72,7 +72,8 @@ class DeepSpeed(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
 
     _trained: Trained
     _unused: Unused
-    _writes: EngineWrites | None = None
+    _guard: WeightGuard | None = None  # of an engine's weights
+    _rounds: Rounds
     _hooks: Sequence[RemovableHandle] = ()
 
     # Configuration
@@ -199,6 +200,7 @@ class DeepSpeed(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
         assert self.lightning_module is not None
         optimizer, schedulers = _configured(self.lightning_module)
         refuse_in_pieces(optimizer)
+        refuse_max_norm(self.lightning_module)
         casts = str(self.lightning_module.trainer.precision) in ("16-true", "bf16-true")
         placement.refuse_other_dtypes(self.lightning_module, None if casts else torch.float32)
         fuse(optimizer)  # before DeepSpeed makes its states
@@ -217,7 +219,7 @@ class DeepSpeed(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
         """Make DeepSpeed's engine over the trained parameters, and record those without a gradient. Collective."""
         if optimizer is None:  # nothing is trained
             made: tuple[deepspeed.DeepSpeedEngine, Optimizer] = super()._setup_model_and_optimizer(model, optimizer)
-            self._watch_writes(made[0], model, self.broadcast(secrets.token_hex(8)))
+            self._guard_weights(made[0], model, self.broadcast(secrets.token_hex(8)))
             return made
         with _trained_groups(model, optimizer, self.zero_stage_3):
             engine, stepped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
@@ -229,7 +231,7 @@ class DeepSpeed(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
         parameters = {name: one for name, one in names.parameters(model).items() if name in in_groups}
         key = self.broadcast(secrets.token_hex(8))
         self._unused = Unused(parameters, self._patience_seconds, key)
-        self._watch_writes(engine, model, key)
+        self._guard_weights(engine, model, key)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._unused.mark_used)  # type: ignore[no-untyped-call]  # untyped in torch
             for parameter in parameters.values()
@@ -241,11 +243,10 @@ class DeepSpeed(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
     def _patience_seconds(self) -> float:
         return (self._timeout or default_pg_timeout).total_seconds()
 
-    def _watch_writes(self, engine: deepspeed.DeepSpeedEngine, model: nn.Module, key: str) -> None:
-        """Give the module's hooks and steps access to whole weights; with NVMe offload, refuse them."""
-        renorm_over_ranks(model, self.looks)
-        is_whole = "training_step" not in vars(model) and not any(map(is_compiled, model.modules()))
-        self._writes = EngineWrites(engine, model, self.looks, is_whole, key, self._patience_seconds, is_on_nvme(self))
+    def _guard_weights(self, engine: deepspeed.DeepSpeedEngine, model: nn.Module, key: str) -> None:
+        sees_steps = "training_step" not in vars(model) and not any(map(is_compiled, model.modules()))
+        self._guard = WeightGuard(engine, model, sees_steps)
+        self._rounds = Rounds(key, self._patience_seconds, "DeepSpeed's stage 3", "deepspeed_stage_2")
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         if self.zero_stage_3:
@@ -307,8 +308,7 @@ class DeepSpeed(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
             return closure if has_closed else output
 
         with self.outside_of_hooks():
-            if self._writes and self.looks.is_at_work:  # manual optimization
-                self._writes.carry_step()
+            self._examine_manual_step()
             output = super().optimizer_step(optimizer, closure_of_all, *args, **kwargs)
         if getattr(self.optimizers[0], "custom_loss_scaler", False):  # it is for this step's gradients only
             patches.replace(self.optimizers[0], "custom_loss_scaler", False)
@@ -320,7 +320,21 @@ class DeepSpeed(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
         if engine._running_engine_step:
             return step(*args, **kwargs)
         with self.outside_of_hooks():
+            self._examine_manual_step()
             return engine.step()
+
+    def _examine_manual_step(self) -> None:
+        """Check, within a training step that is examined, that it has written no weights before its optimizer's step.
+
+        Raises:
+            Refused: it has.
+        """
+        if self._guard and self.looks.is_at_work and self.looks.is_due:
+            self._guard.refuse_all_written(self._step_name)
+
+    @property
+    def _step_name(self) -> str:
+        return f"training_step of {type(self.lightning_module).__name__}"
 
     def multiply_gradients(self, optimizer: Optimizer, factor: Tensor) -> None:
         """Multiply the gradients of this step through the loss scale: DeepSpeed's engine holds the gradients, and
@@ -340,17 +354,17 @@ class DeepSpeed(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
             )
         return run(*args, **kwargs)
 
-    # Weights that are written to outside of the optimizer
+    # Weights that are read or written outside of the optimizer
 
     def whole_weights(self, hook: str) -> AbstractContextManager[None]:
-        return self._writes.whole_weights(hook) if self._writes else super().whole_weights(hook)
+        return self._guard.in_hook(hook) if self._guard else super().whole_weights(hook)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         is_automatic = self.lightning_module.automatic_optimization
         with (
             self.looks.step(),
-            self._writes.in_step(self.around_hook) if self._writes else nullcontext(),
+            self._guard.in_step(self._step_name, self.looks.is_due) if self._guard else nullcontext(),
             nullcontext() if is_automatic else around_passes(self._refuse_own_pass),
         ):
             return super().training_step(*args, **kwargs)
@@ -367,10 +381,19 @@ class DeepSpeed(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
         with self._in_evaluation("predict_step"):
             return super().predict_step(*args, **kwargs)
 
-    def _in_evaluation(self, step: str) -> AbstractContextManager[None]:
-        assert self.lightning_module is not None
-        trainer, writes = self.lightning_module.trainer, self._writes
-        return writes.in_evaluation(step, trainer, self.around_hook) if writes else nullcontext()
+    @contextmanager
+    def _in_evaluation(self, step: str) -> Iterator[None]:
+        module = self.lightning_module
+        assert module is not None
+        if self._guard is None:
+            yield
+            return
+        gathering = {name: part for name, part in module.named_modules() if self.zero_stage_3 and part._parameters}
+        with (
+            self._guard.in_evaluation(f"{step} of {type(module).__name__}"),
+            self._rounds.in_evaluation(step, module.trainer, gathering) if gathering else nullcontext(),
+        ):
+            yield
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -425,7 +448,7 @@ class DeepSpeed(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
             closure_loss.register_hook(lambda _: unused.refuse_uneven(in_each_pass))  # type: ignore[no-untyped-call]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self.outside_of_hooks():  # a callback's hook may save: reads below must not gather weights
+        with self.outside_of_hooks():  # a callback's hook may save
             return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -444,7 +467,7 @@ class DeepSpeed(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
 
     def release_engine(self) -> None:
         """Destroy DeepSpeed's engine and remove its hooks, which would run beside those of the next engine."""
-        engine, self._writes = self.model, None
+        engine, self._guard = self.model, None
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
             return
         if self.zero_stage_3:

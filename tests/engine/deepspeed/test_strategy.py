@@ -23,6 +23,7 @@ from tests.engine.data.pictures import Pictures
 from tests.engine.deepspeed.zero import Native, TakenOut
 from tests.engine.fits import CLASSIFIER, LANGUAGE, PLAIN, Fit, Fits
 from tests.engine.plain import PlainModel, UsedByRank0
+from tests.engine.strategies import writing
 from tests.engine.tiny import NO_CHECKPOINTS, PICTURES
 from tests.night import at_night
 from tests.pool import Pool, RankFailed
@@ -216,6 +217,39 @@ def test_what_is_trained_is_refused_where_it_changes(fits: Fits) -> None:
         "requires_grad of net.3.weight, net.3.bias has changed since the run began (step 0), but DeepSpeed trains the "
         "parameters that require gradients when it is set up; set it in the module's constructor, or use strategy=fsdp"
     )
+
+
+WHOLE_AT_NO_SIZE = "config.zero_optimization.stage=3 config.zero_optimization.stage3_param_persistence_threshold=0"
+_STEPPED = ", but DeepSpeed keeps another copy of the weights, with which it overwrites them after each step; use "
+_STEPPED += "strategy=fsdp or ddp"
+_SHARD = ", of which DeepSpeed's stage 3 holds a shard on each rank; use strategy=fsdp, or strategy=deepspeed_stage_2 "
+_SHARD += "to read it"
+_TEACHER = "teacher.0.bias, teacher.0.weight, teacher.3.bias and 1 more parameters"
+LOST = {  # by idiom and stage
+    "Clamped-2": f"on_train_batch_end of Clamped writes net.0.bias, net.0.weight{_STEPPED}",
+    "ClippedByHand-2": f"training_step of ClippedByHand writes net.0.bias, net.0.weight{_STEPPED}",
+    "Normalized-2": "training_step of Normalized writes net.1.s",
+    "Normalized-3": "training_step of Normalized writes net.1.s",
+    "AtBatchStart-3": f"on_train_batch_start of AtBatchStart accesses teacher.0.weight{_SHARD}",
+    "InTrainingStep-3": f"training_step of InTrainingStep accesses teacher.0.weight{_SHARD}",
+    "InOptimizerStep-3": f"optimizer_step of InOptimizerStep, after the step writes {_TEACHER}{_STEPPED}",
+    "Swapped-3": f"validation_step of Swapped accesses net.0.weight{_SHARD}",
+    "BoundedEmbedding-1": "rows has max_norm, with which its forward pass writes its weight, but DeepSpeed overwrites "
+    "the weights from a copy after each step; use strategy=single",
+}
+
+
+@pytest.mark.parametrize("cell", [*LOST, "Shrinks-1"])
+def test_an_access_that_would_be_lost_is_refused_by_name(cell: str, fits: Fits) -> None:
+    idiom, _, stage = cell.partition("-")
+    callbacks = (partial(writing.Shrinks, "on_train_epoch_end"),) if idiom == "Shrinks" else ()
+    module = PlainModel if callbacks else getattr(writing, idiom)
+    strategy = f"deepspeed_stage_{stage}" + (f" {WHOLE_AT_NO_SIZE}" if cell == "Normalized-3" else "")
+    fit = replace(PLAIN, module=module, strategy=strategy, callbacks=callbacks, micro_batch=None, steps=12)
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(fit, arguments="gradient_clip_val=null"), 2)
+    assert isinstance(failed.value.error, Refused)
+    assert str(failed.value.error).startswith(LOST.get(cell, "on_train_epoch_end of Shrinks writes net."))
 
 
 def assert_holds_its_part(elements: dict[str, int], parts: int, ranks: int) -> None:

@@ -36,7 +36,7 @@ class TakenOut(pl.Callback):
             assert torch.equal(whole(parameter).float(), other[name][0].float()), name
         put_back(engine, module, taken)
         assert_equal(taken_out(engine, module), taken)
-        torch.save(taken, self.folder / f"taken_{trainer.global_rank}.pt")
+        torch.save(taken_out(engine, module), self.folder / f"taken_{trainer.global_rank}.pt")
 
 
 State = dict[str, tuple[Tensor, dict[str, Tensor]]]
