@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
@@ -27,38 +25,18 @@ _finetune = BaseFinetuning.on_train_epoch_start  # Lightning's
 KEY = "frozen_since"  # in a checkpoint: whether a parameter is frozen, for those that changed since the run began
 
 
-class Finetuned(Strategy):
-    """Base of strategies whose optimizers may get parameters during the run."""
-
-    @contextmanager
-    def over_parameters(self) -> Iterator[None]:
-        """Context in which the optimizers' groups hold the module's parameters, and groups may be added.
-
-        `requires_grad` may change within it. Collective.
-        """
-        yield
-
-
 def follow_strategy(callbacks: Iterable[Callback]) -> None:
-    """Patch BaseFinetuning so that it unfreezes layers under any strategy of the engine."""
+    """Patch BaseFinetuning so that it unfreezes layers of sharded modules, and names schedules that can't follow."""
     if any(isinstance(callback, BaseFinetuning) for callback in callbacks):
-        patches.replace(BaseFinetuning, "setup", _freeze)
-        patches.replace(BaseFinetuning, "on_train_epoch_start", _finetune_over_parameters)
+        patches.replace(BaseFinetuning, "on_train_epoch_start", _finetune_with_schedules)
         patches.replace(BaseFinetuning, "filter_on_optimizer", staticmethod(_absent))
 
 
-def _freeze(self: BaseFinetuning, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-    self.freeze_before_training(pl_module)
-
-
-def _finetune_over_parameters(self: BaseFinetuning, trainer: Trainer, pl_module: LightningModule) -> None:
-    strategy = trainer.strategy
-    assert isinstance(strategy, Finetuned)  # or the callback was refused
+def _finetune_with_schedules(self: BaseFinetuning, trainer: Trainer, pl_module: LightningModule) -> None:
     before = _groups(trainer)
-    with strategy.over_parameters():
-        _finetune(self, trainer, pl_module)
-        if _groups(trainer) != before:
-            refuse_rates_by_group(trainer, self)
+    _finetune(self, trainer, pl_module)
+    if _groups(trainer) != before:
+        refuse_rates_by_group(trainer, self)
 
 
 def refuse_rates_by_group(trainer: Trainer, callback: BaseFinetuning) -> None:
@@ -94,17 +72,14 @@ def unfreeze_again(trainer: Trainer, position: Position) -> None:
     No checkpoint holds the callback's changes to modules and optimizers. Lightning restores only some of them and, if
     the strategy is set up first, does so before it has read the callback's state.
     """
-    begun, strategy = position.epoch + (position.step > 0), trainer.strategy
-    callbacks = callbacks_of(trainer)
-    for callback in callbacks:
+    begun = position.epoch + (position.step > 0)
+    for callback in callbacks_of(trainer):
         if not isinstance(callback, BaseFinetuning):
             continue
-        assert isinstance(strategy, Finetuned)  # or the callback was refused
         state = callback.state_dict()
-        with strategy.over_parameters():
-            for epoch in range(begun):
-                for optimizer in trainer.optimizers:
-                    callback.finetune_function(trainer.lightning_module, epoch, optimizer)
+        for epoch in range(begun):
+            for optimizer in trainer.optimizers:
+                callback.finetune_function(trainer.lightning_module, epoch, optimizer)
         callback.load_state_dict(state)
 
 
@@ -126,14 +101,12 @@ class Freezing(Callback):
             checkpoint[KEY] = changed
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        frozen, saved, strategy = _frozen(pl_module), checkpoint.get(KEY, {}), trainer.strategy
-        changed = [name for name, before in frozen.items() if saved.get(name, before) != before]
-        if not changed or trainer.state.fn != TrainerFn.FITTING or not isinstance(strategy, Finetuned):
+        if trainer.state.fn != TrainerFn.FITTING:
             return
-        parameters = names.parameters(pl_module)
-        with strategy.over_parameters():
-            for name in changed:
-                parameters[name].requires_grad_(not saved[name])
+        saved = checkpoint.get(KEY, {})
+        for name, parameter in names.parameters(pl_module).items():
+            if name in saved:
+                parameter.requires_grad_(not saved[name])
 
 
 def _frozen(module: LightningModule) -> dict[str, bool]:

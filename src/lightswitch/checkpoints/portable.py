@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightswitch.batches.plan import saved_position
 from lightswitch.checkpoints import names, optimizers, writing
-from lightswitch.checkpoints.finetuning import LEFT_OUT, Finetuned, unfreeze_again
+from lightswitch.checkpoints.finetuning import LEFT_OUT, unfreeze_again
 from lightswitch.checkpoints.last import checkpoints_up_to, first_whole, is_up_to
 from lightswitch.checkpoints.names import TRANSIENT
 from lightswitch.checkpoints.reader import Reader, is_hub
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _KNOWN = ("lightning", "lightswitch")  # packages whose hooks set no initial weights
 
 
-class PortableCheckpoints(WrittenTogether, Finetuned):
+class PortableCheckpoints(WrittenTogether):
     """Base of strategies whose checkpoints are portable; among a class's bases, it precedes Lightning's strategy.
 
     Parameters and optimizer states are stored by parameter name. The methods here support plain tensors and DTensors. A

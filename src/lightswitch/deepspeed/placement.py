@@ -18,7 +18,6 @@ from lightswitch.errors import Refused
 from lightswitch.strategies.replicas import broadcast_in_place
 from lightswitch.strategies.sharded import refuse_scripted
 from lightswitch.strategies.units import is_compiled
-from lightswitch.strategies.writes import refuse_bounded_rows
 
 
 def partition(model: nn.Module, config: Mapping[str, Any], device: torch.device) -> None:
@@ -28,11 +27,10 @@ def partition(model: nn.Module, config: Mapping[str, Any], device: torch.device)
         config: DeepSpeed's config.
 
     Raises:
-        Refused: a parameter has no elements, or belongs to a scripted module, or an embedding has a `max_norm`.
+        Refused: a parameter has no elements, or belongs to a scripted module.
     """
     _refuse_empty(model)
     refuse_scripted(model)
-    refuse_bounded_rows(model)
     _gather_whole(filter(is_compiled, model.modules()))
     kept = {getattr(parameter, "nvme_swapper", None) for parameter in model.parameters()}  # of a fit before a test
     _Partitioned(module=model, config_dict_or_path=config, param_swapper=next(filter(None, kept), None))
@@ -40,12 +38,7 @@ def partition(model: nn.Module, config: Mapping[str, Any], device: torch.device)
 
 
 def replicate(model: nn.Module, config: Mapping[str, Any], device: torch.device) -> None:
-    """Broadcast rank 0's parameters to each device, in the precision that DeepSpeed's config enables. Collective.
-
-    Raises:
-        Refused: an embedding has a `max_norm`.
-    """
-    refuse_bounded_rows(model)
+    """Broadcast rank 0's parameters to each device, in the precision that DeepSpeed's config enables. Collective."""
     for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         if config.get(name, {}).get("enabled"):
             _cast(model.parameters(), dtype)

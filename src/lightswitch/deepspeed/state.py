@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightswitch import patches
-from lightswitch.batches.plan import saved_position
 from lightswitch.checkpoints import names, optimizers
-from lightswitch.checkpoints.finetuning import LEFT_OUT, unfreeze_again
+from lightswitch.checkpoints.finetuning import LEFT_OUT
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.shards import Piece, Stored, local
 from lightswitch.deepspeed import disk
@@ -104,27 +102,6 @@ def rooms_for_states(engine: Any, module: nn.Module, saved: Mapping[str, Mapping
                 continue
             rooms[f"{name}.{key}"] = part.piece(_spread(engine, key, like, part), parameter)
     return rooms
-
-
-def scatter_weights(engine: Any, module: nn.Module, read: Callable[[str], Tensor | None]) -> None:
-    """Set the working copy and the optimizer's copy of every parameter.
-
-    Args:
-        read: returns a whole parameter by its name, or None to keep its value.
-    """
-    for name, parameter, part in parts(engine, module):
-        whole = read(name)
-        if whole is None:
-            continue
-        if part is not None:
-            part.of(part.flat.detach()).copy_(part.of_whole(whole))
-        if hasattr(parameter, "ds_tensor"):
-            kept = parameter.ds_tensor
-            first = min(kept.numel() * dist.get_rank(), parameter.ds_numel)  # type: ignore[attr-defined]  # DeepSpeed's
-            own = whole.reshape(-1)[first : first + kept.numel()]
-            kept.detach().narrow(0, 0, own.numel()).copy_(own)  # the last rank's shard may end in padding
-        if parameter.numel():  # at stage 3, only small parameters are whole here
-            parameter.detach().copy_(whole)
 
 
 def scatter_states(engine: Any, module: nn.Module, read: Callable[[str], Mapping[str, Tensor]]) -> None:
@@ -229,7 +206,6 @@ def _device_of_step(engine: Any, flat: Tensor) -> torch.device:
     return flat.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
-States = Mapping[str, Mapping[str, Tensor]]  # whole optimizer states by parameter name and key
 LOSS_SCALE = "MixedPrecision"  # Lightning's checkpoint key for the state of the GradScaler
 
 
@@ -238,7 +214,6 @@ class PortableDeepSpeed(PortableCheckpoints):
 
     _group_names: list[list[str]]
     _states: dict[str, dict[str, Stored]]
-    _idle: States = MappingProxyType({})  # states of parameters that were trained earlier, and are frozen now
 
     def remember_groups(self, optimizer: Optimizer) -> None:
         """Store the parameter names of an optimizer's groups, before DeepSpeed flattens the groups."""
@@ -273,7 +248,7 @@ class PortableDeepSpeed(PortableCheckpoints):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state, which `lightning_module_state_dict`, called before by Lightning, collected."""
         states, self._states = self._states, {}
-        return {"class": _class(optimizer), "state": {**self._idle, **states}, "param_groups": self._groups(optimizer)}
+        return {"class": _class(optimizer), "state": states, "param_groups": self._groups(optimizer)}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if scale := loss_scale_of(self._loss_scaler):
@@ -311,8 +286,6 @@ class PortableDeepSpeed(PortableCheckpoints):
         """Read optimizer states and the loss scale, and restore the saved options of groups."""
         module = self.lightning_module
         assert module is not None
-        if (position := saved_position(checkpoint)) is not None:
-            unfreeze_again(module.trainer, position)
         optimizers.check(self._reader.path, self.described_optimizers(), checkpoint["optimizer_states"])
         saved: dict[str, dict[str, Tensor]] = {}
         for full_name in sorted(self._reader.names("optimizer.0.")):
@@ -323,8 +296,6 @@ class PortableDeepSpeed(PortableCheckpoints):
         whole = {name: {k: torch.empty_like(one, device="cpu") for k, one in of.items()} for name, of in others.items()}
         self.read("optimizer.0", {**rooms, **{f"{name}.{k}": one for name in whole for k, one in whole[name].items()}})
         scatter_states(self.model, module, lambda name: whole.get(name, {}))
-        frozen = [name for name, parameter in names.parameters(module).items() if not parameter.requires_grad]
-        self._idle = {name: whole[name] for name in frozen if name in whole}
         scaler = resumed_loss_scale(self._loss_scaler, checkpoint.get(LOSS_SCALE, {}))
         if scaler is not self._loss_scaler:
             patches.replace(self.model.optimizer, "loss_scaler", scaler)  # type: ignore[union-attr]  # an engine has one

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import secrets
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +16,26 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, do_nothing_closure
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightswitch import patches
 from lightswitch.batches.callback import GlobalBatch
+from lightswitch.checkpoints import names
 from lightswitch.deepspeed import config as zero_config
 from lightswitch.deepspeed import disk, placement
 from lightswitch.deepspeed.placement import ZeroPrecision
 from lightswitch.deepspeed.quiet_import import cpu_accelerator, deepspeed
-from lightswitch.deepspeed.regrouping import Regrouping
+from lightswitch.deepspeed.state import PortableDeepSpeed
+from lightswitch.deepspeed.writes import WeightGuard
 from lightswitch.errors import Refused, listed
 from lightswitch.mixins import callbacks_of
 from lightswitch.strategies.elementwise import refuse_in_pieces
@@ -35,7 +43,11 @@ from lightswitch.strategies.kernels import fuse
 from lightswitch.strategies.known_callbacks import is_on_nvme
 from lightswitch.strategies.manual_gradients import around_passes
 from lightswitch.strategies.replicas import broadcast_in_place, fill_with_nothing, placeholders
+from lightswitch.strategies.rounds import Rounds
 from lightswitch.strategies.sharded import set_timeouts
+from lightswitch.strategies.trained import Trained, Unused
+from lightswitch.strategies.units import is_compiled
+from lightswitch.strategies.writes import CarriesWrites, refuse_bounded_rows
 
 # DeepSpeed 0.19 calls collectives by their names before torch 2.13
 warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
@@ -43,7 +55,7 @@ warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated
 log = logging.getLogger(__name__)
 
 
-class DeepSpeed(Regrouping):
+class DeepSpeed(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
     """ZeRO by DeepSpeed for unmodified models, with the arguments of Lightning's DeepSpeedStrategy.
 
     The model is built on the CPU, with the same values as in one process. At stage 3, it is then moved to the device
@@ -57,6 +69,12 @@ class DeepSpeed(Regrouping):
         process_group_backend: backend of torch.distributed; None for the device's default.
         timeout: how long a rank waits for another in a collective, as a timedelta.
     """
+
+    _trained: Trained
+    _unused: Unused
+    _guard: WeightGuard | None = None  # of an engine's weights
+    _rounds: Rounds
+    _hooks: Sequence[RemovableHandle] = ()
 
     # Configuration
 
@@ -127,7 +145,18 @@ class DeepSpeed(Regrouping):
         return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed needs an index
 
     def setup_environment(self) -> None:
+        """Set up the device and the processes.
+
+        Raises:
+            Refused: a callback unfreezes layers during the run.
+        """
         assert self.accelerator is not None
+        assert self.lightning_module is not None
+        if found := [one for one in callbacks_of(self.lightning_module.trainer) if isinstance(one, BaseFinetuning)]:
+            raise Refused(
+                f"{type(found[0]).__name__} unfreezes layers during the run, but DeepSpeed trains the parameters that "
+                "require gradients when it is set up; use strategy=fsdp"
+            )
         if isinstance(self.accelerator, CPUAccelerator):
             deepspeed.accelerator.set_accelerator(_CPU())
         self.accelerator.setup_device(self.root_device)
@@ -171,6 +200,7 @@ class DeepSpeed(Regrouping):
         assert self.lightning_module is not None
         optimizer, schedulers = _configured(self.lightning_module)
         refuse_in_pieces(optimizer)
+        refuse_bounded_rows(self.lightning_module)
         casts = str(self.lightning_module.trainer.precision) in ("16-true", "bf16-true")
         placement.refuse_other_dtypes(self.lightning_module, None if casts else torch.float32)
         fuse(optimizer)  # before DeepSpeed makes its states
@@ -182,6 +212,41 @@ class DeepSpeed(Regrouping):
         # the weights are broadcast already, and DeepSpeed 0.19 fails for a scalar parameter
         patches.replace(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda self: None)
         return optimizer, schedulers[0] if schedulers else None
+
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[deepspeed.DeepSpeedEngine, Optimizer]:
+        """Make DeepSpeed's engine over the trained parameters, and record those without a gradient. Collective."""
+        if optimizer is None:  # nothing is trained
+            made: tuple[deepspeed.DeepSpeedEngine, Optimizer] = super()._setup_model_and_optimizer(model, optimizer)
+            self._guard_weights(made[0], model, self.broadcast(secrets.token_hex(8)))
+            return made
+        with _trained_groups(model, optimizer, self.zero_stage_3):
+            engine, stepped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        if engine.managed_gradient_accumulation():
+            engine.set_gradient_accumulation_boundary(True)  # the engine must not count micro-batches
+        else:  # manual optimization: a module may also step without Lightning's wrapper
+            patches.replace(stepped, "step", partial(self._step, engine, stepped.step))
+        self._trained, in_groups = Trained(model), {name for group in self._group_names for name in group}
+        parameters = {name: one for name, one in names.parameters(model).items() if name in in_groups}
+        key = self.broadcast(secrets.token_hex(8))
+        self._unused = Unused(parameters, self._patience_seconds, key)
+        self._guard_weights(engine, model, key)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._unused.mark_used)  # type: ignore[no-untyped-call]  # untyped in torch
+            for parameter in parameters.values()
+            if parameter.requires_grad
+        ]
+        return engine, stepped
+
+    @property
+    def _patience_seconds(self) -> float:
+        return (self._timeout or default_pg_timeout).total_seconds()
+
+    def _guard_weights(self, engine: deepspeed.DeepSpeedEngine, model: nn.Module, key: str) -> None:
+        sees_steps = "training_step" not in vars(model) and not any(map(is_compiled, model.modules()))
+        self._guard = WeightGuard(engine, model, sees_steps)
+        self._rounds = Rounds(key, self._patience_seconds, "DeepSpeed's stage 3", "deepspeed_stage_2")
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         if self.zero_stage_3:
@@ -243,13 +308,33 @@ class DeepSpeed(Regrouping):
             return closure if has_closed else output
 
         with self.outside_of_hooks():
-            if self._writes and self.looks.is_at_work:  # manual optimization
-                self._writes.carry_step()
+            self._examine_manual_step()
             output = super().optimizer_step(optimizer, closure_of_all, *args, **kwargs)
         if getattr(self.optimizers[0], "custom_loss_scaler", False):  # it is for this step's gradients only
             patches.replace(self.optimizers[0], "custom_loss_scaler", False)
         self._share_buffers()
         return output
+
+    def _step(self, engine: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Step DeepSpeed's engine instead of its optimizer, unless the engine is calling."""
+        if engine._running_engine_step:
+            return step(*args, **kwargs)
+        with self.outside_of_hooks():
+            self._examine_manual_step()
+            return engine.step()
+
+    def _examine_manual_step(self) -> None:
+        """Check, within a training step that is examined, that it has written no weights before its optimizer's step.
+
+        Raises:
+            Refused: it has.
+        """
+        if self._guard and self.looks.is_at_work and self.looks.is_due:
+            self._guard.refuse_all_written(self._step_name)
+
+    @property
+    def _step_name(self) -> str:
+        return f"training_step of {type(self.lightning_module).__name__}"
 
     def multiply_gradients(self, optimizer: Optimizer, factor: Tensor) -> None:
         """Multiply the gradients of this step through the loss scale: DeepSpeed's engine holds the gradients, and
@@ -269,17 +354,17 @@ class DeepSpeed(Regrouping):
             )
         return run(*args, **kwargs)
 
-    # Weights that are written to outside of the optimizer
+    # Weights that are read or written outside of the optimizer
 
     def whole_weights(self, hook: str) -> AbstractContextManager[None]:
-        return self._writes.whole_weights(hook) if self._writes else super().whole_weights(hook)
+        return self._guard.in_hook(hook) if self._guard else super().whole_weights(hook)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         is_automatic = self.lightning_module.automatic_optimization
         with (
             self.looks.step(),
-            self._writes.in_step(self.around_hook) if self._writes else nullcontext(),
+            self._guard.in_step(self._step_name, self.looks.is_due) if self._guard else nullcontext(),
             nullcontext() if is_automatic else around_passes(self._refuse_own_pass),
         ):
             return super().training_step(*args, **kwargs)
@@ -296,10 +381,19 @@ class DeepSpeed(Regrouping):
         with self._in_evaluation("predict_step"):
             return super().predict_step(*args, **kwargs)
 
-    def _in_evaluation(self, step: str) -> AbstractContextManager[None]:
-        assert self.lightning_module is not None
-        trainer, writes = self.lightning_module.trainer, self._writes
-        return writes.in_evaluation(step, trainer, self.around_hook) if writes else nullcontext()
+    @contextmanager
+    def _in_evaluation(self, step: str) -> Iterator[None]:
+        module = self.lightning_module
+        assert module is not None
+        if self._guard is None:
+            yield
+            return
+        gathering = {name: part for name, part in module.named_modules() if self.zero_stage_3 and part._parameters}
+        with (
+            self._guard.in_evaluation(f"{step} of {type(module).__name__}"),
+            self._rounds.in_evaluation(step, module.trainer, gathering) if gathering else nullcontext(),
+        ):
+            yield
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -333,8 +427,28 @@ class DeepSpeed(Regrouping):
         self._is_in_backward = False  # no try/finally: an error ends the run
         return output
 
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Check that the trained parameters are those that the engine was set up over, and the same on all ranks.
+
+        Raises:
+            Refused: `requires_grad` of some has changed since, or not all ranks use the same ones.
+        """
+        super().pre_backward(closure_loss)
+        assert self.lightning_module is not None
+        if changed := self._trained.changes():
+            raise Refused(
+                f"requires_grad of {listed(list(changed), 'parameters')} has changed since the run began (step "
+                f"{self.lightning_module.global_step}), but DeepSpeed trains the parameters that require gradients "
+                "when it is set up; set it in the module's constructor, or use strategy=fsdp"
+            )
+        engine, unused = self.model, self._unused
+        assert isinstance(engine, deepspeed.DeepSpeedEngine)
+        in_each_pass = engine.zero_optimization_stage() > 1
+        if closure_loss.requires_grad and (in_each_pass or engine.is_gradient_accumulation_boundary()):
+            closure_loss.register_hook(lambda _: unused.refuse_uneven(in_each_pass))  # type: ignore[no-untyped-call]
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self.outside_of_hooks():  # a callback's hook may save: reads below must not gather weights
+        with self.outside_of_hooks():  # a callback's hook may save
             return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -351,6 +465,23 @@ class DeepSpeed(Regrouping):
         self.release_engine()
         super().teardown()
 
+    def release_engine(self) -> None:
+        """Destroy DeepSpeed's engine and remove its hooks, which would run beside those of the next engine."""
+        engine, self._guard = self.model, None
+        if not isinstance(engine, deepspeed.DeepSpeedEngine):
+            return
+        if self.zero_stage_3:
+            for parameter in engine.module.parameters():
+                parameter.ds_active_sub_modules.clear()  # left over if an error ended a forward pass
+                # small ones are whole: moved to the CPU, they would still count as available on the device
+                if parameter.numel():
+                    parameter.partition()
+        for hook in self._hooks:
+            hook.remove()
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+        engine.destroy()
+
 
 def _configured(module: LightningModule) -> tuple[Optimizer, list[LRSchedulerConfig]]:
     """Return a module's optimizer, and its schedule, if it has one.
@@ -365,6 +496,28 @@ def _configured(module: LightningModule) -> tuple[Optimizer, list[LRSchedulerCon
             f"{type(module).__name__} returns {len(optimizers)} and {len(schedulers)}; use strategy=ddp or fsdp"
         )
     return optimizers[0], schedulers
+
+
+@contextmanager
+def _trained_groups(module: nn.Module, optimizer: Optimizer, zero_3: bool) -> Iterator[None]:
+    """Leave only trained parameters in an optimizer's groups, because DeepSpeed steps no others.
+
+    A group without trained parameters gets an unused placeholder, because schedules count groups and DeepSpeed fails
+    for such a group at stages 1 and 2 (0.19). Within the context, the placeholder is a parameter of the module: these
+    stages also look up the name of each parameter.
+    """
+    some = next(parameter for group in optimizer.param_groups for parameter in group["params"])
+    put: list[str] = []
+    for group in optimizer.param_groups:
+        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        if not trained:
+            put.append(name := f"in_place_of_group_{len(put)}")
+            nothing = torch.zeros(1, dtype=some.dtype, device=some.device)
+            module.register_parameter(name, nn.Parameter(nothing, requires_grad=not zero_3))
+        group["params"] = trained or [getattr(module, name)]
+    yield
+    for name in put:
+        delattr(module, name)
 
 
 def _tell_of_hooks(module: LightningModule) -> None:

@@ -1,300 +1,135 @@
-"""Writes to weights outside the optimizer under DeepSpeed, which steps a copy of them, and shards them at stage 3.
+"""Accesses to weights outside of forward passes and the optimizer, which DeepSpeed would lose: refused by name.
 
-A TorchFunctionMode finds the weights that a hook touches, so nothing is gathered for a hook that touches none. At
-stage 3, a weight is gathered when a hook first touches it, after ranks have exchanged its name; from then on, it is
-gathered before that hook. Touched weights are then copied to the optimizer's copy and to the shards.
+DeepSpeed steps a copy of the weights, and overwrites them from it. At stage 3, it also frees a weight between its uses,
+unless the weight is small: code that reads or writes it then gets an empty tensor, without an error.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
-from lightswitch.deepspeed.state import Part, parts
+from lightswitch.deepspeed.state import parts
 from lightswitch.errors import Refused, listed
-from lightswitch.strategies.rounds import FIRST, LATER_SECONDS, Rounds
-from lightswitch.strategies.writes import Looks, carried, differing
 
-_STEP = "training_step"
+_FIRST = 3  # examine so many of an evaluation's steps
 _METADATA = {  # attributes and methods of a tensor that do not access its values
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "is_sparse")
-} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_}
+} | {getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")}
+_METADATA |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_}
 
 
-class EngineWrites:
-    """Access to a DeepSpeed engine's weights for hooks and steps, with writes carried over to the optimizer's copy.
+class WeightGuard:
+    """Checks of the accesses of hooks and steps to a DeepSpeed engine's weights.
 
     Args:
         engine: DeepSpeed's engine.
         module: the model.
-        looks: record of the training steps that are examined for writes.
-        looks_into_steps: whether training steps can be examined at stage 3; compiled ones can't.
-        is_on_disk: whether the weights are offloaded to disk, where hooks can't access them.
-        key: prefix of keys in the store, equal on all ranks, and different for each engine.
-        timeout_seconds: how long to wait for a rank in the first calls of a hook.
+        sees_steps: whether the steps can be examined at stage 3; compiled ones can't.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        module: nn.Module,
-        looks: Looks,
-        looks_into_steps: bool,
-        key: str,
-        timeout_seconds: float,
-        is_on_disk: bool = False,
-    ) -> None:
-        self.engine, self._module = engine, module
-        self._looks, self._looks_into_steps, self._is_on_disk = looks, looks_into_steps, is_on_disk
-        self._rounds = Rounds(key, timeout_seconds, "DeepSpeed's stage 3", "deepspeed_stage_2")
-        found = [(name, parameter, part) for name, parameter, part in parts(engine, module)]
-        self._names = {id(parameter): name for name, parameter, _ in found}
+    def __init__(self, engine: Any, module: nn.Module, sees_steps: bool) -> None:
+        found = [(name, parameter, part) for name, parameter, part in parts(engine, module) if part is not None]
+        self._is_in_parts, self._sees_steps = engine.zero_optimization_stage() == 3, sees_steps
         self._parameters = {name: parameter for name, parameter, _ in found}
-        self._parts = {name: part for name, _, part in found if part is not None}
-        self._is_in_parts = engine.zero_optimization_stage() == 3
-        of_root = {id(parameter) for parameter in module.parameters(recurse=False)}
-        self._of_root = {name for name, parameter, part in found if part is not None and id(parameter) in of_root}
+        self._parts = {name: part for name, _, part in found}
+        self._names = {id(parameter): name for name, parameter, _ in found}
         # at stages 1 and 2, the tensors to which DeepSpeed copies the weights after a step
-        self._views = {} if self._is_in_parts else {name: self._parameters[name].data for name in self._parts}
-        self._touched_before: dict[str, set[str]] = defaultdict(set)  # names by hook, at stage 3
-        self._calls: dict[str, int] = defaultdict(int)
-        self._touched: set[str] = set()
-        self._gathered: set[str] = set()
-        self._depth = 0  # nested forward passes within the body of a training step
-        self._touches_in_steps = False  # training steps touch weights outside forward passes
-        self._calls_under_way = 0  # nested calls of modules, as in a hook that predicts
-        if self._is_in_parts:
-            for part in module.modules():  # before and after DeepSpeed's hooks
-                part.register_forward_pre_hook(self._begin_call, prepend=True)
-                part.register_forward_hook(self._end_call)
+        self._views = {} if self._is_in_parts else {name: one.data for name, one in self._parameters.items()}
+        self._evaluated: Counter[str] = Counter()
 
     @contextmanager
-    def whole_weights(self, hook: str) -> Iterator[None]:
-        """Context that gives a hook access to whole weights, and carries over its writes at the end. Collective.
+    def in_hook(self, hook: str) -> Iterator[None]:
+        """Context of a hook.
 
         Raises:
-            Refused: at stage 3, one rank touches a weight that others do not touch.
+            Refused: it accesses a weight that this rank does not hold whole, or writes one that the optimizer steps.
         """
-        self._calls[hook] += 1
-        self._calls_under_way = 0  # a failed call did not decrement it
-        self._gather(self._touched_before[hook])
-        with _Touches(self._names, lambda name: self._touch(hook, name)):
+        touched: set[str] = set()
+
+        def touch(name: str) -> None:
+            touched.add(name)
+            if not _is_there(self._parameters[name]):
+                raise Refused(
+                    f"{hook} accesses {name}, of which DeepSpeed's stage 3 holds a shard on each rank; use "
+                    "strategy=fsdp, or strategy=deepspeed_stage_2 to read it"
+                )
+
+        with _Touches(self._names, touch):
             yield
-        while self._is_in_parts and self._calls[hook] <= FIRST:
-            names = _wanted(self._rounds.agree(hook, None, self._rounds.timeout_seconds))
-            if not names:
-                break
-            self._gather_first(hook, names)  # for another rank, which is still in the hook
-        self._let_go()
+        self.refuse_written(hook, touched)
 
     @contextmanager
-    def in_evaluation(
-        self, step: str, trainer: Trainer, whole_weights: Callable[[str], AbstractContextManager[None]]
-    ) -> Iterator[None]:
-        """Context of an evaluation step, which may swap weights for averages.
-
-        Args:
-            step: name of the step.
-            whole_weights: as in `in_step`.
-        """
-        if not (self._is_in_parts and self._looks_into_steps):
+    def in_step(self, step: str, is_due: bool) -> Iterator[None]:
+        """Context of a step, with the checks of `in_hook` if the step is to be examined."""
+        if not is_due or (self._is_in_parts and not self._sees_steps):
             yield
-            return
-        gathering = {name: part for name, part in self._module.named_modules() if part._parameters}
-        with whole_weights(step), self._rounds.in_evaluation(step, trainer, gathering):
+        elif not self._is_in_parts:
             yield
+            self.refuse_all_written(step)
+        else:
 
-    @contextmanager
-    def in_step(self, whole_weights: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
-        """Context of a training step.
+            def check(module: nn.Module, *_: Any) -> None:
+                self.refuse_written(step, {self._names.get(id(one), "") for one in module.parameters(recurse=False)})
 
-        Args:
-            whole_weights: returns a context that opens this object's `whole_weights`, given the name of a hook.
-        """
-        if not self._is_in_parts:
-            yield
-            self.carry_step()
-        elif self._looks_into_steps and (self._looks.is_due or self._looks.written or self._touches_in_steps):
-            self._depth = 1
-            handles = [
-                register_module_forward_pre_hook(self._begin_forward),
-                register_module_forward_hook(self._end_forward),
-                self._module.register_forward_pre_hook(self._begin_body),  # after DeepSpeed's
-            ]
+            handle = register_module_forward_hook(check)  # it runs before DeepSpeed's, which free the weights
             try:
-                with whole_weights(_STEP) if self._looks.is_due or self._touches_in_steps else nullcontext():
+                with self.in_hook(step):
                     yield
             finally:
-                for handle in handles:
-                    handle.remove()
-        else:
+                handle.remove()
+
+    @contextmanager
+    def in_evaluation(self, step: str) -> Iterator[None]:
+        """Context of a step of an evaluation, of which the first ones are examined."""
+        self._evaluated[step] += 1
+        with self.in_step(step, self._evaluated[step] <= _FIRST):
             yield
 
-    def _begin_call(self, *_: Any) -> None:
-        if not self._looks.is_at_work and self._touched:
-            self._let_go()
-        self._calls_under_way += 1
+    def refuse_all_written(self, where: str) -> None:
+        """Check the same of all weights."""
+        self.refuse_written(where, self._parts)
 
-    def _end_call(self, *_: Any) -> None:
-        self._calls_under_way -= 1
+    @torch.no_grad()
+    def refuse_written(self, where: str, names: Iterable[str]) -> None:
+        """Check that weights equal the copy that the optimizer steps.
 
-    def _begin_body(self, *_: Any) -> None:
-        self._depth = 0
-
-    def _begin_forward(self, module: nn.Module, *_: Any) -> None:
-        """Release the weights that the training step touched: DeepSpeed gathers and frees the weights of a module."""
-        if self._looks.is_at_work and module not in (self.engine, self._module):
-            if self._depth == 0 or self._gathered:
-                self._let_go()
-            self._depth += 1
-
-    def carry_step(self) -> None:
-        """Carry over the writes of a training step, at stages 1 and 2, where all weights are whole. Collective."""
-        if self._is_in_parts:
-            return
-        if self._looks.is_due:
-            shared = differing(self._parameters)
-            self._looks.found(self._carry(self._parts, tells=True), shared)
-            return
-        self._carry(sorted(self._looks.written))
-
-    def _end_forward(self, module: nn.Module, *_: Any) -> None:
-        """Carry over a forward pass's writes to its module's direct parameters, before DeepSpeed frees them."""
-        if not self._looks.is_at_work or module is self.engine:
-            return
-        if module is self._module:
-            self._let_go()
-            self._depth = 1
-        else:
-            self._depth -= 1
-        names = (self._names.get(id(parameter)) for parameter in module.parameters(recurse=False))
-        own = [name for name in names if name is not None and _is_there(self._parameters[name])]
-        written = self._share(own)
-        self._carry([name for name in own if name in written])
-
-    def _share(self, whole: Sequence[str]) -> set[str]:
-        """Return which whole parameters the running training step has written, or the last examined one. Collective.
+        Args:
+            where: what may have written them.
+            names: parameters; those that this rank does not hold whole are left out.
 
         Raises:
-            Refused: see `Looks.found`.
+            Refused: one does not.
         """
-        written = self._looks.written
-        if self._looks.is_due and whole:
-            differ = torch.stack([self._differs(name) for name in whole]).int()
-            dist.all_reduce(differ, dist.ReduceOp.MAX)
-            written = {name for name, differs in zip(whole, differ.tolist(), strict=True) if differs}
-            self._looks.found(written, differing({name: self._parameters[name] for name in whole if name in written}))
-        return written
+        there = [name for name in sorted(names) if name in self._parts and _is_there(self._parameters[name])]
+        differ = torch.stack([self._differs(name) for name in there]).tolist() if there else []
+        if written := [name for name, is_written in zip(there, differ, strict=True) if is_written]:
+            raise Refused(
+                f"{where} writes {listed(written, 'parameters')}, but DeepSpeed keeps another copy of the weights, "
+                "with which it overwrites them after each step; use strategy=fsdp or ddp"
+            )
 
     def _differs(self, name: str) -> Tensor:
         parameter, part = self._parameters[name], self._parts[name]
         own = part.of_whole(parameter.detach())
-        kept: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]  # DeepSpeed's
-        return (own != kept.narrow(0, 0, part.elements).to(own.device)).any()
-
-    # Weights that are touched
-
-    def _touch(self, hook: str, name: str) -> None:
-        is_step = hook.startswith(_STEP)
-        if (self._depth if is_step else self._calls_under_way) and self._is_at_hand(name, is_step):
-            return
-        if self._is_on_disk and not _is_there(self._parameters[name]):
-            self._refuse(f"{hook} accesses {name}, a weight")
-        if is_step and not self._touches_in_steps:
-            self._looks.refuse_late({name})
-            self._touches_in_steps = True
-        self._touched.add(name)
-        while not _is_there(self._parameters[name]):
-            is_first = self._calls[hook] <= FIRST
-            seconds = self._rounds.timeout_seconds if is_first else min(LATER_SECONDS, self._rounds.timeout_seconds)
-            self._gather_first(hook, _wanted(self._rounds.agree(hook, name, seconds)))
-
-    def _refuse(self, found: str) -> None:
-        raise Refused(
-            f"{found}, which DeepSpeed holds on disk between its uses; use strategy=deepspeed_stage_3_offload"
-        )
-
-    def _is_at_hand(self, name: str, is_step: bool) -> bool:
-        """Return whether DeepSpeed has gathered a weight for a running module.
-
-        In an examined training step, small weights that DeepSpeed always holds whole also count.
-        """
-        parameter: Any = self._parameters[name]
-        is_there = _is_there(parameter) if is_step else bool(parameter.ds_active_sub_modules)
-        return is_there and name not in self._gathered
-
-    def _gather_first(self, hook: str, names: set[str]) -> None:
-        self._touched_before[hook] |= names
-        self._touches_in_steps |= hook.startswith(_STEP)
-        self._gather(names)
-
-    def _gather(self, names: Iterable[str]) -> None:
-        absent = [name for name in sorted(names) if not _is_there(self._parameters[name])]
-        if absent:
-            parameters: list[Any] = [self._parameters[name] for name in absent]
-            parameters[0].all_gather(param_list=parameters)
-            self._gathered.update(absent)
-            if not all(map(_is_there, parameters)):
-                raise Refused(
-                    f"{listed(absent)} is accessed while DeepSpeed's stage 3 gathers it for the next module; access it "
-                    "before any module is called, or use strategy=deepspeed_stage_2"
-                )
-
-    def _let_go(self) -> None:
-        """Carry over writes to touched weights, and free the gathered ones."""
-        if self._looks.is_at_work:  # these are whole on every rank, no matter which rank touched them
-            self._share([name for name in sorted(self._gathered | self._of_root) if _is_there(self._parameters[name])])
-        self._carry(sorted(self._touched))
-        for name in sorted(self._gathered):
-            parameter: Any = self._parameters[name]
-            if _is_there(parameter) and not parameter.ds_active_sub_modules:  # else DeepSpeed frees it later
-                parameter.partition()
-        self._touched.clear()
-        self._gathered.clear()
-
-    @torch.no_grad()
-    def _carry(self, names: Iterable[str], tells: bool = False) -> set[str]:
-        """Carry writes over to the optimizer's copy.
-
-        Args:
-            names: parameters that may have been written.
-            tells: return the names of those that were written on any rank; collective. Otherwise, return none.
-        """
-        names = [name for name in names if name in self._parts]
-        if self._is_on_disk:
-            written = [name for name in names if _is_there(self._parameters[name]) and self._differs(name)]
-            if written:
-                self._refuse(f"{listed(written)} is written outside of the optimizer, but is a copy of a weight")
-            return set()
-        changed = [self._carry_one(self._parameters[name], self._parts[name], self._views.get(name)) for name in names]
-        if not tells or not changed:
-            return set()
-        on_any = torch.stack([one.to(changed[0].device) for one in changed]).int().to(self.engine.device)
-        dist.all_reduce(on_any, dist.ReduceOp.MAX)
-        return {name for name, one in zip(names, on_any.tolist(), strict=True) if one}
-
-    def _carry_one(self, parameter: nn.Parameter, part: Part, view: Tensor | None) -> Tensor:
-        if view is not None and parameter.data_ptr() != view.data_ptr():  # other `data` was assigned
-            view.copy_(parameter)
-            parameter.data = view
-        if not self._is_in_parts:
-            return carried(part.of_whole(parameter.detach()), part.of(part.flat.detach()))
-        own: Tensor = parameter.ds_tensor.narrow(0, 0, part.elements)  # type: ignore[attr-defined]  # DeepSpeed's
-        if _is_there(parameter):  # else the hook gathered and freed it itself
-            own.copy_(part.of_whole(parameter.detach()))
-        return carried(own, part.of(part.flat.detach()))
+        if self._is_in_parts:
+            kept: Tensor = parameter.ds_tensor.narrow(0, 0, part.elements)  # type: ignore[attr-defined]  # DeepSpeed's
+        elif parameter.data_ptr() == self._views[name].data_ptr():
+            kept = part.of(part.flat.detach())
+        else:  # other `data` was assigned, which no step updates
+            return torch.tensor(True, device=own.device)
+        kept = kept.to(own)
+        return ((kept != own) & ~kept.isnan()).any()
 
 
 class _Touches(TorchFunctionMode):
@@ -315,22 +150,18 @@ class _Touches(TorchFunctionMode):
         if func not in _METADATA:
             names = self._names
             for value in (*args, *kwargs.values()) if kwargs else args:  # runs for each operation of a hook
-                if id(value) in names:
-                    self._report(names[id(value)], sys._getframe(1))
-                elif type(value) in (list, tuple):
-                    for one in value:
-                        if id(one) in names:
-                            self._report(names[id(one)], sys._getframe(1))
+                for one in value if type(value) in (list, tuple) else (value,):
+                    if id(one) in names and not _caller().startswith("deepspeed."):  # which gathers and frees itself
+                        self._touch(names[id(one)])
         return func(*args, **(kwargs or {}))
 
-    def _report(self, name: str, frame: FrameType) -> None:
-        """Report a parameter, unless the caller is DeepSpeed, which gathers and frees it itself."""
-        if not frame.f_globals.get("__name__", "").startswith("deepspeed."):
-            self._touch(name)
 
-
-def _wanted(found: Mapping[int, str | None]) -> set[str]:
-    return {name for name in found.values() if name is not None}
+def _caller() -> str:
+    """Return the name of the module that calls torch's function, past this file's modes, which may be nested."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
 def _is_there(parameter: Any) -> bool:

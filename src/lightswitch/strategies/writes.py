@@ -1,21 +1,18 @@
-"""Writes to weights outside the optimizer, in hooks and training steps, under every strategy.
+"""Writes to weights outside the optimizer, in hooks and steps: which steps are examined for those that would be lost.
 
-Examples are a momentum encoder, an average by hand, clipped weights, and weights set from the first batch. In one
-process, a write changes the parameter that the optimizer steps. A strategy that computes with a copy of that parameter
-has to carry the write over. What each rank writes from its share of the batch is refused.
+Examples are a momentum encoder, an average by hand, and clipped weights. In one process, a write changes the parameter
+that the optimizer steps. A strategy that computes with a copy of that parameter would lose it, and refuses it by name.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor, nn
+from torch import nn
 from torch._guards import detect_fake_mode
 
 from lightswitch.errors import Refused, listed
@@ -86,17 +83,14 @@ _AFTER = ", after the step"
 
 
 class Looks:
-    """Record of the training steps that are examined for writes to weights, and of the writes found.
+    """Record of the steps that are examined for writes to weights that a strategy would lose.
 
     A look is the examination of one step. The first steps, those that a save may follow, and a few others are examined:
     so writes that begin later are found, and refused before they are saved.
 
     Attributes:
-        is_at_work: a training step is running.
-        is_due: the running step, or else the last one, is examined.
-        is_first: the step is examined and one of the first.
-        written: names of the parameters that the last examined step wrote.
-        known: names that any examined step wrote.
+        is_at_work: a step is running.
+        is_due: the running step, or else the last training step, is examined.
     """
 
     def __init__(self) -> None:
@@ -104,8 +98,6 @@ class Looks:
         self._is_asked = False
         self._evaluated = Counter[str]()  # batches, by the name of the step
         self.is_at_work, self.is_due = False, False
-        self.written: set[str] = set()
-        self.known: set[str] = set()
 
     @property
     def is_unseen(self) -> bool:
@@ -123,8 +115,6 @@ class Looks:
         self.is_due, self._is_asked = self._is_asked or self._steps <= _FIRST or self._steps % EVERY == 0, False
         if self.is_due and detect_fake_mode() is not None:  # a simulated step has no values
             self.is_due = False
-        if self.is_due:
-            self.written = set()
         self.is_at_work = True
         try:
             yield
@@ -141,37 +131,6 @@ class Looks:
         self.is_at_work, self.is_due = False, before
         self.ask()
 
-    def found(self, written: set[str], shared: set[str]) -> None:
-        """Record the parameters that an examined step wrote.
-
-        Args:
-            shared: those of them that differ between ranks.
-
-        Raises:
-            Refused: ranks wrote different values, or a later step wrote parameters that the first steps did not: writes
-                in between are lost.
-        """
-        if shared:
-            raise Refused(
-                f"{listed(sorted(shared), 'parameters')} is set in training_step by each rank from its share of the "
-                f"batch, so that the ranks' weights would differ; {SET_ALONE}"
-            )
-        self.refuse_late(written)
-        self.known |= written
-        self.written |= written
-
-    def refuse_late(self, written: set[str]) -> None:
-        """Check that the first steps wrote these parameters, too.
-
-        Raises:
-            Refused: they did not write one of them.
-        """
-        if self._steps > _FIRST and (late := sorted(written - self.known)):
-            raise Refused(
-                f"{listed(late, 'parameters')} was written in training_step, but not in the first steps, so the "
-                "strategy has lost the change; write in a hook such as on_train_batch_end, or use strategy=ddp"
-            )
-
 
 def refuse_bounded_rows(module: nn.Module) -> None:
     """Check that no embedding has a `max_norm`: its forward pass scales the rows that a rank's own samples read.
@@ -186,37 +145,3 @@ def refuse_bounded_rows(module: nn.Module) -> None:
             f"{listed(found)} has a max_norm: its forward pass scales the rows that the rank's samples read, so ranks "
             "would differ; leave max_norm out and bound all rows in on_train_batch_end, or use strategy=single"
         )
-
-
-def differing(parameters: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of tensors that differ between ranks. Collective."""
-    if not parameters or not dist.is_initialized() or dist.get_world_size() == 1:
-        return set()
-    digests = torch.stack([_digest(tensor) for tensor in parameters.values()])  # (tensors, 2)
-    highest = torch.cat([digests, -digests])
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    differ = (highest[: len(digests)] != -highest[len(digests) :]).any(1).tolist()
-    return {name for name, differs in zip(parameters, differ, strict=True) if differs}
-
-
-@torch.no_grad()
-def _digest(tensor: Tensor) -> Tensor:
-    """Return the sum and the norm of a tensor: (2,)."""
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    sums = values.sum(dtype=dtype), torch.linalg.vector_norm(values.to(dtype))
-    return torch.nan_to_num(torch.stack(sums).double())
-
-
-@torch.no_grad()
-def carried(written: Tensor, kept: Tensor) -> Tensor:
-    """Copy changed elements of a copy back to the original, and return whether there are any, as a scalar tensor.
-
-    Args:
-        written: a copy of `kept`, possibly in lower precision: elements that did not change keep their precision.
-        kept: the original.
-    """
-    own = written.to(kept.device)
-    same = kept.to(own.dtype) == own
-    kept.copy_(torch.where(same, kept, own.to(kept.dtype)))
-    return ~same.all()

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightswitch.checkpoints.finetuning import Finetuned
 from lightswitch.checkpoints.reader import Reader, hub_weights
+from lightswitch.checkpoints.writing import WrittenTogether
 from lightswitch.errors import UnfitCheckpoint
 from tests.engine.conftest import PLAIN, Finished, Train, once
 from tests.engine.tiny import LANGUAGE
@@ -32,7 +32,7 @@ class AsLightning(pl.Callback):
         self.path = Path(folder) / "lightnings.ckpt"
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        stock: Any = super(Finetuned, trainer.strategy)  # the last of these bases
+        stock: Any = super(WrittenTogether, trainer.strategy)  # the last of these bases
         trainer.strategy._state_dict_type = "sharded"  # FSDPStrategy's, which takes it as an argument
         checkpoint = {"pytorch-lightning_version": pl.__version__, "global_step": trainer.global_step}
         checkpoint["state_dict"] = stock.lightning_module_state_dict()

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightswitch.deepspeed import state as zero_state
 from lightswitch.deepspeed.strategy import DeepSpeed
 from lightswitch.errors import Refused
 from tests.engine import foreign
@@ -22,6 +23,7 @@ from tests.engine.data.pictures import Pictures
 from tests.engine.deepspeed.zero import Native, TakenOut
 from tests.engine.fits import CLASSIFIER, LANGUAGE, PLAIN, Fit, Fits
 from tests.engine.plain import PlainModel, UsedByRank0
+from tests.engine.strategies import writing
 from tests.engine.tiny import NO_CHECKPOINTS, PICTURES
 from tests.night import at_night
 from tests.pool import Pool, RankFailed
@@ -168,25 +170,85 @@ class Counting(torch.optim.NAdam):
         return output
 
 
-class Unfreezing(PlainModel):
-    """Trains its last layer from the third step on, for which the engine is built anew."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.net[3].requires_grad_(self.global_step > 1)
-
+class Counted(PlainModel):
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        layers = (self.net[0], self.net[3])
-        return Counting([{"params": layer.parameters()} for layer in layers], lr=0.05)
+        return Counting(self.parameters(), lr=0.05)
 
 
 @pytest.mark.parametrize("stage", ["1", "3"])
-def test_states_keep_their_dtypes_in_an_engine_that_is_built_anew(stage: str, fits: Fits, tmp_path: Path) -> None:
-    own, taken = replace(PLAIN, module=Unfreezing, micro_batch=None), partial(TakenOut, str(tmp_path), before_step=3)
+def test_states_that_are_put_back_keep_their_dtypes(stage: str, fits: Fits, tmp_path: Path) -> None:
+    own, taken = replace(PLAIN, module=Counted, micro_batch=None), partial(TakenOut, str(tmp_path), before_step=3)
     (alone,), run = fits(own), fits(replace(own, strategy=f"deepspeed_stage_{stage}", callbacks=(taken,)), 2)[0]
     assert largest_difference(run, alone, "train/loss") <= 1e-5
     _, state = torch.load(tmp_path / "taken_0.pt")["net.0.weight"]
     assert (state["count"].dtype, state["mask"].dtype) == (torch.long, torch.bool)
     assert state["count"].unique().tolist() == [3]
+
+
+class StepsApart(pl.Callback):
+    """Puts states into the engine of which one parameter's is a step behind, as where a step has not used it."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        steps = {name: {"step": torch.tensor(float(name != "net.3.bias"))} for name, _ in module.named_parameters()}
+        zero_state.scatter_states(trainer.strategy.model, module, steps.__getitem__)
+
+
+def test_steps_that_differ_in_a_group_are_refused(fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(PLAIN, strategy="deepspeed_stage_2", callbacks=(StepsApart,)))
+    assert isinstance(failed.value.error, Refused)
+    assert str(failed.value.error).startswith(
+        "net.3.bias was trained in 0 steps and net.0.weight, in the same parameter"
+    )
+
+
+class Unfreezing(PlainModel):
+    """Trains its last layer from the third step on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[3].requires_grad_(self.global_step > 1)
+
+
+def test_what_is_trained_is_refused_where_it_changes(fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(PLAIN, module=Unfreezing, strategy="deepspeed_stage_2"))
+    assert isinstance(failed.value.error, Refused)
+    assert str(failed.value.error) == (
+        "requires_grad of net.3.weight, net.3.bias has changed since the run began (step 0), but DeepSpeed trains the "
+        "parameters that require gradients when it is set up; set it in the module's constructor, or use strategy=fsdp"
+    )
+
+
+WHOLE_AT_NO_SIZE = "config.zero_optimization.stage=3 config.zero_optimization.stage3_param_persistence_threshold=0"
+_STEPPED = ", but DeepSpeed keeps another copy of the weights, with which it overwrites them after each step; use "
+_STEPPED += "strategy=fsdp or ddp"
+_SHARD = ", of which DeepSpeed's stage 3 holds a shard on each rank; use strategy=fsdp, or strategy=deepspeed_stage_2 "
+_SHARD += "to read it"
+_TEACHER = "teacher.0.bias, teacher.0.weight, teacher.3.bias and 1 more parameters"
+LOST = {  # by idiom and stage
+    "Clamped-2": f"on_train_batch_end of Clamped writes net.0.bias, net.0.weight{_STEPPED}",
+    "ClippedByHand-2": f"training_step of ClippedByHand writes net.0.bias, net.0.weight{_STEPPED}",
+    "Normalized-2": "training_step of Normalized writes net.1.s",
+    "Normalized-3": "training_step of Normalized writes net.1.s",
+    "AtBatchStart-3": f"on_train_batch_start of AtBatchStart accesses teacher.0.weight{_SHARD}",
+    "InTrainingStep-3": f"training_step of InTrainingStep accesses teacher.0.weight{_SHARD}",
+    "InOptimizerStep-3": f"optimizer_step of InOptimizerStep, after the step writes {_TEACHER}{_STEPPED}",
+    "Swapped-3": f"validation_step of Swapped accesses net.0.weight{_SHARD}",
+    "BoundedEmbedding-1": "rows has a max_norm: its forward pass scales the rows that the rank's samples read",
+}
+
+
+@pytest.mark.parametrize("cell", [*LOST, "Shrinks-1"])
+def test_an_access_that_would_be_lost_is_refused_by_name(cell: str, fits: Fits) -> None:
+    idiom, _, stage = cell.partition("-")
+    callbacks = (partial(writing.Shrinks, "on_train_epoch_end"),) if idiom == "Shrinks" else ()
+    module = PlainModel if callbacks else getattr(writing, idiom)
+    strategy = f"deepspeed_stage_{stage}" + (f" {WHOLE_AT_NO_SIZE}" if cell == "Normalized-3" else "")
+    fit = replace(PLAIN, module=module, strategy=strategy, callbacks=callbacks, micro_batch=None, steps=12)
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(fit, arguments="gradient_clip_val=null"), 2)
+    assert isinstance(failed.value.error, Refused)
+    assert str(failed.value.error).startswith(LOST.get(cell, "on_train_epoch_end of Shrinks writes net."))
 
 
 def assert_holds_its_part(elements: dict[str, int], parts: int, ranks: int) -> None:

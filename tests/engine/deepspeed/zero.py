@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightswitch.checkpoints.shards import Piece
+from lightswitch.checkpoints.shards import Piece, local
 from lightswitch.deepspeed import state as zero_state
 from tests.engine.strategies.witness import whole
 
@@ -35,7 +36,7 @@ class TakenOut(pl.Callback):
             assert torch.equal(whole(parameter).float(), other[name][0].float()), name
         put_back(engine, module, taken)
         assert_equal(taken_out(engine, module), taken)
-        torch.save(taken, self.folder / f"taken_{trainer.global_rank}.pt")
+        torch.save(taken_out(engine, module), self.folder / f"taken_{trainer.global_rank}.pt")
 
 
 State = dict[str, tuple[Tensor, dict[str, Tensor]]]
@@ -57,8 +58,11 @@ def _put_together(kept: Tensor | Piece) -> Tensor:
     return whole
 
 
-def put_back(engine: object, module: pl.LightningModule, taken: State) -> None:
-    zero_state.scatter_weights(engine, module, lambda name: taken[name][0])
+def put_back(engine: Any, module: pl.LightningModule, taken: State) -> None:
+    for name, kept, _ in zero_state.pieces(engine, module):
+        local(kept).copy_(kept.of(taken[name][0]) if isinstance(kept, Piece) else taken[name][0])
+    zero_state.update_working_copy(engine, module)
+    engine.optimizer.optimizer.state.clear()  # as in a run that resumes
     zero_state.scatter_states(engine, module, lambda name: taken[name][1])
 
 

@@ -15,8 +15,6 @@ from tests.engine.plain import PlainModel
 from tests.night import at_night
 from tests.pool import RankFailed
 
-pytest.importorskip("deepspeed")
-
 
 class FrozenInMidStep(PlainModel):
     """Freezes a layer for the second half of each step's micro batches."""
@@ -42,7 +40,7 @@ def test_gradients_of_what_is_frozen_in_mid_step_are_averaged(strategy: str, fit
     assert largest_difference(run, alone) <= 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", *at_night("ddp", "deepspeed_stage_1")])
+@pytest.mark.parametrize("strategy", ["fsdp", *at_night("ddp")])
 def test_what_is_frozen_in_training_step_is_told(strategy: str, fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
         fits(replace(IN_STEP, strategy=strategy))

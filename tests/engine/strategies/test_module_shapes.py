@@ -48,9 +48,16 @@ _OF_DEEPSPEED = {
     "Complex": _ONE_DTYPE.format("turn", "torch.complex64"),
     "TwoDtypes": _ONE_DTYPE.format("out.weight", "torch.float64"),
     "HalfBlocks": _ONE_DTYPE.format("net.blocks.0.norm.weight", "torch.bfloat16"),
-    "FreezingInGroup": (
-        "net.blocks.1.norm.weight was trained in 0 steps and net.wte.weight, in the same parameter group, in 1, but "
-        "DeepSpeed counts steps per group; put them in separate groups, or use strategy=fsdp"
+    **dict.fromkeys(
+        ("Unfreezing", "UnfreezingLater"),
+        "BackboneFinetuning unfreezes layers during the run, but DeepSpeed trains the parameters that require "
+        "gradients when it is set up; use strategy=fsdp",
+    ),
+    **dict.fromkeys(
+        ("FreezingByTurns", "FreezingInGroup"),
+        "requires_grad of net.blocks.0.norm.weight, net.blocks.0.norm.bias, net.blocks.0.up.weight and 9 more "
+        "parameters has changed since the run began (step 1), but DeepSpeed trains the parameters that require "
+        "gradients when it is set up; set it in the module's constructor, or use strategy=fsdp",
     ),
 }
 _SCRIPTED = {
@@ -108,7 +115,7 @@ BY_DAY = {  # each shape that needs something of its own, under the strategy tha
         *("TiedBlocks", "Compiled", "Buffers", "BranchOfUnits", "Complex", "OddSizes"),
         *("TwoDtypes", "Parametrized", "Versioned", "Late", "FreezingInGroup", "Scripted"),
     ),
-    "deepspeed_stage_1": ("Unused",),
+    "deepspeed_stage_1": ("Unused", "Unfreezing"),
     "deepspeed_stage_3": ("OddSizes", "Averaging"),
 }
 _CHOSEN = [(strategy, shape) for strategy, shapes in BY_DAY.items() for shape in shapes]
