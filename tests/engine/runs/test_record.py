@@ -178,7 +178,7 @@ def test_a_logger_that_can_not_connect_leaves_an_earlier_runs_files(copied: Fini
 def harmed(earlier: Finished, tmp_path: Path) -> Finished:
     """The same, with tensors that are not what was written."""
     shutil.copytree(earlier.folder, tmp_path / "harmed", symlinks=True)
-    for path in tmp_path.glob("harmed/runs/*/mine/checkpoints/*/*.distcp"):
+    for path in tmp_path.glob("harmed/runs/*/mine/checkpoints/*/*.bin"):
         path.write_bytes(path.read_bytes()[:-1] + b"!")
     return Finished(0, "", "", tmp_path / "harmed")
 
