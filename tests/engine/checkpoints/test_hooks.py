@@ -298,7 +298,7 @@ class DrawsAtStart(PlainModel):
 
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
-    [("fsdp", 2), ("deepspeed_stage_2", 2), *at_night(("single", 0), ("ddp", 3), ("deepspeed_stage_3", 2))],
+    [("fsdp", 2), *at_night(("single", 0), ("ddp", 3))],
 )
 def test_a_resumed_run_starts_from_the_weights_of_its_checkpoint(strategy: str, ranks: int, train: Train) -> None:
     """Whatever the hooks do that run once more."""

@@ -52,7 +52,8 @@ def test_another_process_that_the_kernel_killed_for_memory_is_not_blamed_for_a_b
 
 def test_a_killed_rank_that_the_run_started_is_named_and_what_resumes_the_run(train: Train) -> None:
     started = ("strategy=ddp", "trainer.devices=2", "callbacks.last_checkpoint.every_n_steps=1")
-    failed = train(*RUN, *started, "model.how='is killed'", check=False)
+    slowly = "model.step_seconds=0.5"  # so that a checkpoint is whole by then
+    failed = train(*RUN, *started, slowly, "model.how='is killed'", check=False)
     assert re.search(r"^go on      .*strategy=ddp .* run_id=mine$", failed.out, re.MULTILINE)
     assert re.fullmatch(r"rank 1 of 2 on \S+ failed: process \d+ was killed by SIGKILL", failed.err.splitlines()[0])
     assert ("Traceback" in failed.err, failed.returncode) == (False, 1)
