@@ -136,8 +136,8 @@ def trained(plan: Plan, device: torch.device, rank: int, world_size: int) -> Ite
     for step in range(1, plan.warm_up_steps + plan.steps + 1):
         for micro_step in range(plan.accumulation):
             is_last = micro_step == plan.accumulation - 1
-            is_replicated = isinstance(loss, DistributedDataParallel)
-            alone = loss.no_sync() if is_replicated and not is_last else contextlib.nullcontext()  # type: ignore[operator]
+            waits = isinstance(loss, DistributedDataParallel) and not is_last
+            alone = loss.no_sync() if waits else contextlib.nullcontext()  # type: ignore[operator]  # of DDP
             with alone:
                 with torch.autocast(device.type, torch.bfloat16):
                     value = loss(*batch) / plan.accumulation

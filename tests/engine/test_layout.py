@@ -30,7 +30,7 @@ CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 BUDGETS = {
     **{"fork": 700, "doctor": 350, "launch": 2150, "checking": 1150, "compare": 750, "sweeps": 400, "reference": 500},
     **{"preflight": 1800, "planning": 2450, "loop": 520, "failures": 1400, "runs": 1050, "export": 450, "config": 950},
-    **{"deepspeed": 1300, "strategies": 2500, "context": 50, "cluster": 600, "process": 300, "checkpoints": 2800},
+    **{"deepspeed": 1230, "strategies": 2420, "context": 50, "cluster": 600, "process": 300, "checkpoints": 2800},
     **{"batches": 2700, "monitoring": 1500, "figures": 150, "hooked_strategy": 200, "mixins": 50, "patches": 500},
     **{"versions": 50, "regular_files": 200, "errors": 150},
 }

@@ -16,7 +16,6 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, do_nothing_closure
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -47,7 +46,7 @@ from lightswitch.strategies.rounds import Rounds
 from lightswitch.strategies.sharded import set_timeouts
 from lightswitch.strategies.trained import Trained, Unused
 from lightswitch.strategies.units import is_compiled
-from lightswitch.strategies.writes import CarriesWrites, refuse_bounded_rows
+from lightswitch.strategies.writes import WatchedWeights, refuse_bounded_rows
 
 # DeepSpeed 0.19 calls collectives by their names before torch 2.13
 warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
@@ -55,7 +54,7 @@ warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated
 log = logging.getLogger(__name__)
 
 
-class DeepSpeed(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
+class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
     """ZeRO by DeepSpeed for unmodified models, with the arguments of Lightning's DeepSpeedStrategy.
 
     The model is built on the CPU, with the same values as in one process. At stage 3, it is then moved to the device
@@ -145,18 +144,7 @@ class DeepSpeed(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
         return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed needs an index
 
     def setup_environment(self) -> None:
-        """Set up the device and the processes.
-
-        Raises:
-            Refused: a callback unfreezes layers during the run.
-        """
         assert self.accelerator is not None
-        assert self.lightning_module is not None
-        if found := [one for one in callbacks_of(self.lightning_module.trainer) if isinstance(one, BaseFinetuning)]:
-            raise Refused(
-                f"{type(found[0]).__name__} unfreezes layers during the run, but DeepSpeed trains the parameters that "
-                "require gradients when it is set up; use strategy=fsdp"
-            )
         if isinstance(self.accelerator, CPUAccelerator):
             deepspeed.accelerator.set_accelerator(_CPU())
         self.accelerator.setup_device(self.root_device)
@@ -390,7 +378,8 @@ class DeepSpeed(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
             return
         gathering = {name: part for name, part in module.named_modules() if self.zero_stage_3 and part._parameters}
         with (
-            self._guard.in_evaluation(f"{step} of {type(module).__name__}"),
+            self.looks.evaluation(step),
+            self._guard.in_step(f"{step} of {type(module).__name__}", self.looks.is_due),
             self._rounds.in_evaluation(step, module.trainer, gathering) if gathering else nullcontext(),
         ):
             yield
@@ -445,7 +434,7 @@ class DeepSpeed(CarriesWrites, PortableDeepSpeed, DeepSpeedStrategy):
         assert isinstance(engine, deepspeed.DeepSpeedEngine)
         in_each_pass = engine.zero_optimization_stage() > 1
         if closure_loss.requires_grad and (in_each_pass or engine.is_gradient_accumulation_boundary()):
-            closure_loss.register_hook(lambda _: unused.refuse_uneven(in_each_pass))  # type: ignore[no-untyped-call]
+            closure_loss.register_hook(lambda _: unused.refuse_uneven(in_each_pass))  # type: ignore[no-untyped-call]  # untyped
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         with self.outside_of_hooks():  # a callback's hook may save

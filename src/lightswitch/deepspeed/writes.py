@@ -7,7 +7,6 @@ unless the weight is small: code that reads or writes it then gets an empty tens
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -21,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from lightswitch.deepspeed.state import parts
 from lightswitch.errors import Refused, listed
 
-_FIRST = 3  # examine so many of an evaluation's steps
 _METADATA = {  # attributes and methods of a tensor that do not access its values
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "is_sparse")
@@ -46,7 +44,6 @@ class WeightGuard:
         self._names = {id(parameter): name for name, parameter, _ in found}
         # at stages 1 and 2, the tensors to which DeepSpeed copies the weights after a step
         self._views = {} if self._is_in_parts else {name: one.data for name, one in self._parameters.items()}
-        self._evaluated: Counter[str] = Counter()
 
     @contextmanager
     def in_hook(self, hook: str) -> Iterator[None]:
@@ -88,13 +85,6 @@ class WeightGuard:
                     yield
             finally:
                 handle.remove()
-
-    @contextmanager
-    def in_evaluation(self, step: str) -> Iterator[None]:
-        """Context of a step of an evaluation, of which the first ones are examined."""
-        self._evaluated[step] += 1
-        with self.in_step(step, self._evaluated[step] <= _FIRST):
-            yield
 
     def refuse_all_written(self, where: str) -> None:
         """Check the same of all weights."""

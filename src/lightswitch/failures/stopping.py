@@ -22,7 +22,7 @@ from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import LostRank, NotFinite, Stopped, UnwrittenCheckpoint
 from lightswitch.process import REQUEUED, Signals
-from lightswitch.strategies.writes import CarriesWrites
+from lightswitch.strategies.writes import WatchedWeights
 
 log = logging.getLogger(__name__)
 # if ranks received different signals, the last of these counts: notice of a time limit requests a requeue
@@ -71,7 +71,7 @@ class Preemption(Callback):
             _end_if_asked(trainer, self._agreed)
         if self._rounds.end_before_step():
             asked = self._rounds.end(self._asked)
-            if asked and isinstance(trainer.strategy, CarriesWrites) and trainer.strategy.asks_for_look():
+            if asked and isinstance(trainer.strategy, WatchedWeights) and trainer.strategy.asks_for_look():
                 self._agreed = asked
             else:
                 _end_if_asked(trainer, asked)

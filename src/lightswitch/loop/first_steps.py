@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,9 +15,6 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightswitch.errors import NeedsValues, Refused
 from lightswitch.failures.classify import is_of_another_rank_or_device, raised_in
 from lightswitch.strategies.sharded import first_name
-
-log = logging.getLogger(__name__)
-
 
 STEPS = 3  # number of a process's steps that count as its first
 _KINDS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)

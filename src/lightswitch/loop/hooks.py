@@ -21,7 +21,7 @@ from lightning.pytorch.trainer import call
 from lightswitch import patches
 from lightswitch.loop import first_steps
 from lightswitch.mixins import callbacks_of
-from lightswitch.strategies.writes import CarriesWrites
+from lightswitch.strategies.writes import WatchedWeights
 
 _call_callbacks, _call_module, _call_strategy = (
     call._call_callback_hooks,
@@ -139,7 +139,7 @@ def is_users(hook: Any) -> bool:
 def _around(trainer: Trainer, owner: Callback | LightningModule, hook_name: str) -> AbstractContextManager[None]:
     """Return a context in which a hook may write to weights; it reports errors of the first steps in one line."""
     strategy, writes = trainer.strategy, hook_name.startswith("on_") or hook_name in _OTHERS_WITH_WEIGHTS
-    if not isinstance(strategy, CarriesWrites) or not writes or hook_name in _WITHOUT_WEIGHTS:
+    if not isinstance(strategy, WatchedWeights) or not writes or hook_name in _WITHOUT_WEIGHTS:
         return nullcontext()
     name = type(owner).__name__.removeprefix("FSDP")  # a prefix that fully_shard adds
     whole_weights = strategy.around_hook(f"{hook_name} of {name}")

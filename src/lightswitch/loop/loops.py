@@ -34,7 +34,7 @@ from lightswitch.loop.hooks import is_observed, is_users
 from lightswitch.mixins import callbacks_of
 from lightswitch.monitoring.step_results import Results, is_logged
 from lightswitch.strategies.sharded import first_name
-from lightswitch.strategies.writes import CarriesWrites, Looks
+from lightswitch.strategies.writes import Looks, WatchedWeights
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class EpochLoop(_TrainingEpochLoop):
         super().on_run_start(data_fetcher)
         trainer = self.trainer
         self._saves = _last_checkpoints(trainer)
-        self._looks = trainer.strategy.looks if isinstance(trainer.strategy, CarriesWrites) else None
+        self._looks = trainer.strategy.looks if isinstance(trainer.strategy, WatchedWeights) else None
         owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
         self._moves_by_hooks = (
             any(is_overridden(name, owner) for name in _TRANSFERS for owner in owners)

@@ -31,7 +31,7 @@ from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.manual_gradients import ManualGradients, own_weight
 from lightswitch.strategies.replicas import broadcast_in_place
 from lightswitch.strategies.trained import Trained
-from lightswitch.strategies.writes import CarriesWrites, refuse_bounded_rows
+from lightswitch.strategies.writes import WatchedWeights, refuse_bounded_rows
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ _BROADCASTS_BUFFERS = next(name for name in _NAMES if name in signature(Distribu
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"  # from torch's long error message
 
 
-class DDP(CarriesWrites, PortableCheckpoints, DDPStrategy):
+class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
     """Data parallelism: a replica of the model on each device, with averaged gradients.
 
     Args:

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from lightswitch import patches
 from lightswitch.checkpoints.shards import local
 from lightswitch.errors import Refused, listed
-from lightswitch.strategies.writes import SET_ALONE, Looks
+from lightswitch.strategies.writes import FIRST_STEP_ALONE, Looks
 
 _data_of_tensor: Any = torch.Tensor.data
 
@@ -322,14 +322,15 @@ class GatheredCopies:
         Raises:
             Refused: something was.
         """
-        unit = {name: one for name, one in self._units[module].items() if one.is_gathered}
-        if not (self._looks.is_at_work and self._looks.is_due and unit):
+        if not (self._looks.is_at_work and self._looks.is_due):
             return
-        if written := [name for name, differs in zip(unit, _differ(unit.values()), strict=True) if differs]:
+        unit = {name: one for name, one in self._units[module].items() if one.is_gathered}
+        differ = _differ(unit.values()) if unit else []
+        if written := [name for name, differs in zip(unit, differ, strict=True) if differs]:
             raise Refused(
                 f"{listed(written, 'parameters')} is written in a step where fsdp has gathered it, so the write would "
                 f"be lost; write in a hook such as on_train_batch_end, {self._instead}or use strategy=ddp. If the "
-                f"first batch alone sets it, {SET_ALONE}"
+                f"first batch alone sets it, {FIRST_STEP_ALONE}"
             )
 
 

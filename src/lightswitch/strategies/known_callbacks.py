@@ -6,9 +6,8 @@ strategy has sharded the module, the callback averages a module of this rank's l
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +23,7 @@ from lightswitch import patches
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.finetuning import follow_strategy, refuse_rates_by_group
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.checkpoints.shards import Piece, Stored, local, with_local
+from lightswitch.checkpoints.shards import Stored, local, with_local
 from lightswitch.errors import RefusedRequest
 from lightswitch.mixins import Mixin, callbacks_of, mixed_class, with_mixin
 
@@ -51,8 +50,8 @@ OF_PORTABLE_CHECKPOINTS = {
     "or fsdp",
     "WeightAveraging": "only lightswitch's strategies save its averages; use strategy=ddp or fsdp",
 }
-OF_MEMORY = {
-    "BaseFinetuning": "state that DeepSpeed offloads to NVMe can't be re-sharded; use strategy=fsdp",
+NOT_UNDER_DEEPSPEED = {
+    "BaseFinetuning": "DeepSpeed trains the parameters that require gradients when it is set up; use strategy=fsdp",
 }
 OF_ONE_PROCESS = {
     "OnExceptionCheckpoint": "when a rank fails, the other ranks do not take part in its save; type "
@@ -106,8 +105,8 @@ def _problem(name: str, strategy: Strategy, devices: int) -> str | None:
         return OF_PORTABLE_CHECKPOINTS[name]
     if name in OF_ONE_PROCESS and devices > 1:
         return OF_ONE_PROCESS[name]
-    if name in OF_MEMORY and isinstance(strategy, DeepSpeedStrategy) and is_on_nvme(strategy):
-        return OF_MEMORY[name]
+    if name in NOT_UNDER_DEEPSPEED and isinstance(strategy, DeepSpeedStrategy):
+        return NOT_UNDER_DEEPSPEED[name]
     return NOWHERE.get(name)
 
 
@@ -138,21 +137,6 @@ def drop_averages(trainer: Trainer, pl_module: LightningModule, checkpoint: dict
         strategy.parameters_changed()
     if trainer.is_global_zero:
         log.warning("the checkpoint holds averaged weights, which only WeightAveraging can resume; they are dropped")
-
-
-@contextmanager
-def resharded(module: LightningModule, whole: Callable[[Stored], Tensor]) -> Iterator[None]:
-    """Context in which the strategy re-shards a module; averages are then re-sharded alike. Collective.
-
-    Args:
-        whole: returns the whole tensor of a shard. Collective.
-    """
-    callbacks = callbacks_of(module.trainer)
-    averaging = [callback for callback in callbacks if isinstance(callback, _KeptAverages)]
-    before = [callback.averages(module) for callback in averaging]
-    yield
-    for callback, averages in zip(averaging, before, strict=True):
-        callback.lay_out(module, averages, whole)
 
 
 class _KeptAverages(Mixin, WeightAveraging):
@@ -226,29 +210,6 @@ class _KeptAverages(Mixin, WeightAveraging):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
         self._average_model, self._is_swapped, self._trained = None, False, {}  # the module may be sharded again
-
-    def averages(self, pl_module: LightningModule) -> dict[str, Stored]:
-        """Return the averages of the module's weights, by name and sharded like them; empty before a fit starts.
-
-        While averages and weights are swapped, return the trained weights, except for 16-bit ones.
-        """
-        if self._average_model is None:
-            return {}
-        return _spread(pl_module, dict(enumerate(_tensors(self._average_model.module))))
-
-    def lay_out(
-        self, pl_module: LightningModule, averages: dict[str, Stored], whole: Callable[[Stored], Tensor]
-    ) -> None:
-        """Re-shard the averages to the module's new sharding. Collective."""
-        if self._average_model is None:
-            return
-        kept = copy.deepcopy(_Kept(pl_module)).to(next(_tensors(self._average_model.module)).device)
-        _widen(kept)
-        with torch.no_grad():
-            for (name, weight), part in zip(_weights(pl_module).items(), _tensors(kept), strict=True):
-                average = whole(averages[name])
-                part.copy_(weight.of(average) if isinstance(weight, Piece) else average)
-        self._average_model.add_module("module", kept)
 
 
 class _Average(Mixin, AveragedModel):

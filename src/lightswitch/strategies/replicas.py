@@ -24,7 +24,7 @@ from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.shards import local
 from lightswitch.errors import UnequalReplicas, listed
-from lightswitch.strategies.writes import SET_ALONE
+from lightswitch.strategies.writes import FIRST_STEP_ALONE
 
 log = logging.getLogger(__name__)
 
@@ -190,8 +190,8 @@ class EqualReplicas(Callback):
             raise UnequalReplicas(
                 f"{listed(found)} of rank {listed([str(rank) for rank in ranks])} differs from rank 0 after step "
                 f"{trainer.global_step}: each rank changes it independently, as in a hook that draws random numbers or "
-                "reads the rank's samples; compute it on rank 0 and broadcast it. If the first batch sets it, "
-                f"{SET_ALONE}. type mode=check to see where"
+                "reads the rank's samples; compute it on rank 0 and broadcast it, or from the samples of all ranks "
+                f"(self.all_gather). If the first batch alone sets it, {FIRST_STEP_ALONE}. type mode=check to see where"
             )
         if not self._told_of_buffers and (found := _without_statistics(unequal, module)) and trainer.is_global_zero:
             self._told_of_buffers = True

@@ -35,7 +35,7 @@ from lightswitch.monitoring.grad_norm import by_mesh, gradient_norm
 from lightswitch.strategies.manual_gradients import around_passes, own_weight, weighted
 from lightswitch.strategies.replicas import broadcast_in_place, left_on_meta
 from lightswitch.strategies.uneven import UnevenUse
-from lightswitch.strategies.writes import CarriesWrites, refuse_bounded_rows
+from lightswitch.strategies.writes import WatchedWeights, refuse_bounded_rows
 
 # Forward methods whose weights autocast rounds to 16 bits at each use: linear and convolution (torch, automatic mixed
 # precision)
@@ -50,7 +50,7 @@ _CONV1D = "transformers.pytorch_utils.Conv1D"  # the linear layer of transformer
 _LEAST_ROUNDED_SHARE = 0.9  # of a unit's parameters: the root gathers the others, and they stay gathered for longer
 
 
-class Sharded(CarriesWrites, ParallelStrategy):
+class Sharded(WatchedWeights, ParallelStrategy):
     """Base of sharded strategies; among the bases of a class, list it before Lightning's strategy."""
 
     uses: UnevenUse  # of a strategy whose model is sharded

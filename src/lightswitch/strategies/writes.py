@@ -17,15 +17,15 @@ from torch._guards import detect_fake_mode
 
 from lightswitch.errors import Refused, listed
 
-SET_ALONE = (
-    "compute it from the samples of all ranks (self.all_gather), or train the first step in one process "
-    "(strategy=single trainer.devices=1 trainer.max_steps=1 run_id=NAME) and go on with the same run_id"
+FIRST_STEP_ALONE = (
+    "train the first step in one process (strategy=single trainer.devices=1 trainer.max_steps=1 run_id=NAME), and go "
+    "on with the same run_id"
 )
 _FIRST, EVERY = 3, 128  # examine the first 3 steps, one in 128, and those before a save: each look reads every weight
 
 
-class CarriesWrites(Strategy):
-    """Base of strategies that carry writes over to the weights that they step; list it before Lightning's strategy."""
+class WatchedWeights(Strategy):
+    """Base of strategies that watch what hooks and steps do to weights; list it before Lightning's strategy."""
 
     loses_late_writes = True  # computes with copies of weights, so writes of unexamined training steps are lost
     _around: tuple[str, ExitStack] | None = None  # the current hook and its context
@@ -43,7 +43,7 @@ class CarriesWrites(Strategy):
         return False
 
     def whole_weights(self, hook: str) -> AbstractContextManager[None]:
-        """Return a context that gives a hook access to whole weights, and carries over its writes at the end.
+        """Return a context in which a hook reads and writes weights as in one process, or is refused.
 
         Args:
             hook: description of the hook, such as "on_train_batch_end of MyModel".

@@ -60,12 +60,11 @@ def _deepspeed(**options: Any) -> Strategy:
 
 
 OF_PORTABLE = known_callbacks.OF_PORTABLE_CHECKPOINTS
-ON_NVME = partial(_deepspeed, stage=3, offload_optimizer=True, offload_optimizer_device="nvme")
 UNSERVED = [  # a callback, what does not serve it, what is told of it, and what does serve it
     *((name, FSDP, told, ()) for name, told in known_callbacks.NOWHERE.items()),
     ("EMAWeightAveraging", DDPStrategy, OF_PORTABLE["WeightAveraging"], (Single, FSDP)),
     ("BackboneFinetuning", DDPStrategy, OF_PORTABLE["BaseFinetuning"], (Single, FSDP)),
-    ("BackboneFinetuning", ON_NVME, "state that DeepSpeed offloads to NVMe ", (partial(_deepspeed, stage=3),)),
+    ("BackboneFinetuning", partial(_deepspeed, stage=3), "DeepSpeed trains the parameters that require ", ()),
 ]
 
 

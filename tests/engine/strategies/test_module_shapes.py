@@ -50,8 +50,8 @@ _OF_DEEPSPEED = {
     "HalfBlocks": _ONE_DTYPE.format("net.blocks.0.norm.weight", "torch.bfloat16"),
     **dict.fromkeys(
         ("Unfreezing", "UnfreezingLater"),
-        "BackboneFinetuning unfreezes layers during the run, but DeepSpeed trains the parameters that require "
-        "gradients when it is set up; use strategy=fsdp",
+        "BackboneFinetuning: DeepSpeed trains the parameters that require gradients when it is set up; use "
+        "strategy=fsdp",
     ),
     **dict.fromkeys(
         ("FreezingByTurns", "FreezingInGroup"),

@@ -23,7 +23,7 @@ from lightswitch.failures.classify import Rank, failure_of
 from lightswitch.failures.stopping import Preemption
 from lightswitch.process import Process, Signals
 from lightswitch.strategies.replicas import EqualReplicas
-from lightswitch.strategies.writes import SET_ALONE
+from lightswitch.strategies.writes import FIRST_STEP_ALONE
 from tests.engine.curves import largest_difference
 from tests.engine.fits import PLAIN, Curve, Fit, Fits
 from tests.engine.plain import PlainData
@@ -34,11 +34,12 @@ from tests.pool import Pool, RankFailed
 pytest.importorskip("deepspeed")
 
 STEPS = 8
+UNITS = "fsdp units=[net.3]"  # the root gathers the others, such as net.0.bias
 WAYS = ("ddp", "fsdp")
 REPLICAS = ("deepspeed_stage_1", "deepspeed_stage_2")  # of what they do not step
 IDIOMS = {  # where each may take another path: replicas, shards; the first by day
     **dict.fromkeys(("Late", "InBuffers", "AtBatchStart", "InOptimizerStep", "InTrainingStep"), ("fsdp",)),
-    "OnTop": ("fsdp gather=parts",),
+    "OnTop": ("fsdp gather=parts", "fsdp_grad_op gather=parts"),
     "AtBatchEnd": ("fsdp", "ddp", *REPLICAS),
     **dict.fromkeys(("BeforeZeroGrad", "Clamped", "Renormed"), ("fsdp",)),
     "ByHand": ("deepspeed_stage_2", "deepspeed_stage_1", "deepspeed_stage_3"),
@@ -93,7 +94,8 @@ def test_so_is_what_a_callback_writes(fits: Fits) -> None:
 def test_so_is_what_a_callback_writes_in_any_hook(hook: str, fits: Fits) -> None:
     callbacks = (partial(writing.Shrinks, hook), writing.Idle)  # a hook of another callback may look at weights
     shrinking = {"callbacks": callbacks, "data": partial(PlainData, 96), "steps": 12}  # three epochs
-    (alone,), run = fits(fit("PlainModel", **shrinking)), fits(fit("PlainModel", "fsdp", **shrinking), 2)[0]
+    # the root gathers weights, and keeps them after the forward pass of an evaluation
+    (alone,), run = fits(fit("PlainModel", **shrinking)), fits(fit("PlainModel", UNITS, **shrinking), 2)[0]
     assert distance(alone.end, alone.start) > 0.01
     assert distance(run.end, alone.end) <= 1e-5
     assert largest_difference(run, alone) <= 1e-5
@@ -105,7 +107,7 @@ def test_weights_that_each_rank_sets_from_its_share_of_the_first_batch_are_refus
         fits(fit("Normalized", strategy, callbacks=(EqualReplicas,)), 2)
     assert "net.1.scale" in str(failed.value.error)
     assert "net.1.shift" in str(failed.value.error)
-    assert SET_ALONE in str(failed.value.error)
+    assert FIRST_STEP_ALONE in str(failed.value.error)
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
@@ -124,9 +126,10 @@ def test_a_run_whose_first_step_was_made_in_one_process_goes_on_on_several(
 
 
 @pytest.mark.nightly
-def test_accumulation_and_mixed_precision_keep_what_is_written(fits: Fits) -> None:
+@pytest.mark.parametrize("way", ["fsdp", "fsdp gather=parts", "fsdp gather=parts accumulate_gradients=unsharded"])
+def test_accumulation_and_mixed_precision_keep_what_is_written(way: str, fits: Fits) -> None:
     plain = {"micro_batch": 6, "arguments": "gradient_clip_val=0.5 precision=bf16-mixed"}
-    replicated, run = (fits(fit("Clamped", way, **plain), 2)[0] for way in WAYS)
+    replicated, run = (fits(fit("Clamped", one, **plain), 2)[0] for one in ("ddp", way))
     assert distance(run.end, replicated.end) <= 1e-3
     assert max(float(run.end[name].abs().max()) for name in run.end if name.startswith("net")) <= 0.4 + 1e-6
 
@@ -206,7 +209,6 @@ class WritesLate(writing.PlainModel):
         return loss
 
 
-UNITS = "fsdp units=[net.3]"  # a training step has a net.0.bias of its own
 LATE = "net.0.bias is written in a step where fsdp has gathered it, so the write would be lost"
 COPIES = {
     UNITS: LATE,
