@@ -27,12 +27,6 @@ from typing import NamedTuple
 
 from lightswitch.errors import Command, Refused, listed
 
-_EXAMPLES = {  # what the text of a project with examples says, and of one without
-    "- model: gpt\n": "- model: mlp\n",
-    "- data: python_source\n": "- data: spirals\n",
-    "runs/gpt/": "runs/mlp/",
-    " model=gpt2": "",
-}
 _AS_THEY_ARE = ("LICENSE", "constraints.txt")
 _WITH_SOURCES = {  # commands that copy src into an image, which needs the wheel as well
     "container/Dockerfile": ("COPY src src\n", "COPY wheels wheels\n"),
@@ -188,7 +182,9 @@ def _files(root: Path, name: str, bare: bool, words: Mapping[str, str], with_whe
         words: what stands for {{name}}, {{pin}} and {{pages}}.
     """
     tracked = [path for path in _git(root, "ls-files", "-z").split("\0") if path]
-    taken, examples = (_lines(root / "template" / one) for one in ("taken.txt", "examples.txt"))
+    taken, examples, words_of_bare = (
+        _lines(root / "template" / one) for one in ("taken.txt", "examples.txt", "words_of_bare.txt")
+    )
     paths = {path: path for path in tracked if path.startswith(taken) and not (bare and path.startswith(examples))}
     for folder in ("template/files/", "template/bare/") if bare else ("template/files/",):
         paths |= {path.removeprefix(folder): path for path in tracked if path.startswith(folder)}
@@ -199,8 +195,9 @@ def _files(root: Path, name: str, bare: bool, words: Mapping[str, str], with_whe
             text = content.decode()
             for word, value in words.items():
                 text = text.replace(f"{{{{{word}}}}}", value)
-            for with_examples, without in _EXAMPLES.items() if bare else ():
-                text = text.replace(with_examples, without)
+            for line in words_of_bare if bare else ():
+                with_examples, _, without = line.partition(" =>")
+                text = text.replace(with_examples, without[1:])
             if with_wheel and path in _WITH_SOURCES:
                 text = text.replace(_WITH_SOURCES[path][0], "".join(_WITH_SOURCES[path]))
             if path.startswith(("slurm/", "cloud/")):  # names of jobs, in which Kubernetes allows no _
