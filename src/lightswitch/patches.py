@@ -90,6 +90,13 @@ PATCHES = (
         for_process=True,
     ),
     Patch(
+        "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
+        "launch",
+        "(self, job_overrides, initial_job_idx)",
+        "jobs of a sweep run at once, and the table has those that were not begun: Hydra's launcher waits for each",
+        for_process=True,
+    ),
+    Patch(
         "lightning.pytorch.Trainer",
         "save_checkpoint",
         "(self, filepath, weights_only, storage_options)",
