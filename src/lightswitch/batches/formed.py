@@ -6,17 +6,15 @@ import contextlib
 import copy
 import logging
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import accumulate, chain, cycle, islice
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.draws import Draws
 from lightswitch.batches.evaluation import Evaluated, Limited, whole
 from lightswitch.batches.generators import mix
-from lightswitch.batches.order import TrainingSlices, splits_by_rank, undivided
+from lightswitch.batches.order import TrainingSlices, draw, splits_by_rank, undivided
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.errors import Refused
 
@@ -46,14 +44,13 @@ class FormedSlices(TrainingSlices):
         self, sampler: Any, plan: BatchPlan, rank: int, seed: int, at: Position, combined: Combined | None, dataset: Any
     ) -> None:
         self._name = type(sampler).__name__
-        draws, steps = _draws(sampler, dataset, tells=rank == 0)
+        steps = _count(sampler, dataset)
+        if rank == 0:
+            _tell_padded(sampler, sized_len(dataset))
         super().__init__(sampler, steps, False, plan, rank, seed, at.epoch, at.step, combined, dataset)
-        self._draws = draws
         self.own_steps, self.samples = steps, sized_len(dataset) or steps
-        self._drawn: Sequence[Any] = ()  # batches of the pass that the next two are of
-        self._order_drawn: list[Any] = []
-        self._begins_of_drawn: list[int] = []
-        self._sizes: dict[int, int] = {}  # samples of passes, by their numbers in the run
+        self._begins_of_last: list[int] = []  # places in the order of `_last` where its batches begin
+        self._sizes: dict[int, int] = {}  # samples of passes, by `_pass_key`
 
     def step_samples(self, step: int) -> int:
         begins, at = self._begins_of(self.epoch, step // self.own_steps), step % self.own_steps
@@ -78,27 +75,24 @@ class FormedSlices(TrainingSlices):
 
     def _size(self, epoch: int, cycle: int) -> int:
         """Return the number of samples of a pass, also of one that has ended, and is not drawn again."""
-        number = epoch * self._passes + cycle
-        if number not in self._sizes:
-            self._sizes[number] = len(self._order(epoch, cycle))
-        return self._sizes[number]
+        key = self._pass_key(epoch, cycle)
+        if key not in self._sizes:
+            self._sizes[key] = len(self._order(epoch, cycle))
+        return self._sizes[key]
 
     def _begins_of(self, epoch: int, cycle: int) -> list[int]:
         """Return where the steps of a pass begin in its order, and where the last one ends."""
         self._order(epoch, cycle)
-        return self._begins_of_drawn
+        return self._begins_of_last
 
-    def _order(self, epoch: int, cycle: int) -> Sequence[Any]:
+    def _drawn(self, seed: int, epoch: int, is_first: bool) -> Sequence[Any]:
         """Return the samples of a pass, batch by batch."""
-        drawn = self._draws.order(epoch * self._passes + cycle, self._place)
-        if drawn is not self._drawn:
-            batches = self._whole_pass(_checked(drawn, self._name))
-            self._drawn, self._order_drawn = drawn, [*chain.from_iterable(batches)]
-            self._begins_of_drawn = [*accumulate(map(len, batches), initial=0)]
-        return self._order_drawn
+        batches = self._whole_pass(_formed(self.base, self._dataset, self.own_steps, seed, epoch, is_first))
+        self._begins_of_last = [*accumulate(map(len, batches), initial=0)]
+        return [*chain.from_iterable(batches)]
 
     def _digest(self, order: Sequence[Any]) -> int:
-        return mix(super()._digest(order), *self._begins_of_drawn[:_COMPARED])
+        return mix(super()._digest(order), *self._begins_of_last[:_COMPARED])
 
     def _whole_pass(self, batches: list[list[Any]]) -> list[list[Any]]:
         if len(batches) < self.own_steps and self.rank == 0:
@@ -134,9 +128,8 @@ class FormedRounds(Evaluated):
         self, sampler: Any, replicas: int, rank: int, seed: int, dataset: Any, limited: Limited = whole
     ) -> None:
         self.base = sampler
-        draws, count = _draws(sampler, dataset, tells=False)
-        drawn = draws.order(0, lambda number: (mix(seed, 0), 0))
-        batches = _checked(drawn, type(sampler).__name__)[: int(limited(count, 1))]
+        count = _count(sampler, dataset)
+        batches = _formed(sampler, dataset, count, mix(seed, 0), 0, is_first=True)[: int(limited(count, 1))]
         self._sizes = [len(batch) for batch in batches[:_COMPARED]]
         self.order = [*chain.from_iterable(batches)]
         self._own = batches[rank::replicas]
@@ -160,16 +153,27 @@ class FormedRounds(Evaluated):
         return iter(self._batches)
 
 
-def _draws(sampler: Any, dataset: Any, tells: bool) -> tuple[Draws, int]:
-    """Return what draws the batches of all ranks, and how many they are."""
-    whole = partial(_of_all_ranks, dataset=dataset)
-    count = len(whole(sampler))
+def _count(sampler: Any, dataset: Any) -> int:
+    """Return the number of batches of all ranks."""
+    count = len(_of_all_ranks(sampler, dataset))
     if not count:
         raise Refused(f"the batch sampler {type(sampler).__name__} forms no batches")
-    if tells:
-        _tell_padded(sampler, sized_len(dataset))
+    return count
+
+
+def _formed(sampler: Any, dataset: Any, count: int, seed: int, epoch: int, is_first: bool) -> list[list[Any]]:
+    """Return the batches of all ranks that a batch sampler forms in a pass, at most ``count``."""
+    name = type(sampler).__name__
+    batches = draw(_of_all_ranks(sampler, dataset), count, seed, epoch, is_first, of_batches=True)
     splits = splits_by_rank(sampler) or splits_by_rank(getattr(sampler, "sampler", None))
-    return Draws(sampler, count, dataset, tells, of_batches=True, whole=whole, is_cut=not splits), count
+    if len(batches) > count and splits:  # Lightning, too, leaves out what any other forms beyond its `len()`
+        raise Refused(
+            f"the batch sampler {name} splits by rank, and forms more than the {count} batches of its len() when it is "
+            "to form those of all ranks; compute its len() from num_replicas, or type data.sharded_by=dataset"
+        )
+    if not all(batches) or not batches:
+        raise Refused(f"the batch sampler {name} forms {'a batch without samples' if batches else 'no batches'}")
+    return batches[:count]
 
 
 def _tell_padded(sampler: Any, samples: int | None) -> None:
@@ -181,12 +185,6 @@ def _tell_padded(sampler: Any, samples: int | None) -> None:
             "of devices get other batches; give it num_replicas=1 and rank=0, and all devices share those it forms",
             type(sampler).__name__, sampler.num_replicas, sampler.total_size, samples,
         )  # fmt: skip
-
-
-def _checked(batches: Sequence[Any], name: str) -> list[list[Any]]:
-    if not all(batches) or not batches:
-        raise Refused(f"the batch sampler {name} forms {'a batch without samples' if batches else 'no batches'}")
-    return [*batches]
 
 
 def _of_all_ranks(sampler: Any, dataset: Any) -> Any:

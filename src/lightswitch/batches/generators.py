@@ -146,11 +146,6 @@ def generators_of(objects: Iterable[Any]) -> list[Any]:
     return [generator for value in values for generator in own_generators(value)]
 
 
-def is_generator(value: object) -> bool:
-    """Return whether an object is a random generator of torch, NumPy or Python."""
-    return isinstance(value, _KINDS)
-
-
 def is_of_run(value: object) -> bool:
     """Return whether an object's class is one of Lightning's, as that of a Trainer, module, data module or callback."""
     return any(kind.__module__.startswith(("lightning.", "pytorch_lightning.")) for kind in type(value).__mro__)
@@ -202,12 +197,3 @@ def restoring(generator: Any) -> Callable[[], None]:
     if isinstance(generator, random.Random):
         return functools.partial(generator.setstate, generator.getstate())
     return functools.partial(generator.set_state, generator.get_state())
-
-
-def unseeded(generator: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return what makes a generator of the same kind whose state does not depend on this one's: class and arguments."""
-    if isinstance(generator, torch.Generator):
-        return torch.Generator, (generator.device.type,)
-    if isinstance(generator, np.random.Generator):
-        return type(generator), (type(generator.bit_generator)(0),)
-    return type(generator), (0,)

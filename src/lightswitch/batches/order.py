@@ -10,17 +10,19 @@ import copy
 import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from numbers import Integral
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.draws import Draws
-from lightswitch.batches.generators import KeptGenerators, mix
+from lightswitch.batches.generators import KeptGenerators, mix, own_generators, seed_generators, seed_own
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)
 _COMPARED_SAMPLES = 1000  # of a pass, from its start
@@ -66,7 +68,7 @@ class TrainingSlices(Sampler[Any]):
         combined: Combined | None = None,
         dataset: Any = None,
     ) -> None:
-        self._draws = Draws(sampler, samples, dataset, tells=rank == 0)
+        self._last: tuple[int, Sequence[Any]] | None = None  # the pass drawn last, by `_pass_key`, and its order
         self._dataset = dataset
         self._split = digest(range(min(_COMPARED_SAMPLES, sized_len(dataset) or 0)), dataset)
         self._begins: dict[str, int] = {}  # digests of the dataset's first samples, and of those of the current pass
@@ -169,18 +171,14 @@ class TrainingSlices(Sampler[Any]):
         return self._chosen(self._order(self.epoch, step // self.own_steps), step, micro)
 
     def _order(self, epoch: int, cycle: int) -> Sequence[Any]:
-        order = _order_of_torch(self.base, self.samples, mix(self.seed, self._pass_key(epoch, cycle)))
-        return order if order is not None else self._draws.order(epoch * self._passes + cycle, self._place)
+        key = self._pass_key(epoch, cycle)
+        if self._last is None or self._last[0] != key:
+            is_first = self._last is None
+            self._last = key, self._drawn(mix(self.seed, key), self._told_epoch(epoch, cycle), is_first)
+        return self._last[1]
 
-    @property
-    def _passes(self) -> int:
-        """Passes over the samples in an epoch; several next to a longer loader."""
-        return -(-self.steps // self.own_steps)
-
-    def _place(self, number: int) -> tuple[int, int]:
-        """Return the seed of a pass, by its number in the run, and the epoch for `set_epoch`."""
-        epoch, cycle = divmod(number, self._passes)
-        return mix(self.seed, self._pass_key(epoch, cycle)), self._told_epoch(epoch, cycle)
+    def _drawn(self, seed: int, epoch: int, is_first: bool) -> Sequence[Any]:
+        return _order_under(self.base, self.samples, seed, epoch, is_first)
 
     @staticmethod
     def _told_epoch(epoch: int, cycle: int) -> int:
@@ -266,8 +264,58 @@ def epoch_order(sampler: Any, samples: int, seed: int, key: int) -> Sequence[Any
     Raises:
         Refused: the sampler draws another number of samples than its `len()`.
     """
-    order = _order_of_torch(sampler, samples, mix(seed, key))
-    return order if order is not None else Draws(sampler, samples).order(0, lambda number: (mix(seed, key), key))
+    return _order_under(sampler, samples, mix(seed, key), key, is_first=True)
+
+
+def _order_under(sampler: Any, samples: int, seed: int, epoch: int, is_first: bool) -> Sequence[Any]:
+    if (order := _order_of_torch(sampler, samples, seed)) is not None:
+        return order
+    drawn = draw(sampler, samples, seed, epoch, is_first)
+    if len(drawn) != samples:
+        found = "more" if len(drawn) > samples else len(drawn)
+        raise Refused(
+            f"the sampler {type(sampler).__name__} draws {found} samples, but its len() was {samples} when training "
+            "began; correct its __len__, and keep it the same in all epochs"
+        )
+    return drawn
+
+
+def draw(sampler: Any, most: int, seed: int, epoch: int, is_first: bool, of_batches: bool = False) -> list[Any]:
+    """Return what a sampler draws under a seed, and at most one item more than ``most``, because it may never end.
+
+    Args:
+        epoch: passed to `set_epoch` of the sampler and, as Lightning does, of a sampler inside.
+        is_first: draw twice, and report a sampler that draws others the second time.
+        of_batches: the items are batches, which become lists.
+    """
+    drawn = _draw(sampler, most, seed, epoch, of_batches)
+    if is_first and not type(sampler).__module__.startswith("torch.utils.data"):  # torch's keep only a generator
+        again = _draw(sampler, most, seed, epoch, of_batches)
+        if str(again[:_COMPARED_SAMPLES]) != str(drawn[:_COMPARED_SAMPLES]):
+            _report_state(sampler)
+    return drawn
+
+
+def _draw(sampler: Any, most: int, seed: int, epoch: int, of_batches: bool) -> list[Any]:
+    for one in (sampler, getattr(sampler, "sampler", None)):
+        if callable(set_epoch := getattr(one, "set_epoch", None)):
+            set_epoch(epoch)
+    seed_own(own_generators(sampler), seed)
+    with torch.random.fork_rng(devices=[]):
+        seed_generators(seed)
+        drawn = islice(sampler, most + 1)
+        # a batch becomes a list before the next one is drawn: a batch sampler may fill one buffer again and again
+        return [one.tolist() if hasattr(one, "tolist") else list(one) for one in drawn] if of_batches else list(drawn)
+
+
+@rank_zero_only
+def _report_state(sampler: Any) -> None:
+    log.warning(
+        "the sampler %s keeps state: iterated again under the same seed and epoch, it draws other samples, so a "
+        "resumed run may read others than one without interruption; let its __iter__ depend only on set_epoch(epoch) "
+        "and on random numbers, of torch, NumPy, Python or a generator that it keeps",
+        type(sampler).__name__,
+    )
 
 
 def _order_of_torch(sampler: Any, samples: int, seed: int) -> Sequence[Any] | None:

@@ -30,7 +30,7 @@ PLANS = [
 
 
 class Formed(Sampler):
-    """Shuffles a list of batches in place, by Python's generator."""
+    """Shuffles its batches by Python's generator."""
 
     def __init__(self) -> None:
         ends = [sum(SIZES[: at + 1]) for at in range(len(SIZES))]
@@ -40,8 +40,7 @@ class Formed(Sampler):
         return len(self.batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        random.shuffle(self.batches)
-        return iter(self.batches)
+        return iter(random.sample(self.batches, len(self.batches)))
 
 
 class Groups(BatchSampler):
