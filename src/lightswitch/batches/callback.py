@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightswitch.batches import accumulation
 from lightswitch.batches.accumulation import CountedSamples, Items
 from lightswitch.batches.combined import Fractions
-from lightswitch.batches.evaluation import Limits, repeats, samples_in
+from lightswitch.batches.evaluation import Limits, samples_in
 from lightswitch.batches.generators import generators_of_run, mix, seed_generators, seed_own
 from lightswitch.batches.loaders import SharedLoaders, data_rank
 from lightswitch.batches.logs import Connector, LogsOfRanks, RepeatedSamples, StepLogs
@@ -267,26 +267,12 @@ class GlobalBatch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Seed the generators by the batch, so that the same weights give the same results, also after a resume."""
-        if (
-            self._repeated is not None
-            and not trainer.predicting
-            and repeats(trainer._evaluation_loop._combined_loader, dataloader_idx, batch_idx)
-        ):
-            self._repeated.begin()
         if not trainer.predicting:
             samples = samples_in(trainer._evaluation_loop._combined_loader, dataloader_idx, batch_idx)
             _count(trainer, samples)
         seed_generators(mix(self.seed, dataloader_idx, batch_idx, data_rank(trainer)), trainer.strategy.root_device)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
-
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove this rank's predictions for samples of other ranks, before any callback writes them."""
-        loop = trainer.predict_loop
-        for index, of_loader in enumerate(zip(loop._predictions, loop.epoch_batch_indices, strict=True)):
-            for of_batches in of_loader:
-                own = [one for at, one in enumerate(of_batches) if not repeats(loop._combined_loader, index, at)]
-                of_batches[:] = own
 
     # Position
 

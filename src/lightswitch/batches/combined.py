@@ -168,6 +168,12 @@ def _uneven(slices: Slices) -> str:
             f"{plan.accumulation}, as several training loaders require; use global_batch_size="
             f"{plan.micro_batch * plan.slices}"
         )
+    if slices.is_formed:
+        return (
+            "one of several training loaders has a batch sampler, whose batches may have any size: they are not cut "
+            f"over {plan.replicas} devices × accumulation {plan.accumulation}; use one device without accumulation, or "
+            "batches of one size (batch_size=N)"
+        )
     which = "stream, one of several loaders, may end with a batch that"
     if slices.is_sized:
         last = slices.epoch_samples % plan.global_batch

@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 
 from lightswitch import patches
 from lightswitch.batches.generators import mix
-from lightswitch.batches.order import SeededSamples, digest, epoch_order, unwrapped
+from lightswitch.batches.order import SeededSamples, check_shared, digest, epoch_order, unwrapped
 from lightswitch.batches.rank_loader import RankLoader
 
 Limited = Callable[[float, int], float]  # see `Limits.of`
@@ -34,10 +34,6 @@ class Evaluated(Sampler[Any], ABC):
     order: Sequence[Any]
 
     @abstractmethod
-    def repeats(self, batch_idx: int) -> bool:
-        """Return whether a batch is another rank's, because there is none left for this one; see `RepeatedSamples`."""
-
-    @abstractmethod
     def samples_in(self, batch_idx: int) -> int:
         """Return the number of samples of a batch."""
 
@@ -50,8 +46,7 @@ class EvaluationSlices(Evaluated):
     """Batch sampler of one rank: yields a contiguous share of the samples, each exactly once over all ranks.
 
     All ranks make the same number of batches, because forward passes of sharded strategies are collective. Therefore
-    shares that differ by one sample are split into batches that differ by one sample. If there are fewer samples than
-    ranks, the first rank has one, and ranks without a sample repeat one of another rank.
+    shares that differ by one sample are split into batches that differ by one sample.
 
     Args:
         samples: number of samples, over all ranks.
@@ -59,6 +54,9 @@ class EvaluationSlices(Evaluated):
         replicas: number of data-parallel ranks.
         seed: seed of the order, if the sampler draws one.
         most: number of samples to read, from the start of the order; None for all.
+
+    Raises:
+        Refused: there are fewer samples than ranks.
     """
 
     def __init__(
@@ -69,19 +67,11 @@ class EvaluationSlices(Evaluated):
         self.order = (range(samples) if is_in_order else epoch_order(sampler, samples, seed, 0))[:most]
         samples = len(self.order)
         self.begin, self.end = samples * rank // replicas, samples * (rank + 1) // replicas
-        if samples < replicas:
-            self.begin, self.end = -(-samples * rank // replicas), -(-samples * (rank + 1) // replicas)
-        self._repeats = self.begin == self.end
-        self.end += self._repeats
-        self.begin, self.end = min(self.begin, samples - 1), min(self.end, samples)
-        self.batches = max(1, min(-(-samples // (replicas * batch)), samples // replicas))
+        self.batches = rounds(samples, -(-samples // batch), replicas)
         self.batch_size = batch
 
     def __len__(self) -> int:
         return self.batches
-
-    def repeats(self, batch_idx: int) -> bool:
-        return self._repeats
 
     def samples_in(self, batch_idx: int) -> int:
         begin, end = self._bounds(batch_idx)
@@ -96,6 +86,19 @@ class EvaluationSlices(Evaluated):
     def _bounds(self, batch_idx: int) -> tuple[int, int]:
         own = self.end - self.begin
         return own * batch_idx // self.batches, own * (batch_idx + 1) // self.batches
+
+
+def rounds(samples: int, batches: int, replicas: int) -> int:
+    """Return the number of batches that each rank makes of its share of an evaluation set.
+
+    Args:
+        batches: number of batches over all ranks, if none had to be cut or joined.
+
+    Raises:
+        Refused: there are fewer samples than ranks.
+    """
+    check_shared(samples, replicas)
+    return min(-(-batches // replicas), samples // replicas)
 
 
 class Limits:
@@ -156,12 +159,6 @@ class Limits:
         trainer: Any = self._trainer  # sets these past their declaration
         of_steps = trainer.fast_dev_run or (trainer.overfit_batches and name == "limit_val_batches")
         return limit // self._accumulation if of_steps and isinstance(limit, int) else limit
-
-
-def repeats(loaders: Any, dataloader_idx: int, batch_idx: int) -> bool:
-    """Return whether a batch of one of an evaluation's loaders consists of samples that another rank reads, too."""
-    slices = unwrapped(getattr(loaders.flattened[dataloader_idx], "batch_sampler", None))
-    return isinstance(slices, Evaluated) and slices.repeats(batch_idx)
 
 
 def samples_in(loaders: Any, dataloader_idx: int, batch_idx: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Batches that a batch sampler forms, as of texts of similar lengths: each is a step's; evaluations cut none."""
+"""Batches that a batch sampler forms, such as texts of similar lengths: each batch is the global batch of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.evaluation import Evaluated, Limited, whole
+from lightswitch.batches.evaluation import Evaluated, Limited, rounds, whole
 from lightswitch.batches.generators import mix
 from lightswitch.batches.order import TrainingSlices, draw, splits_by_rank, undivided
 from lightswitch.batches.plan import BatchPlan, Position
@@ -34,8 +34,7 @@ class FormedSlices(TrainingSlices):
         dataset: the loader's dataset.
 
     Raises:
-        Refused: there are no batches; or, while they are read, one has no samples, or, beside other loaders, does not
-            divide evenly.
+        Refused: there are no batches; or, while they are read, one has no samples.
     """
 
     is_formed = True
@@ -67,8 +66,7 @@ class FormedSlices(TrainingSlices):
 
     @property
     def is_even(self) -> bool:
-        self._order(self.epoch, 0)  # raises if not: each pass of several loaders is checked where it is drawn
-        return True
+        return self.plan.slices == 1  # batches may have any size
 
     def _begin(self, step: int) -> int:
         return self._begins_of(self.epoch, step // self.own_steps)[step % self.own_steps]
@@ -101,18 +99,13 @@ class FormedSlices(TrainingSlices):
                 "taken again, so that all epochs have as many steps; keep its len() true, and the same",
                 self._name, len(batches), self.own_steps,
             )  # fmt: skip
-        plan = self.plan
-        if not self.combined.is_single and any(len(batch) % plan.slices for batch in batches):
-            raise Refused(
-                f"the batch sampler {self._name}, of one of several training loaders, forms batches that do not divide "
-                f"over {plan.replicas} devices × accumulation {plan.accumulation}; let it form others, or use fewer "
-                "devices"
-            )
         return [*islice(cycle(batches), self.own_steps)]
 
 
 class FormedRounds(Evaluated):
     """Batch sampler of one rank in an evaluation: yields each n-th batch that a batch sampler forms, for n ranks.
+
+    If their number does not divide over the ranks, the largest ones are cut in two.
 
     Args:
         sampler: the loader's batch sampler.
@@ -132,16 +125,12 @@ class FormedRounds(Evaluated):
         batches = _formed(sampler, dataset, count, mix(seed, 0), 0, is_first=True)[: int(limited(count, 1))]
         self._sizes = [len(batch) for batch in batches[:_COMPARED]]
         self.order = [*chain.from_iterable(batches)]
-        self._own = batches[rank::replicas]
-        self._length = -(-len(batches) // replicas)
-        self._batches = [*self._own, batches[0]][: self._length]
+        count = replicas * rounds(len(self.order), len(batches), replicas)
+        self._batches = _cut(batches, self.order, count)[rank::replicas]
         self.batch_size = max(map(len, batches))
 
     def __len__(self) -> int:
-        return self._length
-
-    def repeats(self, batch_idx: int) -> bool:
-        return batch_idx >= len(self._own)
+        return len(self._batches)
 
     def samples_in(self, batch_idx: int) -> int:
         return len(self._batches[batch_idx])
@@ -151,6 +140,18 @@ class FormedRounds(Evaluated):
 
     def __iter__(self) -> Iterator[list[Any]]:
         return iter(self._batches)
+
+
+def _cut(batches: list[list[Any]], order: list[Any], count: int) -> list[list[Any]]:
+    """Return so many batches of the same samples."""
+    if count < len(batches):  # of single samples, for the most part
+        return [order[len(order) * at // count : len(order) * (at + 1) // count] for at in range(count)]
+    cut = [*batches]
+    while len(cut) < count:
+        largest = max(cut, key=len)
+        at, half = cut.index(largest), -(-len(largest) // 2)
+        cut[at : at + 1] = [largest[:half], largest[half:]]
+    return cut
 
 
 def _count(sampler: Any, dataset: Any) -> int:

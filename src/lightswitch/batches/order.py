@@ -338,6 +338,19 @@ def digest(order: Sequence[Any], dataset: Any) -> int:
     return zlib.crc32(" ".join(str(key) for key in keys if isinstance(key, _COMPARED_KEYS)).encode())
 
 
+def check_shared(samples: int, replicas: int) -> None:
+    """Check that each rank gets a sample of an evaluation set.
+
+    Raises:
+        Refused: there are too few.
+    """
+    if samples < replicas:
+        raise Refused(
+            f"an evaluation reads {samples} samples of a set, which {replicas} devices can't share; use fewer devices, "
+            "or leave out a limit of the evaluation"
+        )
+
+
 def splits_by_rank(sampler: Any) -> bool:
     """Return whether a sampler has the attributes by which torch's DistributedSampler splits its samples."""
     return getattr(sampler, "num_replicas", None) is not None and hasattr(sampler, "rank")

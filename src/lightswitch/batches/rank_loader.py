@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightswitch.batches.combined import Combined
 from lightswitch.batches.generators import KeptGenerators
-from lightswitch.batches.order import takes_one
+from lightswitch.batches.order import check_shared, takes_one
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.batches.stream import (
     Cursor,
@@ -307,11 +307,8 @@ class Received:
                 "the stream again up to its position"
             )
             cut = cut._replace(state=None)
-        elif cut.samples < self._slices.plan.replicas and isinstance(self._slices, StreamRounds):
-            raise Refused(
-                f"an evaluation set of {cut.samples} samples can't be shared by {self._slices.plan.replicas} devices; "
-                "use fewer devices"
-            )
+        elif isinstance(self._slices, StreamRounds):
+            check_shared(cut.samples, self._slices.plan.replicas)
         self._slices.note(cut)
         return cut.batch
 
