@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightswitch.batches import accumulation
 from lightswitch.batches.accumulation import CountedSamples, Items
-from lightswitch.batches.combined import Fractions
+from lightswitch.batches.combined import check_fraction, round_validation
 from lightswitch.batches.evaluation import Limits, samples_in
 from lightswitch.batches.generators import generators_of_run, mix, seed_generators, seed_own
 from lightswitch.batches.loaders import SharedLoaders, data_rank
@@ -62,7 +62,6 @@ class GlobalBatch(Callback):
         self.seed = seed
         self._resumed = Position(seed=seed, global_batch=plan.global_batch, splits_by_seed=True)
         self._loaders = SharedLoaders(plan, seed, shares_streams)
-        self._fractions = Fractions(plan)
         self._counter = PositionCounter(plan, self._loaders, self._resumed)
         self._loss = accumulation.StepLoss()
         self._items = Items()
@@ -78,12 +77,10 @@ class GlobalBatch(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = HookedStrategy.of(trainer)
         _check_replicas(trainer, self.plan)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._fractions.note(trainer)
         self._limits = Limits(
             trainer, self.plan.accumulation, partial(self._seed_alike, trainer, _EVALUATION, _LOADERS)
         )
-        strategy.share = partial(self._share, trainer, self._limits)
+        strategy.share = partial(self._loaders.share, trainer, limited=self._limits.of)
         strategy.on_loaders = partial(self._seed_loaders, trainer)
         strategy.on_batch = partial(self._seed, trainer, _TRANSFER)
         strategy.on_output = partial(self._items.note, trainer)
@@ -103,12 +100,6 @@ class GlobalBatch(Callback):
         if self._limits is not None:
             self._limits.end()
 
-    def _share(self, trainer: Trainer, limits: Limits, loader: Any) -> object:
-        shared = self._loaders.share(trainer, loader, limits.of)
-        if trainer.training:
-            self._fractions.round(trainer, self._loaders.training)
-        return shared
-
     # Training
 
     def check_start(self, trainer: Trainer) -> None:
@@ -119,6 +110,7 @@ class GlobalBatch(Callback):
         """
         at, loaders = self._resumed, self._loaders.training
         loaders.check()
+        check_fraction(trainer, self.plan)
         if loaders.slices and (lost := at.other_dataset(loaders.samples)) is not None:
             raise Refused(
                 f"{trainer.ckpt_path} can't be resumed: {lost}; to start from its weights alone, "
@@ -128,6 +120,7 @@ class GlobalBatch(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.check_start(trainer)
+        round_validation(trainer, self.plan)
         for config in trainer.lr_scheduler_configs:
             # Lightning counts micro-batches, and steps no schedule within an optimizer step, which may have fewer
             if config.interval == "step" and config.frequency > 1:
@@ -144,6 +137,7 @@ class GlobalBatch(Callback):
         self._counter.start_epoch(trainer)
         if trainer.current_epoch > 0 and not trainer.fit_loop.epoch_loop.restarting:  # new iterators are made
             self._loaders.note_replaced(trainer)
+        round_validation(trainer, self.plan)  # of loaders that are made anew
         self._loaders.start_epoch(trainer.current_epoch)
         self._seed_alike(trainer, trainer.current_epoch)
 

@@ -1,9 +1,9 @@
-"""Several training loaders that make a batch together, and fractions of an epoch in whole steps."""
+"""Several training loaders that make a batch together, and fractions of an epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
@@ -13,47 +13,14 @@ from lightswitch.batches.generators import mix
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
 
+if TYPE_CHECKING:
+    from lightswitch.batches.order import TrainingSlices  # which needs `Combined` when it is imported
+
 CYCLE = "max_size_cycle"  # Lightning's default for a list or a dict of loaders
 
 
 def _default_mode() -> str:
     return CYCLE
-
-
-class Slices(Protocol):
-    """Interface of batch samplers that `Combined` needs; `lightswitch.batches.order.TrainingSlices` implements it."""
-
-    samples: int
-    plan: BatchPlan
-    own_steps: int
-    is_formed: bool
-
-    @property
-    def is_sized(self) -> bool: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def epoch_samples(self) -> int: ...
-
-    @property
-    def is_even(self) -> bool: ...
-
-    @property
-    def digest(self) -> int: ...
-
-    def start_at(self, epoch: int, step: int, state: Mapping[str, Any] | None = None) -> None: ...
-
-    def state_at(self, step: int) -> dict[str, Any]: ...
-
-    def samples_before(self, steps: int, epoch: int) -> int: ...
-
-    def weight(self, step: int, micro: int) -> float: ...
-
-    def step_samples(self, step: int) -> int: ...
-
-    def samples_of(self, step: int, micro: int) -> list[Any]: ...
 
 
 class Combined:
@@ -65,11 +32,11 @@ class Combined:
 
     def __init__(self, mode: Callable[[], str] = _default_mode) -> None:
         self.mode = mode
-        self.slices: list[Slices] = []
+        self.slices: list[TrainingSlices] = []
         self.others: list[Any] = []  # loaders that run unchanged
         self.makes_batches = False  # each sample of a dataset is a batch
 
-    def add(self, slices: Slices) -> int:
+    def add(self, slices: TrainingSlices) -> int:
         """Add the batch sampler of a copied loader; return its index, which is part of the loader's seeds."""
         self.slices.append(slices)
         return len(self.slices) + len(self.others) - 1
@@ -122,7 +89,7 @@ class Combined:
         return round(self._decides.epoch_samples / self._decides.own_steps)
 
     @property
-    def _decides(self) -> Slices:
+    def _decides(self) -> TrainingSlices:
         shortest = self.mode() == "min_size" and not self.is_single
         return (min if shortest else max)(self.slices, key=lambda slices: slices.own_steps)
 
@@ -160,7 +127,7 @@ class Combined:
                 raise Refused(_uneven(slices))
 
 
-def _uneven(slices: Slices) -> str:
+def _uneven(slices: TrainingSlices) -> str:
     plan = slices.plan
     if not plan.is_even:
         return (
@@ -184,54 +151,24 @@ def _uneven(slices: Slices) -> str:
     )
 
 
-class Fractions:
-    """Fractions that are given to a Trainer as `limit_train_batches`, `overfit_batches` or `val_check_interval`.
+def check_fraction(trainer: Trainer, plan: BatchPlan) -> None:
+    """Check that a fraction of an epoch, given as `limit_train_batches` or `overfit_batches`, has whole steps.
 
-    Lightning applies them to micro-batches, so that a run would depend on how its steps are split.
+    Raises:
+        Refused: it ends within a step.
     """
+    fraction, micro_batches = trainer.limit_train_batches, trainer.num_training_batches
+    if isinstance(fraction, float) and fraction < 1.0 and micro_batches % plan.accumulation:
+        name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"  # type: ignore[attr-defined]  # set past Lightning's declaration
+        raise Refused(
+            f"trainer.{name}={fraction} of an epoch is {micro_batches} micro batches, and {plan.accumulation} are a "
+            f"step; type a number of steps, as trainer.{name}={max(1, int(micro_batches) // plan.accumulation)}"
+        )
 
-    def __init__(self, plan: BatchPlan) -> None:
-        self._plan = plan
-        self._limit: float | int | None = None
-        self._interval: float | int | None = None
 
-    def note(self, trainer: Trainer) -> None:
-        """Store the fractions of a Trainer that begins to fit."""
-        self._limit, self._interval = trainer.limit_train_batches, trainer.val_check_interval
-
-    def round(self, trainer: Trainer, loaders: Combined) -> None:
-        """Convert the fractions to micro-batches of whole steps, for a single loader of known length.
-
-        Those of several loaders are left to Lightning, which knows the epoch's length once it has combined them.
-
-        Raises:
-            Refused: a fraction of the epoch is less than a step, so that nothing would be trained on, or that of
-                several loaders may end within a step.
-        """
-        if not loaders.is_single:
-            for name, value in (("limit_train_batches", self._limit), ("val_check_interval", self._interval)):
-                if not isinstance(value, float) or value >= 1.0:
-                    continue
-                if self._plan.accumulation > 1:
-                    raise Refused(
-                        f"trainer.{name}={value} of several training loaders may end within a step of "
-                        f"{self._plan.accumulation} micro batches; type a number of steps"
-                    )
-                patches.replace(trainer, name, value)  # not that of the first loader alone
-        if not (loaders.is_single and loaders.slices and loaders.is_sized):
-            return
-        steps, accumulation = loaders.slices[0].steps, self._plan.accumulation
-        if isinstance(self._limit, float) and self._limit < 1.0:
-            if 0 < steps * self._limit < 1:
-                overfits = trainer.overfit_batches  # type: ignore[attr-defined]  # set past Lightning's declaration
-                name = "overfit_batches" if overfits else "limit_train_batches"
-                raise Refused(
-                    f"trainer.{name}={self._limit} of {steps} steps an epoch is less than one step; type a larger "
-                    f"fraction, or a number of steps, as trainer.{name}=1"
-                )
-            steps = int(steps * self._limit)
-            patches.replace(trainer, "limit_train_batches", steps * accumulation)
-        elif isinstance(self._limit, int):
-            steps = min(steps, self._limit // accumulation)
-        if isinstance(self._interval, float) and self._interval < 1.0:
-            patches.replace(trainer, "val_check_interval", max(1, int(steps * self._interval)) * accumulation)
+def round_validation(trainer: Trainer, plan: BatchPlan) -> None:
+    """Let a fraction of an epoch, given as `val_check_interval`, end at a step: Lightning counts micro-batches."""
+    fraction, micro_batches = trainer.val_check_interval, trainer.num_training_batches
+    if isinstance(fraction, float) and fraction < 1.0:
+        steps = max(1, int(micro_batches // plan.accumulation * fraction))
+        patches.replace(trainer, "val_check_batch", steps * plan.accumulation)
