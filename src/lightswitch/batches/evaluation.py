@@ -12,8 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 
 from lightswitch import patches
-from lightswitch.batches.generators import mix
-from lightswitch.batches.order import SeededSamples, check_shared, digest, epoch_order, unwrapped
+from lightswitch.batches.order import check_shared, digest, epoch_order, unwrapped
 from lightswitch.batches.rank_loader import RankLoader
 
 Limited = Callable[[float, int], float]  # see `Limits.of`
@@ -62,7 +61,6 @@ class EvaluationSlices(Evaluated):
     def __init__(
         self, sampler: Any, samples: int, batch: int, replicas: int, rank: int, seed: int, most: int | None = None
     ) -> None:
-        self.base = sampler
         is_in_order = type(sampler) in (SequentialSampler, DistributedSampler)
         self.order = (range(samples) if is_in_order else epoch_order(sampler, samples, seed, 0))[:most]
         samples = len(self.order)
@@ -168,15 +166,3 @@ def samples_in(loaders: Any, dataloader_idx: int, batch_idx: int) -> int | None:
         return None
     slices: Any = loader.sampler if loader.batch_sampler is None else unwrapped(loader.batch_sampler)
     return int(slices.samples_in(batch_idx))
-
-
-class EvaluatedSamples(SeededSamples):
-    """Map-style dataset whose samples are the same in each evaluation, even if they are drawn at random."""
-
-    def __getitems__(self, indices: Any) -> Any:
-        return self._read(0, [_number(index) for index in indices], indices)
-
-
-def _number(index: Any) -> int:
-    """Return an integer for an index; a sampler may yield any key that the dataset accepts."""
-    return index if isinstance(index, int) else mix(*str(index).encode())

@@ -85,7 +85,7 @@ class FormedSlices(TrainingSlices):
 
     def _drawn(self, seed: int, epoch: int, is_first: bool) -> Sequence[Any]:
         """Return the samples of a pass, batch by batch."""
-        batches = self._whole_pass(_formed(self.base, self._dataset, self.own_steps, seed, epoch, is_first))
+        batches = self._whole_pass(_formed(self.given, self._dataset, self.own_steps, seed, epoch, is_first))
         self._begins_of_last = [*accumulate(map(len, batches), initial=0)]
         return [*chain.from_iterable(batches)]
 
@@ -120,7 +120,6 @@ class FormedRounds(Evaluated):
     def __init__(
         self, sampler: Any, replicas: int, rank: int, seed: int, dataset: Any, limited: Limited = whole
     ) -> None:
-        self.base = sampler
         count = _count(sampler, dataset)
         batches = _formed(sampler, dataset, count, mix(seed, 0), 0, is_first=True)[: int(limited(count, 1))]
         self._sizes = [len(batch) for batch in batches[:_COMPARED]]

@@ -65,42 +65,6 @@ def restore_generators(states: tuple[Any, ...], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(of_device, device)
 
 
-class KeptGenerators:
-    """Generators that a dataset keeps, which are looked for once an epoch and process.
-
-    Args:
-        owner: the dataset.
-    """
-
-    def __init__(self, owner: object) -> None:
-        self._owner = owner
-        self.forget()
-
-    def __getstate__(self) -> dict[str, Any]:  # a worker process has its own
-        return {"_owner": self._owner, "_found": [], "_epoch": None}
-
-    def forget(self) -> None:
-        """Look for them again at the next sample."""
-        self._found: list[Any] = []
-        self._epoch: int | None = None
-
-    def seeded(self, seed: int, epoch: int, read: Callable[[Any], Any], what: Any) -> Any:
-        """Return ``read(what)``, with the global generators and these in the state of a seed."""
-        if self._epoch == epoch:
-            return self._seeded(seed, read, what)
-        self._found, self._epoch = own_generators(self._owner), epoch
-        sample = self._seeded(seed, read, what)
-        before, self._found = self._found, own_generators(self._owner)
-        # read again if a generator that was made just now, on first use, has drawn without a seed
-        return sample if self._found == before else self._seeded(seed, read, what)
-
-    def _seeded(self, seed: int, read: Callable[[Any], Any], what: Any) -> Any:
-        seed_generators(seed)
-        if self._found:
-            seed_own(self._found, seed)
-        return read(what)
-
-
 def own_generators(owner: object) -> list[Any]:
     """Return the generators that an object keeps, at any depth of its attributes, lists, tuples and dicts.
 

@@ -14,18 +14,17 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.evaluation import Evaluated, EvaluatedSamples, EvaluationSlices, Limited, whole
+from lightswitch.batches.evaluation import Evaluated, EvaluationSlices, Limited, whole
 from lightswitch.batches.formed import FormedRounds, FormedSlices
 from lightswitch.batches.order import (
-    SeededSamples,
     TrainingSlices,
     sampler_of,
     samples_of,
-    takes_one,
     unwrapped,
 )
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.batches.rank_loader import RankLoader, copy_of_loader, evaluation_stream, training_stream
+from lightswitch.batches.stand_ins import EvaluatedSamples, SeededSamples, takes_one
 from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import rank_zero_only
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.generators import KeptGenerators, mix, own_generators, seed_generators, seed_own
+from lightswitch.batches.generators import mix, own_generators, seed_generators, seed_own
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.batches.stand_ins import StandIn
 from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ _SPLIT = "dataset"  # key of the digest of a dataset's first samples
 _COMPARED_KEYS = (Integral, torch.Tensor, str, tuple)  # which print the same in every process
 
 
-class TrainingSlices(Sampler[Any]):
+class TrainingSlices(StandIn, Sampler[Any]):
     """Batch sampler of one rank: yields its slices of every global batch of an epoch.
 
     Step k takes ``order[k*G:(k+1)*G]``, a global batch of G samples; micro-batch m of rank r is slice
@@ -40,7 +41,7 @@ class TrainingSlices(Sampler[Any]):
     epoch, each time in another order.
 
     Args:
-        sampler: the loader's sampler, which draws the order.
+        sampler: the loader's sampler, which draws the order, and whose weights, for example, a callback may change.
         samples: samples of an epoch, over all ranks.
         drop_last: omit a smaller last step.
         rank: this process's data-parallel rank, below ``plan.replicas``.
@@ -81,7 +82,7 @@ class TrainingSlices(Sampler[Any]):
         self.batch_size = plan.micro_batch  # DeepSpeed reads it
         self.combined = combined or Combined()
         self.index = self.combined.add(self)
-        self.base = sampler  # from here on, other attributes that are set are the sampler's
+        self.given = sampler
 
     def __len__(self) -> int:
         if not self.combined.is_sized:  # Lightning then prefetches a batch, to find the epoch's last one
@@ -97,17 +98,6 @@ class TrainingSlices(Sampler[Any]):
     def steps(self) -> int:
         """Optimizer steps of a whole epoch."""
         return self.combined.steps_of(self.own_steps)
-
-    def __getattr__(self, name: str) -> Any:  # of the user's sampler, such as weights that a callback changes
-        if name.startswith("__") or "base" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self.base, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self) or name.startswith("_") or "base" not in vars(self):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.base, name, value)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order the next iterator yields. Lightning calls this method."""
@@ -178,7 +168,7 @@ class TrainingSlices(Sampler[Any]):
         return self._last[1]
 
     def _drawn(self, seed: int, epoch: int, is_first: bool) -> Sequence[Any]:
-        return _order_under(self.base, self.samples, seed, epoch, is_first)
+        return _order_under(self.given, self.samples, seed, epoch, is_first)
 
     @staticmethod
     def _told_epoch(epoch: int, cycle: int) -> int:
@@ -377,67 +367,3 @@ def undivided(sampler: Any, dataset: Any, forms_batches: bool = False) -> Any:
 def _permutation(samples: int, generator: torch.Generator) -> Sequence[int]:
     # an array, because ten million Python ints take 1.5 s and 400 MB
     return torch.randperm(samples, generator=generator).numpy()  # type: ignore[return-value]  # acts as a Sequence
-
-
-class SeededSamples(Dataset[Any]):
-    """Map-style dataset that seeds the generators before it reads a sample, by (seed, epoch, place in its order).
-
-    So a sample that a sampler draws several times in an epoch is augmented each time in another way. The generators are
-    the global ones, and those that the dataset and the collate function keep: in their attributes, in transforms, in
-    the datasets that it is made of. A dataset with a batched `__getitems__` is seeded once a batch, by its first place.
-
-    Args:
-        dataset: the user's dataset, whose attributes can be read and set here as well.
-    """
-
-    dataset: Any
-    seed: int
-    _kept: KeptGenerators
-
-    def __init__(self, dataset: Any, seed: int, collate_fn: Any = None) -> None:
-        vars(self).update(dataset=dataset, seed=seed, _kept=KeptGenerators((dataset, collate_fn)))
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.dataset[index]
-
-    def __getitems__(self, key: Any) -> Any:
-        if not isinstance(key, tuple):  # of a loader that the module makes itself, with this dataset
-            whole = reads_batches(self.dataset)
-            return self.dataset.__getitems__(key) if whole else [self.dataset[index] for index in key]
-        epoch, place, indices = key
-        return self._read(epoch, range(place, place + len(indices)), indices)
-
-    def _read(self, epoch: int, places: Sequence[int], indices: list[Any]) -> Any:
-        seeds = [mix(self.seed, epoch, place) for place in places]
-        if reads_batches(self.dataset):
-            return self._kept.seeded(seeds[0], epoch, self.dataset.__getitems__, indices)
-        read = self.dataset.__getitem__
-        return [self._kept.seeded(seed, epoch, read, index) for seed, index in zip(seeds, indices, strict=True)]
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # while unpickling, there is no dataset yet
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:  # a hook or a worker_init_fn may set attributes
-        setattr(self.dataset, name, value)
-        self._kept.forget()
-
-
-def reads_batches(dataset: Any) -> bool:
-    """Return whether a dataset reads several samples at once; torch's Subset only forwards `__getitems__`."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return callable(getattr(dataset, "__getitems__", None))
-
-
-def takes_one(loader: DataLoader[Any]) -> bool:
-    """Return whether a collate function returns the first of several samples, as for a dataset that makes batches."""
-    samples = [object(), object()]
-    try:
-        return bool(loader.collate_fn(samples) is samples[0]) and not reads_batches(loader.dataset)
-    except Exception:  # whatever it raises for objects that are no samples
-        return False

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.generators import KeptGenerators
-from lightswitch.batches.order import check_shared, takes_one
+from lightswitch.batches.order import check_shared
 from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.stand_ins import KeptGenerators, takes_one
 from lightswitch.batches.stream import (
     Cursor,
     Cut,
-    Reader,
+    IndexedStream,
     UnsavableState,
     global_batches,
     rounds,
@@ -69,14 +69,6 @@ class RankLoader(DataLoader[Any]):
         pins_for_gpu: bool = False,
         **order: Any,
     ) -> None:
-        self._given = given
-        self.makes_batches = takes_one(given)
-        # attributes that users read, but that DataLoader's constructor resets when it gets a batch sampler
-        self._shown = {
-            "sampler": order.get("sampler", order.get("batch_sampler")),
-            "batch_size": given.batch_size,
-            "drop_last": given.drop_last,
-        }
         collate = collate_fn or given.collate_fn
         # A dataset in this process may return GPU tensors, which torch fails to pin. Workers can't return any.
         pins_here = pins_for_gpu and given.num_workers == 0
@@ -91,15 +83,12 @@ class RankLoader(DataLoader[Any]):
             **_of_workers(given),
             **order,
         )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, vars(self).get("_shown", {}).get(name, value))
-
-    def __getattr__(self, name: str) -> Any:  # attributes set by the given loader's constructor, which is not called
-        kept = vars(vars(self).get("_given", self))
-        if name not in kept:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return kept[name]
+        self.makes_batches = takes_one(given)
+        of_users_class = {name: value for name, value in vars(given).items() if name not in vars(self)}
+        # what users read, and DataLoader's constructor resets when it gets a batch sampler
+        shown = {name: getattr(given, name) for name in ("batch_size", "drop_last")}
+        shown["sampler"] = order.get("sampler", order.get("batch_sampler"))
+        vars(self).update(of_users_class | shown)
 
 
 def copy_of_loader(kind: type[_Kind], given: DataLoader[Any], *arguments: Any, **named: Any) -> _Kind:
@@ -207,13 +196,13 @@ def evaluation_stream(
 def _shared(
     loader: DataLoader[Any], slices: StreamSlices | StreamRounds, cursor: Cursor, gather: Gather, pins_for_gpu: bool
 ) -> StreamLoader:
-    reader, received = Reader(loader.dataset, cursor), Received(slices, gather)
+    reader, received = IndexedStream(loader.dataset, cursor), Received(slices, gather)
     return copy_of_loader(StreamLoader, loader, reader, slices, received, pins_for_gpu)
 
 
 class BatchesAlone:
     """Mixin that refuses a user's `__iter__` which bypasses torch's, so that a `Cut` would be a batch, or which fails
-    as its dataset is a `Reader`."""
+    as its dataset is a `IndexedStream`."""
 
     def __iter__(self) -> Any:
         try:
@@ -230,7 +219,7 @@ class BatchesAlone:
     def _raised(self, error: BaseException) -> bool:
         """Return whether the loader itself raised an error: a bug of its dataset keeps its traceback."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        last = [frame for frame in frames if not isinstance(frame.f_locals.get("self"), Reader)][-1]
+        last = [frame for frame in frames if not isinstance(frame.f_locals.get("self"), IndexedStream)][-1]
         return last.f_locals.get("self") is self and not last.f_globals["__name__"].startswith("torch.")
 
     def _batch(self, batch: Any) -> Any:
@@ -249,7 +238,7 @@ class StreamLoader(RankLoader):
     before_own = (BatchesAlone, OwnLength)
 
     def __init__(
-        self, given: DataLoader[Any], reader: Reader, slices: Any, received: Received, pins_for_gpu: bool
+        self, given: DataLoader[Any], reader: IndexedStream, slices: Any, received: Received, pins_for_gpu: bool
     ) -> None:
         super().__init__(given, reader, Collate(given.collate_fn), pins_for_gpu, batch_size=None, sampler=slices)
         self._received = received

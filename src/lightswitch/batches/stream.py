@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, _utils, get_worker_info
 from lightswitch import patches
 from lightswitch.batches.generators import mix, seed_generators
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.batches.stand_ins import StandIn
 
 _COMPARED_SAMPLES = 16  # first samples of a reader, whose digest is compared among readers
 _STATE_SHARE = 0.05  # maximum share of a reader's time that the dataset's state_dict() takes
@@ -95,29 +96,14 @@ def last_rounds(samples: int, size: int, replicas: int) -> int:
     return max(1, min(-(-samples // size), samples // replicas)) if samples else 0
 
 
-class Reader(Dataset[Any]):
-    """Map-style dataset over a stream, indexed by `Place`: torch sends indices to all workers, also to persistent ones.
-
-    Args:
-        dataset: the user's dataset, whose attributes can be read and set here as well.
-    """
-
-    dataset: Any
-    cursor: Cursor
+class IndexedStream(StandIn, Dataset[Any]):
+    """Map-style dataset over a stream, indexed by `Place`, because torch sends indices also to persistent workers."""
 
     def __init__(self, dataset: Any, cursor: Cursor) -> None:
-        vars(self).update(dataset=dataset, cursor=cursor)
+        self._cursor, self.given = cursor, dataset
 
     def __getitem__(self, place: Place) -> Cut:
-        return self.cursor.cut(self.dataset, place)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # while unpickling, there is no dataset yet
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:  # a worker_init_fn may set attributes of the dataset
-        setattr(self.dataset, name, value)
+        return self._cursor.cut(self.given, place)
 
 
 class Cursor:

@@ -17,9 +17,9 @@ from torch.utils.data import (
 )
 
 from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
-from lightswitch.batches.order import takes_one
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.batches.rank_loader import training_stream
+from lightswitch.batches.stand_ins import takes_one
 from lightswitch.errors import Refused
 
 DATA = TensorDataset(torch.arange(50))

@@ -17,8 +17,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, Weighte
 
 from lightswitch.batches.generators import mix, own_generators, seed_generators
 from lightswitch.batches.loaders import training_loader
-from lightswitch.batches.order import SeededSamples
 from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.stand_ins import SeededSamples
 from tests.engine.conftest import PLAIN_DATA, Train
 from tests.engine.plain import PlainModel
 from tests.runs import context
@@ -113,16 +113,6 @@ def test_generators_that_a_dataset_keeps_are_seeded_as_the_global_ones(made: Cal
     for other in (samples, worker, SeededSamples(made(), seed=3)):
         assert other.__getitems__((2, 0, [4, 5])) == second
         assert other.__getitems__((1, 0, [4, 5])) == first
-
-
-def test_a_generator_that_a_hook_puts_into_a_dataset_is_seeded() -> None:
-    samples = [SeededSamples(Keeping(), seed=3) for _ in range(2)]
-    read = []
-    for one in samples:
-        one.__getitems__((1, 0, [4]))
-        one.generator = torch.Generator().manual_seed(len(read))
-        read.append(one.__getitems__((1, 0, [5])))
-    assert read[0] == read[1]
 
 
 def test_only_what_belongs_to_a_dataset_is_seeded() -> None:
