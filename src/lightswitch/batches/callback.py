@@ -66,6 +66,7 @@ class GlobalBatch(Callback):
         self._loss = accumulation.StepLoss()
         self._items = Items()
         self._samples = CountedSamples(plan)
+        self._share_of_samples = 1.0  # weight of this micro-batch by its samples
         self._step_logs: StepLogs | None = None
         self._repeated: RepeatedSamples | None = None
         self._limits: Limits | None = None
@@ -145,6 +146,7 @@ class GlobalBatch(Callback):
         self._loaders.compare_ranks(trainer)
         if self._loaders.training.is_formed:
             self._samples.count(trainer, batch, self._loaders.training)
+        self._share_of_samples = accumulation.weight(self._loaders.training, self.plan, self._counter.micro_batches)
         if self._repeated is not None and self._share_of_samples == 0:
             self._repeated.begin()
         samples = accumulation.samples_in(self._loaders.training, self.plan, self._counter.micro_batches)
@@ -222,10 +224,6 @@ class GlobalBatch(Callback):
     def _weight(self) -> float | Tensor:
         """Return the weight of this micro-batch's mean in the mean over its step."""
         return self._share_of_samples if (of_items := self._items.weight) is None else of_items
-
-    @property
-    def _share_of_samples(self) -> float:
-        return accumulation.weight(self._loaders.training, self.plan, self._counter.micro_batches)
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (loss := self._loss.take()) is not None:

@@ -36,6 +36,16 @@ def mix(*numbers: int) -> int:
     return state
 
 
+def mix_each(numbers: Sequence[int], *before: int) -> list[int]:
+    """Return ``mix(*before, number)`` of each number, computed together."""
+    state = np.array([number & _MASK for number in numbers], dtype=np.uint64)
+    state += np.uint64((mix(*before) + 0x9E3779B97F4A7C15) & _MASK)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    seeds: list[int] = (state ^ (state >> np.uint64(31))).tolist()
+    return seeds
+
+
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
     """Seed the generators of Python, NumPy and torch's CPU.
 

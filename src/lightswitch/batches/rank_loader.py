@@ -260,7 +260,7 @@ class Collate:
     def __call__(self, cut: Cut) -> Cut:
         if not cut.samples:
             return cut
-        batch = self._kept.seeded(torch.initial_seed(), cut.place.turn, self.collate, cut.batch)
+        batch = self._kept.seeded(self.collate, [cut.batch], [torch.initial_seed()], cut.place.turn)[0]
         return cut._replace(batch=batch, own_samples=len(cut.batch))
 
 

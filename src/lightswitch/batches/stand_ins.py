@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, Subset
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
-from lightswitch.batches.generators import mix, own_generators, seed_generators, seed_own
+from lightswitch.batches.generators import mix, mix_each, own_generators, seed_generators, seed_own
+
+log = logging.getLogger(__name__)
 
 
 class StandIn:
@@ -55,11 +64,10 @@ class SeededSamples(StandIn, Dataset[Any]):
         return self._read(epoch, range(place, place + len(indices)), indices)
 
     def _read(self, epoch: int, places: Sequence[int], indices: list[Any]) -> Any:
-        seeds = [mix(self._seed, epoch, place) for place in places]
+        seeds = mix_each(places, self._seed, epoch)
         if reads_batches(self.given):
-            return self._kept.seeded(seeds[0], epoch, self.given.__getitems__, indices)
-        read = self.given.__getitem__
-        return [self._kept.seeded(seed, epoch, read, index) for seed, index in zip(seeds, indices, strict=True)]
+            return self._kept.seeded(self.given.__getitems__, [indices], seeds, epoch)[0]
+        return self._kept.seeded(self.given.__getitem__, indices, seeds, epoch)
 
 
 class EvaluatedSamples(SeededSamples):
@@ -75,10 +83,10 @@ def _number(index: Any) -> int:
 
 
 class KeptGenerators:
-    """Generators that a dataset keeps, which are looked for once an epoch and process.
+    """Generators that a user's data keep, which are looked for once an epoch and process.
 
     Args:
-        owner: the dataset.
+        owner: the dataset or collate function.
     """
 
     def __init__(self, owner: object) -> None:
@@ -86,21 +94,63 @@ class KeptGenerators:
         self._found: list[Any] = []
         self._epoch: int | None = None
 
-    def seeded(self, seed: int, epoch: int, read: Callable[[Any], Any], what: Any) -> Any:
-        """Return ``read(what)``, with the global generators and these in the state of a seed."""
-        if self._epoch == epoch:
-            return self._seeded(seed, read, what)
-        self._found, self._epoch = own_generators(self._owner), epoch
-        sample = self._seeded(seed, read, what)
-        before, self._found = self._found, own_generators(self._owner)
-        # read again if a generator that was made just now, on first use, has drawn without a seed
-        return sample if self._found == before else self._seeded(seed, read, what)
+    def seeded(
+        self, read: Callable[[Any], Any], arguments: Sequence[Any], seeds: Iterable[int], epoch: int
+    ) -> list[Any]:
+        """Return ``read(argument)`` of each argument, with the global generators and these in the state of a seed.
 
-    def _seeded(self, seed: int, read: Callable[[Any], Any], what: Any) -> Any:
+        The first one in a process is read twice, and a difference reported.
+        """
+        each = zip(arguments, seeds, strict=False)
+        if self._epoch == epoch:
+            return [self._seeded(read, *one) for one in each]
+        is_first, self._epoch = self._epoch is None, epoch
+        self._found, one = own_generators(self._owner), next(each)
+        first = self._seeded(read, *one)
+        before, self._found = self._found, own_generators(self._owner)
+        if self._found != before:  # one that was made just now, on first use, has drawn without a seed
+            first = self._seeded(read, *one)
+        if is_first and _is_first_process() and content_digest(self._seeded(read, *one)) != content_digest(first):
+            _report_unseeded(read)
+        return [first, *(self._seeded(read, *one) for one in each)]
+
+    def _seeded(self, read: Callable[[Any], Any], argument: Any, seed: int) -> Any:
         seed_generators(seed)
         if self._found:
             seed_own(self._found, seed)
-        return read(what)
+        return read(argument)
+
+
+def _is_first_process() -> bool:
+    rank = rank_zero_only.rank  # type: ignore[attr-defined]  # Lightning's, set past its declaration
+    return rank == 0 and ((worker := get_worker_info()) is None or worker.id == 0)
+
+
+def _report_unseeded(read: Callable[[Any], Any]) -> None:
+    log.warning(
+        "%s draws from a random generator that is not seeded: read twice under one seed, it differs, so a resumed run "
+        "and each worker draw other numbers; use the global generators of torch, NumPy or Python, or keep yours in an "
+        "attribute of the dataset or of its transform",
+        type(getattr(read, "__self__", read)).__name__,
+    )
+
+
+def content_digest(samples: Any) -> int:
+    """Return a checksum of samples, equal in every process. Of objects that are not data, only the type counts."""
+    digest = 0
+    for leaf in tree_leaves(samples):
+        digest = zlib.crc32(_content(leaf), digest)
+    return digest
+
+
+def _content(leaf: Any) -> bytes:
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+        return leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(leaf, np.ndarray):
+        return leaf.tobytes()
+    if leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | np.generic):
+        return repr(leaf).encode()
+    return type(leaf).__name__.encode()
 
 
 def reads_batches(dataset: Any) -> bool:
