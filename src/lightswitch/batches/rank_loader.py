@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.utilities.data import sized_len
@@ -56,10 +55,7 @@ class RankLoader(DataLoader[Any]):
 
     Attributes:
         makes_batches: each sample of its dataset is a batch.
-        before_own: classes that precede the given loader's class in the method resolution order.
     """
-
-    before_own: ClassVar[tuple[type, ...]] = (OwnLength,)
 
     def __init__(
         self,
@@ -101,7 +97,7 @@ def copy_of_loader(kind: type[_Kind], given: DataLoader[Any], *arguments: Any, *
     if own is DataLoader or (own.__module__, own.__name__) == _TORCHDATA:
         return kind(given, *arguments, **named)
     without = dict.fromkeys(("state_dict", "load_state_dict"))  # None marks a method that a class does not implement
-    both = type(own.__name__, (*kind.before_own, own, kind), {"__init__": kind.__init__, **without})
+    both = type(own.__name__, (OwnLength, own, kind), {"__init__": kind.__init__, **without})
     made: _Kind = both(given, *arguments, **named)
     return made
 
@@ -196,46 +192,19 @@ def evaluation_stream(
 def _shared(
     loader: DataLoader[Any], slices: StreamSlices | StreamRounds, cursor: Cursor, gather: Gather, pins_for_gpu: bool
 ) -> StreamLoader:
+    kind = type(loader)
+    if kind.__iter__ is not DataLoader.__iter__ and (kind.__module__, kind.__name__) != _TORCHDATA:
+        raise Refused(
+            f"the data loader of a stream, {kind.__name__}, has an __iter__ of its own, which would get the engine's "
+            "batches with their positions; use torch's DataLoader, or type data.sharded_by=dataset to leave the loader "
+            "unchanged"
+        )
     reader, received = IndexedStream(loader.dataset, cursor), Received(slices, gather)
     return copy_of_loader(StreamLoader, loader, reader, slices, received, pins_for_gpu)
 
 
-class BatchesAlone:
-    """Mixin that refuses a user's `__iter__` which bypasses torch's, so that a `Cut` would be a batch, or which fails
-    as its dataset is a `IndexedStream`."""
-
-    def __iter__(self) -> Any:
-        try:
-            for batch in super().__iter__():  # type: ignore[misc]  # of the DataLoader that this is mixed into
-                yield self._batch(batch)
-        except (AttributeError, TypeError) as error:
-            if not self._raised(error):
-                raise
-            raise Refused(
-                f"the data loader of a stream, {type(self).__name__}, fails ({type(error).__name__}: {error}); if it "
-                "asks of which class its dataset is, type data.sharded_by=dataset to leave the loader unchanged"
-            ) from error
-
-    def _raised(self, error: BaseException) -> bool:
-        """Return whether the loader itself raised an error: a bug of its dataset keeps its traceback."""
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        last = [frame for frame in frames if not isinstance(frame.f_locals.get("self"), IndexedStream)][-1]
-        return last.f_locals.get("self") is self and not last.f_globals["__name__"].startswith("torch.")
-
-    def _batch(self, batch: Any) -> Any:
-        if isinstance(batch, Cut):
-            raise Refused(
-                f"the data loader of a stream, {type(self).__name__}, has an __iter__ that does not call "
-                "super().__iter__(); use torch's DataLoader, or type data.sharded_by=dataset to leave the loader "
-                "unchanged"
-            )
-        return batch
-
-
 class StreamLoader(RankLoader):
     """DataLoader whose readers send information about the stream with each batch."""
-
-    before_own = (BatchesAlone, OwnLength)
 
     def __init__(
         self, given: DataLoader[Any], reader: IndexedStream, slices: Any, received: Received, pins_for_gpu: bool

@@ -144,7 +144,7 @@ def content_digest(samples: Any) -> int:
 
 
 def _content(leaf: Any) -> bytes:
-    if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta:
         return leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(leaf, np.ndarray):
         return leaf.tobytes()
