@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 
 from lightswitch import patches
+from lightswitch.batches.generators import mix
 from lightswitch.batches.order import check_shared, digest, epoch_order, unwrapped
+from lightswitch.batches.plan import pieces
 from lightswitch.batches.rank_loader import RankLoader
 
 Limited = Callable[[float, int], float]  # see `Limits.of`
@@ -23,67 +24,59 @@ def whole(samples: float, batch: int) -> float:
     return samples
 
 
-class Evaluated(Sampler[Any], ABC):
-    """Batch sampler of one rank in an evaluation. All ranks make the same number of batches.
+class EvaluationBatches(Sampler[Any]):
+    """Batch sampler of one rank in an evaluation.
 
-    Attributes:
+    All ranks make the same number of batches, because forward passes of sharded strategies are collective.
+
+    Args:
         order: the samples of all ranks.
+        batches: those of this rank.
+        batch_size: maximum number of samples in a batch.
+        sizes: of the first batches of all ranks, if the loader forms them.
     """
 
-    order: Sequence[Any]
+    def __init__(
+        self, order: Sequence[Any], batches: list[Sequence[Any]], batch_size: int, sizes: Sequence[int] = ()
+    ) -> None:
+        self._order, self._batches, self._sizes = order, batches, sizes
+        self.batch_size = batch_size
 
-    @abstractmethod
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return map(list, self._batches)
+
     def samples_in(self, batch_idx: int) -> int:
         """Return the number of samples of a batch."""
+        return len(self._batches[batch_idx])
 
     def digest(self, dataset: Any) -> int:
-        """Return a digest, below 2^63, of the samples of all ranks: equal on ranks that draw the same."""
-        return digest(self.order, dataset)
+        """Return a digest, below 2^63, of the batches of all ranks: equal on ranks that draw the same."""
+        return mix(digest(self._order, dataset), *self._sizes) >> 1
 
 
-class EvaluationSlices(Evaluated):
-    """Batch sampler of one rank: yields a contiguous share of the samples, each exactly once over all ranks.
+def shares(
+    sampler: Any, samples: int, batch: int, replicas: int, rank: int, seed: int, most: int | None = None
+) -> EvaluationBatches:
+    """Return the batches of a contiguous share of the samples, each exactly once over all ranks.
 
-    All ranks make the same number of batches, because forward passes of sharded strategies are collective. Therefore
-    shares that differ by one sample are split into batches that differ by one sample.
+    Shares that differ by one sample are split into as many batches, which differ by one sample.
 
     Args:
         samples: number of samples, over all ranks.
         batch: maximum number of samples in a batch.
-        replicas: number of data-parallel ranks.
         seed: seed of the order, if the sampler draws one.
         most: number of samples to read, from the start of the order; None for all.
 
     Raises:
         Refused: there are fewer samples than ranks.
     """
-
-    def __init__(
-        self, sampler: Any, samples: int, batch: int, replicas: int, rank: int, seed: int, most: int | None = None
-    ) -> None:
-        is_in_order = type(sampler) in (SequentialSampler, DistributedSampler)
-        self.order = (range(samples) if is_in_order else epoch_order(sampler, samples, seed, 0))[:most]
-        samples = len(self.order)
-        self.begin, self.end = samples * rank // replicas, samples * (rank + 1) // replicas
-        self.batches = rounds(samples, -(-samples // batch), replicas)
-        self.batch_size = batch
-
-    def __len__(self) -> int:
-        return self.batches
-
-    def samples_in(self, batch_idx: int) -> int:
-        begin, end = self._bounds(batch_idx)
-        return end - begin
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        share = self.order[self.begin : self.end]
-        for index in range(self.batches):
-            begin, end = self._bounds(index)
-            yield list(share[begin:end])
-
-    def _bounds(self, batch_idx: int) -> tuple[int, int]:
-        own = self.end - self.begin
-        return own * batch_idx // self.batches, own * (batch_idx + 1) // self.batches
+    is_in_order = type(sampler) in (SequentialSampler, DistributedSampler)
+    order = (range(samples) if is_in_order else epoch_order(sampler, samples, seed, 0))[:most]
+    count = rounds(len(order), -(-len(order) // batch), replicas)
+    return EvaluationBatches(order, pieces(pieces(order, replicas)[rank], count), batch)
 
 
 def rounds(samples: int, batches: int, replicas: int) -> int:

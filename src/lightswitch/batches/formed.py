@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain, cycle, islice
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.evaluation import Evaluated, Limited, rounds, whole
+from lightswitch.batches.evaluation import EvaluationBatches, Limited, rounds, whole
 from lightswitch.batches.generators import mix
 from lightswitch.batches.order import TrainingSlices, draw, splits_by_rank, undivided
-from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.plan import BatchPlan, Position, pieces
 from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -102,50 +102,33 @@ class FormedSlices(TrainingSlices):
         return [*islice(cycle(batches), self.own_steps)]
 
 
-class FormedRounds(Evaluated):
-    """Batch sampler of one rank in an evaluation: yields each n-th batch that a batch sampler forms, for n ranks.
+def formed_rounds(
+    sampler: Any, replicas: int, rank: int, seed: int, dataset: Any, limited: Limited = whole
+) -> EvaluationBatches:
+    """Return each n-th batch that a batch sampler forms for an evaluation, for n ranks.
 
     If their number does not divide over the ranks, the largest ones are cut in two.
 
     Args:
         sampler: the loader's batch sampler.
-        replicas: number of data-parallel ranks.
         seed: seed of the order, if the batch sampler draws one.
         limited: see `lightswitch.batches.evaluation.Limits`.
 
     Raises:
-        Refused: there are no batches, or one without samples.
+        Refused: there are no batches, one has no samples, or there are fewer samples than ranks.
     """
-
-    def __init__(
-        self, sampler: Any, replicas: int, rank: int, seed: int, dataset: Any, limited: Limited = whole
-    ) -> None:
-        count = _count(sampler, dataset)
-        batches = _formed(sampler, dataset, count, mix(seed, 0), 0, is_first=True)[: int(limited(count, 1))]
-        self._sizes = [len(batch) for batch in batches[:_COMPARED]]
-        self.order = [*chain.from_iterable(batches)]
-        count = replicas * rounds(len(self.order), len(batches), replicas)
-        self._batches = _cut(batches, self.order, count)[rank::replicas]
-        self.batch_size = max(map(len, batches))
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def samples_in(self, batch_idx: int) -> int:
-        return len(self._batches[batch_idx])
-
-    def digest(self, dataset: Any) -> int:
-        return mix(super().digest(dataset), *self._sizes) >> 1
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return iter(self._batches)
+    count = _count(sampler, dataset)
+    batches = _formed(sampler, dataset, count, mix(seed, 0), 0, is_first=True)[: int(limited(count, 1))]
+    sizes, order = [*map(len, batches)], [*chain.from_iterable(batches)]
+    cut = _cut(batches, order, replicas * rounds(len(order), len(batches), replicas))
+    return EvaluationBatches(order, cut[rank::replicas], max(sizes), sizes[:_COMPARED])
 
 
-def _cut(batches: list[list[Any]], order: list[Any], count: int) -> list[list[Any]]:
+def _cut(batches: list[list[Any]], order: list[Any], count: int) -> list[Sequence[Any]]:
     """Return so many batches of the same samples."""
     if count < len(batches):  # of single samples, for the most part
-        return [order[len(order) * at // count : len(order) * (at + 1) // count] for at in range(count)]
-    cut = [*batches]
+        return pieces(order, count)
+    cut: list[Sequence[Any]] = [*batches]
     while len(cut) < count:
         largest = max(cut, key=len)
         at, half = cut.index(largest), -(-len(largest) // 2)

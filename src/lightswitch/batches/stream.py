@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, _utils, get_worker_info
 
 from lightswitch import patches
 from lightswitch.batches.generators import mix, seed_generators
-from lightswitch.batches.plan import BatchPlan
+from lightswitch.batches.plan import BatchPlan, pieces
 from lightswitch.batches.stand_ins import StandIn, content_digest
 
 _COMPARED_SAMPLES = 16  # first samples of a reader, whose digest is compared among readers
@@ -84,8 +84,8 @@ def rounds(samples: Iterator[Any], size: int, replicas: int, most: int | None = 
         yield ahead[:size]
         ahead = ahead[size:] + list(islice(samples, size))
     count = last_rounds(len(ahead), size, replicas)
-    for index in range(count):
-        yield ahead[len(ahead) * index // count : len(ahead) * (index + 1) // count]
+    for piece in pieces(ahead, count):
+        yield [*piece]
 
 
 def last_rounds(samples: int, size: int, replicas: int) -> int:

@@ -12,7 +12,7 @@ from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampl
 from torch.utils.data.distributed import DistributedSampler
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.evaluation import EvaluationSlices
+from lightswitch.batches.evaluation import shares
 from lightswitch.batches.order import TrainingSlices, epoch_order
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.errors import BatchError, Refused
@@ -133,9 +133,9 @@ def test_evaluation_reads_each_sample_once_in_equally_many_batches_a_rank(
     order = SequentialSampler(range(samples))
     if samples < replicas:
         with pytest.raises(Refused, match=f"{samples} samples of a set, which {replicas} devices can't share"):
-            EvaluationSlices(order, samples, batch, replicas, 0, seed=1)
+            shares(order, samples, batch, replicas, 0, seed=1)
         return
-    slices = [EvaluationSlices(order, samples, batch, replicas, rank, seed=1) for rank in range(replicas)]
+    slices = [shares(order, samples, batch, replicas, rank, seed=1) for rank in range(replicas)]
     ranks = [list(one) for one in slices]
     assert len({len(batches) for batches in ranks}) == 1
     assert [index for rank in ranks for part in rank for index in part] == list(range(samples))
