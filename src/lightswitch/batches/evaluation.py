@@ -74,7 +74,7 @@ def shares(
         Refused: there are fewer samples than ranks.
     """
     is_in_order = type(sampler) in (SequentialSampler, DistributedSampler)
-    order = (range(samples) if is_in_order else epoch_order(sampler, samples, seed, 0))[:most]
+    order = (range(samples) if is_in_order else epoch_order(sampler, samples, mix(seed, 0), 0))[:most]
     count = rounds(len(order), -(-len(order) // batch), replicas)
     return EvaluationBatches(order, pieces(pieces(order, replicas)[rank], count), batch)
 

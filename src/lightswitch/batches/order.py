@@ -168,7 +168,7 @@ class TrainingSlices(StandIn, Sampler[Any]):
         return self._last[1]
 
     def _drawn(self, seed: int, epoch: int, is_first: bool) -> Sequence[Any]:
-        return _order_under(self.given, self.samples, seed, epoch, is_first)
+        return epoch_order(self.given, self.samples, seed, epoch, is_first)
 
     @staticmethod
     def _told_epoch(epoch: int, cycle: int) -> int:
@@ -243,21 +243,19 @@ def samples_of(sampler: Any, dataset: Any) -> int:
     return len(dataset) if type(sampler) is DistributedSampler else len(sampler)
 
 
-def epoch_order(sampler: Any, samples: int, seed: int, key: int) -> Sequence[Any]:
-    """Return the sample indices of the first pass that a sampler draws under (seed, key), the same on every rank.
+def epoch_order(sampler: Any, samples: int, seed: int, epoch: int, is_first: bool = True) -> Sequence[Any]:
+    """Return the sample indices that a sampler draws in a pass, the same on every rank.
 
     Args:
         sampler: any sampler; for a DistributedSampler, only whether it shuffles matters.
-        samples: number of samples of an epoch, over all ranks.
-        key: the epoch's number, passed to the sampler's `set_epoch`, or a number that represents it.
+        samples: number of samples of a pass, over all ranks.
+        seed: seed of the pass.
+        epoch: passed to the sampler's `set_epoch`.
+        is_first: see `draw`.
 
     Raises:
         Refused: the sampler draws another number of samples than its `len()`.
     """
-    return _order_under(sampler, samples, mix(seed, key), key, is_first=True)
-
-
-def _order_under(sampler: Any, samples: int, seed: int, epoch: int, is_first: bool) -> Sequence[Any]:
     if (order := _order_of_torch(sampler, samples, seed)) is not None:
         return order
     drawn = draw(sampler, samples, seed, epoch, is_first)
