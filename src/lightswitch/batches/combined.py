@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
@@ -13,9 +13,7 @@ from lightswitch.batches.generators import mix
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
 
-if TYPE_CHECKING:
-    from lightswitch.batches.order import TrainingSlices  # which needs `Combined` when it is imported
-
+Slices = Any  # `lightswitch.batches.order.TrainingSlices`, whose file imports this one
 CYCLE = "max_size_cycle"  # Lightning's default for a list or a dict of loaders
 
 
@@ -32,11 +30,11 @@ class Combined:
 
     def __init__(self, mode: Callable[[], str] = _default_mode) -> None:
         self.mode = mode
-        self.slices: list[TrainingSlices] = []
+        self.slices: list[Slices] = []
         self.others: list[Any] = []  # loaders that run unchanged
         self.makes_batches = False  # each sample of a dataset is a batch
 
-    def add(self, slices: TrainingSlices) -> int:
+    def add(self, slices: Slices) -> int:
         """Add the batch sampler of a copied loader; return its index, which is part of the loader's seeds."""
         self.slices.append(slices)
         return len(self.slices) + len(self.others) - 1
@@ -72,7 +70,7 @@ class Combined:
             return own_steps
         accumulation = self.slices[0].plan.accumulation
         others = (-(-(sized_len(loader) or 0) // accumulation) for loader in self.others)
-        return max(*(slices.own_steps for slices in self.slices), *others, own_steps)
+        return int(max(*(slices.own_steps for slices in self.slices), *others, own_steps))
 
     @property
     def is_formed(self) -> bool:
@@ -81,15 +79,16 @@ class Combined:
 
     def samples_before(self, steps: int, epoch: int) -> int:
         """Return the samples of an epoch's first steps, over all ranks, of the loader that determines its length."""
-        return self._decides.samples_before(steps, epoch)
+        return int(self._decides.samples_before(steps, epoch))
 
     @property
     def mean_samples(self) -> int:
         """Samples of a step of this epoch on average, over all ranks, of the loader that determines its length."""
-        return round(self._decides.epoch_samples / self._decides.own_steps)
+        samples: float = self._decides.epoch_samples / self._decides.own_steps
+        return round(samples)
 
     @property
-    def _decides(self) -> TrainingSlices:
+    def _decides(self) -> Slices:
         shortest = self.mode() == "min_size" and not self.is_single
         return (min if shortest else max)(self.slices, key=lambda slices: slices.own_steps)
 
@@ -127,7 +126,7 @@ class Combined:
                 raise Refused(_uneven(slices))
 
 
-def _uneven(slices: TrainingSlices) -> str:
+def _uneven(slices: Slices) -> str:
     plan = slices.plan
     if not plan.is_even:
         return (
