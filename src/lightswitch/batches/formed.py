@@ -42,7 +42,6 @@ class FormedSlices(TrainingSlices):
     def __init__(
         self, sampler: Any, plan: BatchPlan, rank: int, seed: int, at: Position, combined: Combined | None, dataset: Any
     ) -> None:
-        self._name = type(sampler).__name__
         steps = _count(sampler, dataset)
         if rank == 0:
             _tell_padded(sampler, sized_len(dataset))
@@ -85,21 +84,19 @@ class FormedSlices(TrainingSlices):
 
     def _drawn(self, seed: int, epoch: int, is_first: bool) -> Sequence[Any]:
         """Return the samples of a pass, batch by batch."""
-        batches = self._whole_pass(_formed(self.given, self._dataset, self.own_steps, seed, epoch, is_first))
+        formed = _formed(self.given, self._dataset, self.own_steps, seed, epoch, is_first)
+        if len(formed) < self.own_steps and self.rank == 0:
+            log.warning(
+                "the batch sampler %s forms %d batches, but its len() was %d when training began: the first ones are "
+                "taken again, so that all epochs have as many steps; keep its len() true, and the same",
+                type(self.given).__name__, len(formed), self.own_steps,
+            )  # fmt: skip
+        batches = [*islice(cycle(formed), self.own_steps)]
         self._begins_of_last = [*accumulate(map(len, batches), initial=0)]
         return [*chain.from_iterable(batches)]
 
     def _digest(self, order: Sequence[Any]) -> int:
         return mix(super()._digest(order), *self._begins_of_last[:_COMPARED])
-
-    def _whole_pass(self, batches: list[list[Any]]) -> list[list[Any]]:
-        if len(batches) < self.own_steps and self.rank == 0:
-            log.warning(
-                "the batch sampler %s forms %d batches, but its len() was %d when training began: the first ones are "
-                "taken again, so that all epochs have as many steps; keep its len() true, and the same",
-                self._name, len(batches), self.own_steps,
-            )  # fmt: skip
-        return [*islice(cycle(batches), self.own_steps)]
 
 
 def formed_rounds(
