@@ -71,7 +71,6 @@ _AGREED = "a planned step has no rank 0 to agree with; restored after the step"
 _ASKED = "supplies the tensor values that a planned step reads: these reads call no operator"
 _FAKE = "a planned step's tensors have no values to move, and there is no other rank to wait for"
 _KEPT = "restored after a planned step: DeepSpeed stores it per process, and would use it for the next engine"
-_WHOLE = "a fraction of an epoch counts its optimizer steps: Lightning counts micro-batches"
 _OWN_BATCHES = (
     "lifted while an evaluation's loaders are made: they are cut to so many of their own batches, not of a device's; "
     "mode=check sets 0, to end within an epoch without a validation"
@@ -103,15 +102,18 @@ PATCHES = (
         "measures how long training waits for a save: callbacks have a hook only for its beginning",
     ),
     Patch("lightning.pytorch.Trainer", "check_val_every_n_epoch", "int | None", _PLATEAU),
-    Patch("lightning.pytorch.Trainer", "val_check_batch", "int | float | None", _PLATEAU),
+    Patch(
+        "lightning.pytorch.Trainer",
+        "val_check_batch",
+        "int | float | None",
+        "a fraction of an epoch ends at a step: Lightning counts micro-batches; and " + _PLATEAU,
+    ),
     Patch(
         "lightning.pytorch.Trainer",
         "fit_loop",
         "_FitLoop",
         "loops that save after all hooks, complete a run resumed at its end, and recompute less in each batch",
     ),
-    Patch("lightning.pytorch.Trainer", "limit_train_batches", "int | float", _WHOLE),
-    Patch("lightning.pytorch.Trainer", "val_check_interval", "int | float | None", _WHOLE),
     *(Patch("lightning.pytorch.Trainer", f"limit_{stage}_batches", "int | float", _OWN_BATCHES) for stage in _STAGES),
     *(Patch(f"lightning.pytorch.loops.{loop}", "setup_data", "(self)", _LIMITED) for loop in _EVALUATIONS),
     Patch(

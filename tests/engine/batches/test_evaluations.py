@@ -1,4 +1,4 @@
-"""An evaluation set of fewer samples than ranks is evaluated, each sample once."""
+"""What several ranks evaluate together counts each sample once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,76 +14,13 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torchmetrics import MaxMetric, MeanMetric, Metric
-from torchmetrics.classification import MulticlassAUROC
+from torchmetrics import Metric
 
 from lightswitch.errors import Refused
-from tests.engine.conftest import Train
-from tests.engine.curves import largest_difference, predictions
 from tests.engine.fits import Fit, Fits
 from tests.engine.plain import Buckets, PlainData, PlainModel, Points
 from tests.night import at_night
 from tests.pool import RankFailed
-
-
-class FewData(PlainData):
-    def val_dataloader(self) -> list[DataLoader]:
-        return [DataLoader(Points(3, 1), batch_size=8), DataLoader(Points(9, 4), batch_size=8)]
-
-    def test_dataloader(self) -> DataLoader:
-        return DataLoader(Points(2, 2), batch_size=8)
-
-    predict_dataloader = test_dataloader
-
-
-class FewToPredict(PlainData):
-    predict_dataloader = FewData.predict_dataloader
-
-
-class LogsAll(PlainModel):
-    """Of a loader of 3 samples and of one of 9, the same metrics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.curve, self.mean, self.highest = MulticlassAUROC(4), MeanMetric(), MaxMetric()
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        each = cross_entropy(self.net(batch[0]), batch[1], reduction="none")
-        self.log("mean", each.mean())
-        if dataloader_idx == 0:
-            self.log("both", each.mean(), on_step=True, on_epoch=True, add_dataloader_idx=False)
-        self.log("of_lightning", each.mean(), sync_dist=True)
-        for name in ("sum", "min", "max"):
-            self.log(name, getattr(torch, name)(each), reduce_fx=name)
-        self.curve.update(self.net(batch[0]), batch[1])
-        self.mean.update(each)
-        self.highest.update(each)
-
-    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self._evaluate("test", batch)
-
-    def on_validation_epoch_end(self) -> None:
-        for name in ("curve", "mean", "highest"):
-            metric = getattr(self, name)
-            self.log(f"at_end/{name}", metric.compute())
-            metric.reset()
-
-
-FEW = Fit(LogsAll, FewData, steps=2)
-NAMES = [
-    "both_epoch",
-    *(f"{name}/dataloader_idx_{i}" for name in ("mean", "of_lightning", "sum", "min", "max") for i in (0, 1)),
-]
-NAMES += ["at_end/curve", "at_end/mean", "at_end/highest", "test/loss", "test/accuracy"]
-
-
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets:UserWarning")  # of 12 samples, by class
-@pytest.mark.parametrize("strategy", ["fsdp", *at_night("ddp")])
-def test_four_ranks_tell_of_three_samples_what_one_does(strategy: str, fits: Fits) -> None:
-    (alone,), ranks = fits(FEW), fits(replace(FEW, strategy=strategy), 4)
-    for name in NAMES:
-        assert largest_difference(ranks[0], alone, name) <= 1e-5, name
 
 
 class Entries(Metric):
@@ -121,16 +57,9 @@ class ElevenData(PlainData):
         return DataLoader(Points(self.samples_to_validate, 1), batch_size=4)
 
 
-class ThreeData(ElevenData):
-    samples_to_validate = 3
-
-
-@pytest.mark.parametrize("data", [ThreeData, *at_night(ElevenData)])
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 4), *at_night(("ddp", 2), ("fsdp", 2))])
-def test_ranks_gather_metrics_whose_entries_differ_in_number(
-    strategy: str, ranks: int, data: type[PlainData], fits: Fits
-) -> None:
-    one = Fit(LogsEntries, data, steps=1)
+def test_ranks_gather_metrics_whose_entries_differ_in_number(strategy: str, ranks: int, fits: Fits) -> None:
+    one = Fit(LogsEntries, ElevenData, steps=1)
     (alone,), run = fits(one), fits(replace(one, strategy=strategy), ranks)[0]
     for name in ("val/each", "val/some", "val/joined"):
         assert run.column(name) == alone.column(name), name
@@ -198,16 +127,6 @@ def test_a_batch_weighs_its_samples_whatever_the_shape_of_its_tensors(how: str, 
     assert [*run.column("val/value").values()] == pytest.approx([4.5])
     rows = torch.cat(Series(10).series)
     assert [*run.column("val/of_rows").values()] == pytest.approx([float(rows.mean())])
-
-
-def test_what_is_predicted_of_another_ranks_sample_is_left_out(train: Train, tmp_path: Path) -> None:
-    data = "data._target_=tests.engine.batches.test_repeated.FewToPredict"
-    run = train("model._target_=tests.engine.plain.PlainModel", data, "trainer.max_steps=1", "trainer.accelerator=cpu")
-    read = (f"ckpt_path={run.run_dir}/checkpoints/last.ckpt", "mode=predict", "trainer.accelerator=cpu")
-    model = ("model._target_=tests.engine.plain.PlainModel", data)
-    one, four = (train(*model, *read, *words, ranks=ranks) for words, ranks in (((), 0), (("strategy=ddp",), 4)))
-    assert len(predictions(four)) == 2
-    assert torch.equal(predictions(four), predictions(one))
 
 
 class Generates(PlainModel):
