@@ -12,23 +12,16 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lightswitch.checkpoints import safe
 from lightswitch.errors import LostRank
 
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.001, 0.05
-_SETTLE_SECONDS = 2.0  # between the first and the last rank on which a collective fails
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 
 
 class CollectiveError(OSError):
     """Error that every rank raises, whose text names the rank it comes from."""
-
-
-class UnansweredCollective(Exception):
-    """Error of a collective that ended because a rank did not take part."""
 
 
 class Ranks:
@@ -79,10 +72,6 @@ class Steps:
         cause: BaseException | None = None
         try:
             self._arrive(action())
-        except UnansweredCollective as error:
-            cause = error.__cause__ or error
-            self._store.set(self._key(str(self.rank)), "null")  # this one is not late
-            self._decide(self._late(what, _SETTLE_SECONDS) or self._failed(cause, lost=True))
         except OSError as error:
             self._decide(self._failed(error, lost=False))
         except Exception as error:  # a bug, which the other ranks have to raise as well
@@ -110,22 +99,17 @@ class Steps:
 
     def _conclude(self, what: str, cause: BaseException | None) -> None:
         if not self._wait(self._key("outcome")):
-            self._decide(self._late(what, 0))
+            self._decide(self._late(what))
         outcome = json.loads(self._store.get(self._key("outcome")))
         self._done += 1
         if outcome:
             raise (LostRank if outcome["lost"] else OSError)(outcome["told"]) from cause
         self._forget(self._done - 2)
 
-    def _late(self, what: str, patience_seconds: float) -> dict[str, Any]:
-        """Wait for late ranks, then return the outcome that names those still missing; empty if all have arrived."""
-        late = [rank for rank in range(self.world_size) if rank != self.rank]
-        end = time.monotonic() + patience_seconds
-        while late:
-            late = [rank for rank in late if not self._store.check([self._key(str(rank))])]
-            if time.monotonic() > end:
-                break
-            time.sleep(_LAST_POLL_SECONDS)
+    def _late(self, what: str) -> dict[str, Any]:
+        """Return the outcome that names the ranks that have not arrived; empty if all have."""
+        others = (rank for rank in range(self.world_size) if rank != self.rank)
+        late = [rank for rank in others if not self._store.check([self._key(str(rank))])]
         if not late:
             return {}
         who = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
@@ -157,15 +141,11 @@ class Steps:
 
 def describe_failure(error: BaseException, rank: int) -> str:
     """Return a short text with the failed rank and its error."""
-    if isinstance(error, CheckpointException):  # raised on every rank, with the errors of the failed ones
-        return "; ".join(f"rank {number}: {first_line(cause)}" for number, (cause, _) in sorted(error.failures.items()))
     return f"rank {rank}: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error, after a note if the disk is full."""
-    if named := safe.called(error):
-        return f"a tensor's file {named}"
     first = str(error).partition("\n")[0] or type(error).__name__
     full = _FULL.get(error.errno or 0) if isinstance(error, OSError) else None
     return f"{full}: {first}" if full else first

@@ -53,7 +53,7 @@ def swap(random: Random, path: Path) -> None:
 
 
 def rename(random: Random, path: Path) -> None:
-    path.rename(path.with_name(random.choice((f"{path.name}.bak", "__7_0.distcp", "x"))))
+    path.rename(path.with_name(random.choice((f"{path.name}.bak", "tensors_7.bin", "x"))))
 
 
 def take_that_of_another(random: Random, path: Path) -> None:

@@ -462,9 +462,9 @@ def test_every_rank_knows_which_checkpoints_are_harmed(
     """A bit or some of a tensor's file: nothing but its checksum tells."""
     shutil.copytree(of_two.folder, tmp_path / "again", symlinks=True)
     for name in harmed:
-        flip(Random(3), tmp_path / "again" / f"runs/plainmodel/mine/checkpoints/{name}.ckpt/__1_0.distcp")
+        flip(Random(3), tmp_path / "again" / f"runs/plainmodel/mine/checkpoints/{name}.ckpt/tensors_1.bin")
     again = train(*HARMED, "trainer.max_steps=5", ranks=2, folder=tmp_path / "again", check=False)
-    damage = "can't be read as a checkpoint: __1_0.distcp differs from its checksum"
+    damage = "can't be read as a checkpoint: tensors_1.bin differs from its checksum"
     told = [f"runs/plainmodel/mine/checkpoints/{name}.ckpt {damage}" for name in harmed]
     if len(harmed) == 2:
         advice = "start over with resume=never, or resume another one with resume=PATH"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightswitch.checkpoints.last import LastCheckpoints
-from lightswitch.checkpoints.shards import Piece
+from lightswitch.checkpoints.shards import Box, Piece
 from lightswitch.errors import LostRank
 from lightswitch.loop.loops import replace_loops
 from lightswitch.strategies.ddp import DDP
@@ -60,7 +60,7 @@ class FailsAndStalls(DDP):
 
 
 class Failing(Piece):
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
+    def boxes(self) -> Iterator[Box]:
         raise TypeError("no such device")
 
 
@@ -68,9 +68,9 @@ class Failing(Piece):
 class Stalling(Piece):
     seconds: float = 0
 
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
+    def boxes(self) -> Iterator[Box]:
         time.sleep(self.seconds)
-        return super().__get_tensor_shard__(index)
+        return super().boxes()
 
 
 TWO = (*PLAIN, "strategy=ddp", "run_id=mine", "trainer.max_steps=8", "callbacks.last_checkpoint.every_n_steps=2")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Size, Tensor
 
-from lightswitch.checkpoints import directory, index
+from lightswitch.checkpoints import directory
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.checkpoints.shards import Piece
-from lightswitch.errors import UnfitCheckpoint
+from lightswitch.errors import UnfitCheckpoint, UnwrittenCheckpoint
 from tests.engine.fits import ADAMW, Fit
 from tests.engine.fits import LANGUAGE as LANGUAGE_FIT
 from tests.engine.models.language import LanguageModel
@@ -35,14 +34,14 @@ BOXES = st.lists(st.integers(1, 4), max_size=4).map(Size)
 def test_a_piece_is_cut_into_few_boxes_that_hold_its_elements(shape: Size, one: float, other: float) -> None:
     first, end = sorted(int(part * prod(shape)) for part in (one, other))
     piece, whole = Piece(torch.arange(first, end), shape, first), torch.full(shape, -1)
-    items = piece.__create_write_items__("x", piece)
-    for item in items:
+    found = [*piece.boxes()]
+    for offsets, values in found:
         box = whole
-        for dimension, (offset, size) in enumerate(zip(item.index.offset, item.tensor_data.chunk.sizes, strict=True)):
+        for dimension, (offset, size) in enumerate(zip(offsets, values.shape, strict=True)):
             box = box.narrow(dimension, offset, size)
-        box.copy_(piece.__get_tensor_shard__(item.index))
+        box.copy_(values)
     assert whole.flatten().tolist() == [i if first <= i < end else -1 for i in range(prod(shape))]
-    assert len(items) <= max(1, 2 * len(shape) - 1)
+    assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
 def test_a_piece_is_written_and_read_alone_also_of_what_is_empty(tmp_path: Path) -> None:
@@ -56,13 +55,13 @@ def test_a_piece_is_written_and_read_alone_also_of_what_is_empty(tmp_path: Path)
     assert reader.like["model.none"].shape == (0, 3)
 
 
-@given(BOXES, st.lists(st.floats(0, 1), max_size=4))
-def test_pieces_of_any_sizes_are_known_to_fill_their_tensor(shape: Size, cuts: list[float]) -> None:
-    ends = sorted({int(part * prod(shape)) for part in (0, *cuts, 1)})
-    pieces = [Piece(torch.arange(*ends), shape, ends[0]) for ends in pairwise(ends)]
-    chunks = [item.tensor_data.chunk for piece in pieces for item in piece.__create_write_items__("x", piece)]
-    assert index._fill(chunks, 2 * len(shape))
-    assert not index._fill([*chunks, chunks[0]], 2 * len(shape))
+def test_a_part_of_a_tensor_is_no_checkpoint(tmp_path: Path) -> None:
+    half = {"model.w": Piece(torch.zeros(12), Size((4, 6)), 12)}
+    with pytest.raises(
+        UnwrittenCheckpoint, match=r"not whole tensors: index\.json has 12 of the 24 elements of model\.w"
+    ):
+        directory.write(tmp_path / "a.ckpt", half, {}, ranks=None)
+    assert [*tmp_path.iterdir()] == []
 
 
 RANKS = 4
@@ -105,7 +104,7 @@ def filled(path: Path, room: Callable[[str, int], Tensor | Piece]) -> int:
 
 
 def size_of(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.glob("*.distcp"))
+    return sum(file.stat().st_size for file in path.glob("*.bin"))
 
 
 @pytest.mark.parametrize("room", [whole, piece])
@@ -130,7 +129,7 @@ def cut_and_filled(path: Path) -> None:
     reader = Reader(path, dist.new_group())
     dist.barrier()
     if dist.get_rank() == 0:
-        for file in path.glob("*.distcp"):
+        for file in path.glob("*.bin"):
             file.write_bytes(file.read_bytes()[:100_000])
     dist.barrier()
     reader.fill({name: whole(name, 0) for name in SHAPES})
