@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import torch.distributed as dist
@@ -31,13 +32,14 @@ class Ranks:
 
     Args:
         timeout_seconds: how long to wait for a rank in each step of a save.
+        has_lost_a_rank: set once a rank is known to be dead or to hang, and no step waits any longer.
     """
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, timeout_seconds: float, has_lost_a_rank: Event) -> None:
         # gloo, as NCCL sends no Python objects; a separate group, as training uses the other one at the same time
         self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        self.staging = Steps(self.group, "staging", timeout_seconds)
-        self.writing = Steps(self.group, "writing", timeout_seconds)
+        self.staging = Steps(self.group, "staging", timeout_seconds, has_lost_a_rank)
+        self.writing = Steps(self.group, "writing", timeout_seconds, has_lost_a_rank)
 
 
 class Steps:
@@ -50,12 +52,13 @@ class Steps:
         group: the process group of the ranks.
         name: the name of the sequence; two sequences may run at the same time.
         timeout_seconds: how long to wait for a rank in a step.
+        has_lost_a_rank: see `Ranks`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str, timeout_seconds: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str, timeout_seconds: float, has_lost_a_rank: Event) -> None:
         self._store = PrefixStore(f"{group.group_name}/{name}", _get_default_store())
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._has_lost_a_rank = timeout_seconds, has_lost_a_rank
         self._done = 0
 
     def take(self, what: str, action: Callable[[], Any]) -> None:
@@ -113,7 +116,8 @@ class Steps:
         if not late:
             return {}
         who = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
-        return {"lost": True, "told": f"{who} did not {what} in {self._timeout_seconds:g} s"}
+        when = "before the run failed" if self._has_lost_a_rank.is_set() else f"in {self._timeout_seconds:g} s"
+        return {"lost": True, "told": f"{who} did not {what} {when}"}
 
     def _failed(self, error: BaseException, lost: bool) -> dict[str, Any]:
         message = first_line(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -123,7 +127,7 @@ class Steps:
         """Wait for a key by polling: a blocking wait would block the store for this process's other threads."""
         end, pause = time.monotonic() + self._timeout_seconds, _FIRST_POLL_SECONDS
         while not self._store.check([key]):
-            if time.monotonic() > end:
+            if time.monotonic() > end or self._has_lost_a_rank.is_set():
                 return False
             time.sleep(pause)
             pause = min(2 * pause, _LAST_POLL_SECONDS)

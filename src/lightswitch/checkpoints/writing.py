@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch.distributed as dist
@@ -47,9 +48,9 @@ class WrittenTogether(Strategy):
     fails in a save would leave the others waiting.
     """
 
-    # True if the watchdog reports failures to all ranks: a failing save then does not use torch's store, which prints
-    # errors if rank 0 is dead
-    ranks_hear_of_failures = False
+    # Set by the watchdog, which reports failures to all ranks: a failing save then does not use torch's store, which
+    # prints errors if rank 0 is dead
+    has_lost_a_rank: Event | None = None
 
     _checkpoint_ranks: Ranks | None = None
     _told: frozenset[str] = frozenset()  # paths of values that checkpoints omit, already logged
@@ -251,7 +252,7 @@ class WrittenTogether(Strategy):
         super().on_exception(exception)
         message = f"{type(exception).__name__}: {exception}".partition("\n")[0]
         ranks, self._checkpoint_ranks = self._checkpoint_ranks, None
-        others = None if self.ranks_hear_of_failures else ranks
+        others = ranks if self.has_lost_a_rank is None else None
         if others is not None:
             others.staging.fail(message)
         if self._saver.wait(_PATIENCE_SECONDS) and others is not None:
@@ -269,7 +270,7 @@ class WrittenTogether(Strategy):
 
     def _connect(self) -> None:
         if self._checkpoint_ranks is None and dist.is_available() and dist.is_initialized():
-            self._checkpoint_ranks = Ranks(self._timeout_seconds * _STEP)
+            self._checkpoint_ranks = Ranks(self._timeout_seconds * _STEP, self.has_lost_a_rank or Event())
 
     @property
     def _timeout_seconds(self) -> float:
