@@ -36,7 +36,7 @@ _BUILTINS: dict[str, Any] = {"torch.Size": tuple, "collections.OrderedDict": dic
 class PickledIndex(Index):
     """Index of a checkpoint whose shards are files of `torch.save`, one after the other."""
 
-    def read(self, shard: Shard) -> Tensor:
+    def read(self, shard: Shard, box: tuple[slice, ...]) -> Tensor:
         with (self.path / shard.file).open("rb") as file:
             file.seek(shard.begin)
             part = io.BytesIO(file.read(shard.end - shard.begin))
@@ -46,9 +46,9 @@ class PickledIndex(Index):
             values = torch.load(part, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise Damaged(f"{shard.file} {safe.called(error) or 'is damaged'}") from error
-        if not isinstance(values, Tensor) or (values.shape, values.dtype) != (shard.sizes, self.dtype(shard)):
+        if not isinstance(values, Tensor) or (values.shape, values.dtype) != (shard.sizes, self.like[shard.name].dtype):
             raise Damaged(f"{shard.file} does not contain {shard.name} as {INDEX} describes it")
-        return values
+        return values[box]
 
 
 def read(path: Path) -> Index:

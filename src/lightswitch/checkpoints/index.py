@@ -58,27 +58,26 @@ class Index:
         """Names of the files that hold shards."""
         return {shard.file for shards in self.shards.values() for shard in shards}
 
-    def dtype(self, shard: Shard) -> torch.dtype:
-        """Return the dtype of a stored shard."""
-        return self.like[shard.name].dtype
-
     def bytes(self, shard: Shard) -> int:
         """Return the size of a stored shard in bytes."""
-        return math.prod(shard.sizes) * self.dtype(shard).itemsize
+        return math.prod(shard.sizes) * self.like[shard.name].itemsize
 
-    def read(self, shard: Shard) -> Tensor:
-        """Return a stored shard, on the CPU.
+    def read(self, shard: Shard, box: tuple[slice, ...]) -> Tensor:
+        """Return a part of a stored shard, on the CPU. Only its rows are read: its slice of the first dimension.
 
         Raises:
             Damaged: the file is too short.
             OSError: the file can't be read.
         """
-        values = torch.empty(self.bytes(shard), dtype=torch.uint8)
+        rows, *others = box or (slice(0, 1),)  # a scalar is one row
+        count, row_bytes = rows.stop - rows.start, self.bytes(shard) // (shard.sizes or (1,))[0]
+        values = torch.empty(count * row_bytes, dtype=torch.uint8)
         with (self.path / shard.file).open("rb") as file:
-            file.seek(shard.begin)
+            file.seek(shard.begin + rows.start * row_bytes)
             if file.readinto(values.numpy().data) != len(values):
                 raise Damaged(f"{shard.file} is shorter than {INDEX} says")
-        return values.view(self.dtype(shard)).view(shard.sizes)
+        whole = values.view(self.like[shard.name].dtype).view((count, *shard.sizes[1:]) if box else ())
+        return whole[(slice(None), *others)] if box else whole
 
 
 def write_tensors(folder: Path, rank: int, tensors: Mapping[str, Stored]) -> tuple[str, str, dict[str, Any]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import UserDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,12 +24,7 @@ from lightswitch.checkpoints.shards import Piece, boxes, local
 from lightswitch.errors import UnfitCheckpoint, listed, shown
 
 OnRead = Callable[[int], None]  # takes the number of bytes that were just read
-Copy = tuple[Tensor, tuple[slice, ...]]  # the destination, and its place in a stored shard
-T = TypeVar("T")
-_ROUND_BYTES = 64 * 2**20  # read by a rank before it sends shared shards to others; a larger shard is read alone
 _OF_A_RESUME = "use the model arguments that it was saved with, or start a new run with another run_id"
-_CPU = torch.device("cpu")
-_ALIGNED_BYTES = 16  # of the widest dtype
 
 
 class Reader:
@@ -129,7 +123,7 @@ class Reader:
     def fill(self, tensors: Mapping[str, Tensor | Piece], on_read: OnRead | None = None) -> None:
         """Read tensors in place; of a DTensor or Piece, only this rank's shard. Collective.
 
-        For each stored shard, one of the ranks that need it reads it and sends it to the others.
+        Each rank reads the rows that it needs of the stored shards.
 
         Args:
             tensors: by the names in the checkpoint, with the shapes there.
@@ -150,41 +144,17 @@ class Reader:
         return whole[saved]
 
     def _load(
-        self,
-        tensors: Mapping[str, Tensor | Piece],
-        on_read: OnRead | None,
-        group: dist.ProcessGroup | None,
+        self, tensors: Mapping[str, Tensor | Piece], on_read: OnRead | None, group: dist.ProcessGroup | None
     ) -> None:
-        index = self._index
-        wanted = self._on_all_ranks(lambda: _wanted(tensors, index), group)
-        device = next((one.device for one in map(local, tensors.values()) if one.device.type != "cpu"), _CPU)
-        needs, kinds = zip(*_of_all_ranks(([*wanted], device.type), group), strict=True)
-        device = device if len({*kinds}) == 1 else _CPU
-        rank, holders = dist.get_rank(group) if group else 0, _holders(needs)
-        for parts in _rounds(holders, index, len(needs)):
-            read = self._on_all_ranks(partial(_read, index, parts[rank]), group)
-            _take(read, wanted, on_read)
-            for source, keys in enumerate(parts):
-                shared = [key for key in keys if len(holders[key]) > 1]
-                _take(_sent(source, shared, read, index, device, group) if shared else {}, wanted, on_read)
-        if message := _first_of_all_ranks(self._replaced(), group):
-            raise unreadable(self.path, message)
-
-    def _on_all_ranks(self, action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-        """Run an action and return its result. Collective.
-
-        Raises:
-            UnfitCheckpoint: on every rank, if the action fails on one.
-        """
-        found, problem, message = None, None, None
+        problem, message = None, None
         try:
-            found = action()
+            for name, tensor in tensors.items():
+                _fill(name, tensor, self._index, on_read)
         except Exception as error:  # torch raises many kinds of errors for a damaged file
             problem = error
-            message = self._replaced() or describe_failure(error, dist.get_rank(group) if group else 0)
-        if message := _first_of_all_ranks(message, group):
+            message = describe_failure(error, dist.get_rank(group) if group else 0)
+        if message := _first_of_all_ranks(self._replaced() or message, group):
             raise unreadable(self.path, message) from problem
-        return cast(T, found)
 
     def check_model(self, live: Mapping[str, Any], arguments: Mapping[str, Any], strict: bool) -> None:
         """Compare the names and shapes of a model's parameters and buffers with the checkpoint's.
@@ -225,8 +195,8 @@ class LoadedIndex(Index):
 
     values: Mapping[str, Tensor]
 
-    def read(self, shard: Shard) -> Tensor:
-        return self.values[shard.name]
+    def read(self, shard: Shard, box: tuple[slice, ...]) -> Tensor:
+        return self.values[shard.name][box]
 
 
 class _ReadOnAccess(UserDict[str, Any]):
@@ -249,105 +219,34 @@ def why(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def _wanted(tensors: Mapping[str, Tensor | Piece], index: Index) -> dict[Shard, list[Copy]]:
-    """Return the stored shards that this rank needs, and what to copy of each."""
-    found: dict[Shard, list[Copy]] = defaultdict(list)
-    for name, tensor in tensors.items():
-        if name not in index.like or index.like[name].shape != tensor.shape:
-            there = _shape(index.like[name]) if name in index.like else "missing"
-            raise ValueError(f"{name} is {there}, expected {_shape(tensor)}")
-        for offsets, values in boxes(tensor):
-            for shard in index.shards[name]:
-                if (copy := _common(shard, offsets, values)) is not None:
-                    found[shard].append(copy)
-    return found
-
-
-def _common(shard: Shard, offsets: tuple[int, ...], values: Tensor) -> Copy | None:
-    """Return the part of a box's values that a stored shard has, and where it is in that shard; None if it has none."""
-    sides = [*zip(shard.offsets, shard.sizes, offsets, values.shape, strict=True)]
-    ends = [(max(a, b), min(a + m, b + n)) for a, m, b, n in sides]
-    if any(begin >= end for begin, end in ends):
-        return None
-    target = tuple(slice(begin - b, end - b) for (begin, end), b in zip(ends, offsets, strict=True))
-    return values[target], tuple(slice(begin - a, end - a) for (begin, end), a in zip(ends, shard.offsets, strict=True))
-
-
 @torch.no_grad()
-def _take(read: Mapping[Shard, Tensor], wanted: Mapping[Shard, Sequence[Copy]], on_read: OnRead | None) -> None:
-    """Copy stored shards to their destinations."""
-    for shard, values in read.items():
-        for target, source in wanted.get(shard, ()):
-            target.copy_(values[source])
-            if on_read is not None:
-                on_read(target.nbytes)
+def _fill(name: str, tensor: Tensor | Piece, index: Index, on_read: OnRead | None) -> None:
+    """Read the elements of a tensor that this rank holds, in place."""
+    if name not in index.like or index.like[name].shape != tensor.shape:
+        there = _shape(index.like[name]) if name in index.like else "missing"
+        raise ValueError(f"{name} is {there}, expected {_shape(tensor)}")
+    for offsets, values in boxes(tensor):
+        for shard in index.shards[name]:
+            sides = [*zip(shard.offsets, shard.sizes, offsets, values.shape, strict=True)]
+            common = [(max(a, b), min(a + m, b + n)) for a, m, b, n in sides]
+            if all(begin < end for begin, end in common):
+                target = values[_within(common, offsets)]
+                target.copy_(index.read(shard, _within(common, shard.offsets)))
+                if on_read is not None:
+                    on_read(target.nbytes)
 
 
-def _of_all_ranks(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    if group is None:
-        return [value]
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+def _within(box: Iterable[tuple[int, int]], offsets: Iterable[int]) -> tuple[slice, ...]:
+    """Return a box of the whole tensor, with the begin and end of each dimension, as a box of a shard."""
+    return tuple(slice(begin - offset, end - offset) for (begin, end), offset in zip(box, offsets, strict=True))
 
 
 def _first_of_all_ranks(problem: str | None, group: dist.ProcessGroup | None) -> str | None:
-    return next(filter(None, _of_all_ranks(problem, group)), None)
-
-
-def _holders(needs: Sequence[Collection[Shard]]) -> dict[Shard, list[int]]:
-    """Return the ranks that need each stored shard."""
-    holders: dict[Shard, list[int]] = defaultdict(list)
-    for rank, keys in enumerate(needs):
-        for key in keys:
-            holders[key].append(rank)
-    return holders
-
-
-def _rounds(holders: Mapping[Shard, list[int]], index: Index, world_size: int) -> Iterator[list[list[Shard]]]:
-    """Yield the shards that each rank reads in one round; shards that several ranks need are balanced by bytes."""
-    parts: list[list[Shard]] = [[] for _ in range(world_size)]
-    bytes = [0] * world_size
-    for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -index.bytes(key), key.name, key.offsets)):
-        reader = min(holders[key], key=bytes.__getitem__)
-        parts[reader].append(key)
-        bytes[reader] += index.bytes(key)
-    parts = [sorted(of_rank, key=lambda key: (key.file, key.begin)) for of_rank in parts]
-    while any(parts):
-        yield [_first_round(of_rank, index) for of_rank in parts]
-
-
-def _first_round(keys: list[Shard], index: Index) -> list[Shard]:
-    """Remove the shards of one round from the start of a list, and return them."""
-    ends = accumulate(map(index.bytes, keys))
-    count = max(1, sum(1 for _ in takewhile(lambda end: end <= _ROUND_BYTES, ends)))
-    taken, keys[:] = keys[:count], keys[count:]
-    return taken
-
-
-def _read(index: Index, keys: Sequence[Shard]) -> dict[Shard, Tensor]:
-    return {key: index.read(key) for key in keys}
-
-
-def _sent(
-    source: int,
-    keys: Sequence[Shard],
-    read: Mapping[Shard, Tensor],
-    index: Index,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-) -> dict[Shard, Tensor]:
-    """Broadcast the stored shards that a rank has read and others need, and return them. Collective."""
-    ends = [*accumulate(-(-index.bytes(key) // _ALIGNED_BYTES) * _ALIGNED_BYTES for key in keys)]
-    buffer = torch.empty(ends[-1], dtype=torch.uint8, device=device)
-    found = {}
-    for key, begin in zip(keys, [0, *ends], strict=False):
-        found[key] = buffer[begin : begin + index.bytes(key)].view(index.dtype(key)).view(key.sizes)
-        if key in read:
-            found[key].copy_(read[key])
-    # a buffer on a device needs the device's backend, which the default group of the same ranks has
-    dist.broadcast(buffer, source, group if device.type == "cpu" else None)
-    return found
+    if group is None:
+        return problem
+    problems = [problem] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    return next(filter(None, problems), None)
 
 
 def _shape(tensor: Tensor | Piece) -> str:
