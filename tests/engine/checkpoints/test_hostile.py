@@ -1,13 +1,11 @@
-"""No way in runs what a checkpoint names, or takes more memory than its bytes: each is refused in a line."""
+"""No way in runs what a checkpoint names: each is refused in a line."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import pickle
 import shutil
-import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import lightswitch
-from lightswitch.checkpoints import safe
 from lightswitch.checkpoints.last import position_of
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.checkpoints.weight_files import Weights
@@ -163,7 +160,7 @@ def test_a_class_that_an_index_may_name_stays_as_it_is(tmp_path: Path) -> None:
     assert not hasattr(metadata, "seen")
 
 
-# Checkpoints that are made to mislead: each is refused in a line, and none takes more memory than it has bytes
+# Checkpoints that are made to mislead: each is refused in a line
 
 
 def test_an_index_of_thousands_of_tensors_in_the_same_bytes_is_refused(tmp_path: Path) -> None:
@@ -175,31 +172,12 @@ def test_an_index_of_thousands_of_tensors_in_the_same_bytes_is_refused(tmp_path:
         Reader(path, group=None)
 
 
-def bomb(path: Path) -> Path:
-    """The same archive with a tensor of 256 MB, in some hundred kilobytes."""
-    torch.save({"state_dict": {"w": torch.zeros(64 << 20)}}, path)
-    packed = path.with_name("packed")
-    with zipfile.ZipFile(path) as whole, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as small:
-        for part in whole.infolist():
-            small.writestr(part.filename, whole.read(part))
-    packed.replace(path)
-    return path
-
-
-@pytest.mark.nightly
-def test_a_compressed_archive_is_not_unpacked(tmp_path: Path) -> None:
-    path = bomb(tmp_path / "x.ckpt")
-    assert path.stat().st_size < 1 << 20
-    with pytest.raises(UnfitCheckpoint, match=r"x\.ckpt claims 268\d{6} bytes, but has \d{6}"):
-        Reader(path, group=None)
-
-
 ODD: tuple[tuple[str, Any], ...] = (
     *(("names_of_tied", {"a": []}), ("names_of_tied", ["a"]), ("left_out", 5), ("left_out", [[]])),
     *(("hyper_parameters", ["a"]), ("loops", 5), ("callbacks", []), ("epoch", "x")),
     *(("global_step", -1), ("optimizer_states", {}), ("optimizer_states", [5]), ("lr_schedulers", [None])),
     *(("pytorch-lightning_version", "new"), ("extra_state", None), ("position", {"step": -1})),
-    *(("position", {"step": 1 << 63}), ("position", {"more": 1}), ("view", torch.zeros(1).expand(1 << 40))),
+    *(("position", {"step": 1 << 63}), ("position", {"more": 1})),
 )
 
 
@@ -239,21 +217,6 @@ def test_a_pipe_in_the_place_of_weights_is_not_waited_for(name: str, tmp_path: P
     path = tmp_path if name.startswith("model") else tmp_path / name
     with pytest.raises(UnfitCheckpoint, match=f"{name} is a pipe, expected a regular file"):
         Reader(path, group=None)
-
-
-def test_files_of_more_tensors_than_a_model_has_are_refused_before_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(safe, "MOST_TENSORS", 1000)
-    empty = {str(number): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(1001)}
-    header = json.dumps(empty).encode()
-    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with zipfile.ZipFile(tmp_path / "x.ckpt", "w") as archive:
-        for number in range(1001):
-            archive.writestr(f"x/data/{number}", b"")
-    for name, found in (("x.safetensors", "1001 tensors"), ("x.ckpt", "1001 parts")):
-        with pytest.raises(UnfitCheckpoint, match=f"{name} has {found}; a file of weights has at most 1000"):
-            Reader(tmp_path / name, group=None)
 
 
 def test_an_export_is_written_to_a_disk_without_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
