@@ -24,6 +24,7 @@ from lightswitch.checkpoints.shards import Piece, boxes, local
 from lightswitch.errors import UnfitCheckpoint, listed, shown
 
 OnRead = Callable[[int], None]  # takes the number of bytes that were just read
+_BRINGS = "the module brings these weights itself, set self.strict_loading = False in it"
 _OF_A_RESUME = "use the model arguments that it was saved with, or start a new run with another run_id"
 
 
@@ -178,7 +179,9 @@ class Reader:
             problems += [f"the model has no {name}" for name in sorted(saved - live.keys())]
         if problems:
             message = listed([*self._other_arguments(arguments), *problems], shown=4, separator="; ")
-            raise UnfitCheckpoint(f"{self.path} was saved from a different model: {message}; {self.advice}")
+            advice = self.advice
+            advice += f", or, if {_BRINGS}" if strict and live.keys() - saved else ""
+            raise UnfitCheckpoint(f"{self.path} was saved from a different model: {message}; {advice}")
 
     def _other_arguments(self, arguments: Mapping[str, Any]) -> list[str]:
         saved = self.state.get("hyper_parameters", {})

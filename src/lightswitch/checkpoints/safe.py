@@ -32,9 +32,7 @@ _STATE: dict[str, type] = {  # types of the entries in a checkpoint's state, eac
     **dict.fromkeys(("epoch", "global_step"), int),
     **dict.fromkeys(("loops", "callbacks", "hyper_parameters", "extra_state", "names_of_tied"), dict),
     **dict.fromkeys(("frozen_since", "plateau", "epoch_end", "configured"), dict),
-    **dict.fromkeys(
-        ("optimizer_states", "lr_schedulers", "left_out", "streams", "of_ranks", "removed", PLACES_OF_SHARDS), list
-    ),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers", "left_out", "streams", "of_ranks", PLACES_OF_SHARDS), list),
     "pytorch-lightning_version": str,
     KINDS: dict,
 }
@@ -99,9 +97,7 @@ def checked_state(state: Any, name: str) -> dict[str, Any]:
     ):
         raise UnsafeFile(f"{name} has invalid states of optimizers or schedulers")
     tied = state.get("names_of_tied", {})
-    if not all(
-        isinstance(one, str) for one in (*tied, *tied.values(), *state.get("left_out", ()), *state.get("removed", ()))
-    ):
+    if not all(isinstance(one, str) for one in (*tied, *tied.values(), *state.get("left_out", ()))):
         raise UnsafeFile(f"{name} has a tensor name that is not a string")
     if not re.match(r"\d+(\.\d+)*", state.get("pytorch-lightning_version", "0")):
         raise UnsafeFile(f"{name} has no valid Lightning version")
