@@ -165,42 +165,26 @@ def safe(value: Any) -> tuple[Any, dict[str, str]]:
     the entry `KINDS`, by which `checked_state` converts arrays, deques and the like back. Collective: a DTensor, such
     as a parameter's copy in a callback under fsdp, becomes whole, as only rank 0's state is written.
     """
-    left_out: dict[str, str] = {}
-    kinds: dict[_Place, tuple[Any, ...]] = {}
-    kept, marked = _plain(value, "", left_out)
-    plain = _taken(marked, (), kinds) if kept else None
-    return {**plain, KINDS: kinds} if kinds and isinstance(plain, dict) else plain, left_out
+    found = _Found({}, {})
+    kept, plain = _plain(value, (), found)
+    if kept and found.kinds and isinstance(plain, dict):
+        plain = {**plain, KINDS: found.kinds}
+    return plain, found.left_out
 
 
 @dataclass(frozen=True)
-class _Marked:
-    """Value in plain types, and the kind that it was: a key of `_OF_KIND`, and its argument."""
+class _Found:
+    """The type names of values that are left out, by their paths, and the kinds of others (see `_OF_KIND`)."""
 
-    plain: Any
-    kind: tuple[Any, ...]
-
-
-def _taken(value: Any, place: _Place, kinds: dict[_Place, tuple[Any, ...]]) -> Any:
-    """Return a value without marks, and put the kinds into a dict by place; keys and members of sets have no place."""
-    if isinstance(value, _Marked):
-        kinds[place] = value.kind
-        return _taken(value.plain, place, kinds)
-    if _is_plain(value):
-        return value
-    if type(value) is dict:
-        items = [(_taken(key, (), {}), item) for key, item in value.items()]
-        return {key: _taken(item, (*place, key), kinds) for key, item in items}
-    if type(value) is set:
-        return {_taken(item, (), {}) for item in value}
-    if type(value) in (list, tuple):
-        return type(value)(_taken(item, (*place, index), kinds) for index, item in enumerate(value))
-    return value
+    left_out: dict[str, str]
+    kinds: dict[_Place, tuple[Any, ...]]
 
 
-def _plain(value: Any, path: str, left_out: dict[str, str], levels: int = _MOST_LEVELS - 1) -> tuple[bool, Any]:
-    kept, plain = _unmarked(value, path, left_out, levels)
-    kind = _kind(value, plain) if kept else None
-    return kept, plain if kind is None else _Marked(plain, kind)
+def _plain(value: Any, place: _Place, found: _Found, levels: int = _MOST_LEVELS - 1) -> tuple[bool, Any]:
+    kept, plain = _converted(value, place, found, levels)
+    if kept and (kind := _kind(value, plain)) is not None:
+        found.kinds[place] = kind
+    return kept, plain
 
 
 def _is_plain(value: Any, levels: int = _MOST_LEVELS) -> bool:
@@ -232,10 +216,10 @@ def _kind(value: Any, plain: Any) -> tuple[Any, ...] | None:
     return next(((kind.__name__,) for kind in (Counter, frozenset) if isinstance(value, kind)), None)
 
 
-def _unmarked(value: Any, path: str, left_out: dict[str, str], levels: int) -> tuple[bool, Any]:
+def _converted(value: Any, place: _Place, found: _Found, levels: int) -> tuple[bool, Any]:
     if type(value) in _SCALARS:
         return True, value
-    inner = partial(_plain, left_out=left_out, levels=levels - 1)
+    inner = partial(_plain, levels=levels - 1)
     if levels > 0:
         if _is_plain(value, levels):
             return True, pickle.loads(pickle.dumps(value, 5))  # training may change it during the write
@@ -243,16 +227,23 @@ def _unmarked(value: Any, path: str, left_out: dict[str, str], levels: int) -> t
             return True, tensor
         for known, converted in _CONVERTED:
             if isinstance(value, known):
-                return inner(converted(value), path)
+                return inner(converted(value), place, found)
         if isinstance(value, Mapping):
-            items = [(inner(key, path), inner(item, f"{path}.{key}")) for key, item in value.items()]
-            kept = {key: item for (has_key, key), (has_item, item) in items if has_key and has_item and _is_key(key)}
+            kept: dict[Any, Any] = {}
+            for key, item in value.items():
+                has_key, plain_key = inner(key, place, _Found(found.left_out, {}))  # a key has no place
+                if has_key and _is_key(plain_key):
+                    has_item, plain = inner(item, (*place, plain_key), found)
+                    kept |= {plain_key: plain} if has_item else {}
             return True, kept
         if isinstance(value, Sequence | Set | deque):
-            found = [inner(item, f"{path}.{index}") for index, item in enumerate(value)]
-            return True, _collection(value, [plain for kept, plain in found if kept])
+            items: list[Any] = []
+            for item in value:
+                has_item, plain = inner(item, (*place, len(items)), found)
+                items += [plain] if has_item else []
+            return True, _collection(value, items)
     public = (kind for kind in type(value).__mro__ if not kind.__name__.startswith("_"))  # not Hydra's private partials
-    left_out[path.lstrip(".")] = next(public).__name__
+    found.left_out[".".join(map(str, place))] = next(public).__name__
     return False, None
 
 
