@@ -418,8 +418,6 @@ OVERRIDES = {
     f"{_PL}.trainer.connectors.logger_connector.result._ResultCollection": ("metrics", "reset", "to", "update_metrics"),
     f"{_PL}.trainer.connectors.logger_connector.result._ResultMetric": ("to",),
     "torch.amp.GradScaler": ("_unscale_grads_",),
-    "torch.distributed.checkpoint.filesystem.FileSystemReader": ("_slice_file",),
-    "torch.distributed.checkpoint.filesystem._FileSystemWriter": ("finish", "write_data"),
 }
 
 
