@@ -38,11 +38,12 @@ from lightswitch.mixins import with_mixin
 from lightswitch.strategies.elementwise import refuse_sharded
 from lightswitch.strategies.gathered_writes import (
     GatheredCopies,
-    WholeBesideShards,
+    ShardsInHook,
     let_data_be_assigned,
     let_numbers_be_read,
     of_fsdp,
     reduce_as_if_trained,
+    refuse_pickles,
 )
 from lightswitch.strategies.replicas import broadcast_metric_states, broadcast_weights
 from lightswitch.strategies.rounds import FIRST, MOST_ASKED, Rounds
@@ -227,6 +228,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         self._forward_redirection = WatchedForward(self._trained)
         let_data_be_assigned()
         let_numbers_be_read()
+        refuse_pickles()
         instead = "" if self._gathers_parts else "type trainer.strategy.gather=parts, "
         GatheredCopies(of_fsdp(model, own_names), self.looks, instead)
         seconds = (self._timeout or default_pg_timeout).total_seconds()
@@ -353,7 +355,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         self._calls[hook] += 1
         is_asked = self._calls[hook] <= FIRST and self.world_size <= MOST_ASKED
         together = partial(self._rounds.together, hook) if is_asked else None
-        with WholeBesideShards(hook, together):
+        with ShardsInHook(hook, self._in_shards, together):
             yield
         if together is not None:
             together(None)
