@@ -40,6 +40,7 @@ ALLOWED = {
     "self.epoch_loop.val_loop.restarting": "as Lightning's own loop sets it, of a run that resumes within an epoch",
     "self.val_loop.restarting": "as Lightning's own loop sets it, at the first batch after a resume",
     "generator.bit_generator.state": "NumPy documents it: how a generator is seeded again",
+    "original.__class__": "of a parameter that sharding has replaced, as torch changes that of a lazy one",
     "undivided.rank": "of a copy of the user's sampler",
     "unused.world_size": "of Unused, the engine's",
 }

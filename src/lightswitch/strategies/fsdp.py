@@ -211,7 +211,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
                 originals.restore_when_gathered(module)
         self._shard_roots = [root for root in roots if isinstance(root, FSDPModule)]
         originals.restore_attributes()
-        originals.replace_elsewhere(model)
+        originals.refuse_uses()
         self._replicated |= {one for one in model.parameters() if not isinstance(one, DTensor)}
         if self.prefetch is not None:
             _gather_ahead([*roots, *units.values()], self.prefetch)

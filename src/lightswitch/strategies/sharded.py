@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterable, Mapping
+from collections.abc import Callable, Container, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from types import CellType, FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_timeout, _world
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric
 
@@ -194,18 +194,18 @@ class Originals:
 
     def __init__(self, module: nn.Module) -> None:
         self._of = [
-            (part, name, weakref.ref(parameter), _attributes(parameter))
-            for part in module.modules()
-            for name, parameter in part._parameters.items()
+            (part, key, names.own_name(f"{path}.{key}"), weakref.ref(parameter), _attributes(parameter))
+            for path, part in module.named_modules()
+            for key, parameter in part._parameters.items()
             if parameter is not None
         ]
 
     def restore_attributes(self) -> None:
         """Set what a module's code has set on its parameters, such as `weight._no_weight_decay = True`, on the tensors
         that are the parameters now."""
-        for part, name, _, attributes in self._of:
+        for part, key, *_, attributes in self._of:
             if attributes:
-                vars(getattr(part, name)).update(attributes)
+                vars(getattr(part, key)).update(attributes)
 
     def restore_when_gathered(self, module: nn.Module) -> None:
         """Set the attributes on the gathered parameters as well, which exist from a module's first forward pass on."""
@@ -219,51 +219,34 @@ class Originals:
         if any(attributes for *_, attributes in self._of):
             hook = module.register_forward_pre_hook(restore_once)
 
-    def replace_elsewhere(self, model: nn.Module) -> None:
-        """Let lists, dicts, optimizers and closures that still hold an original, as those of a constructor, hold the
-        parameter that stands in its place.
+    def refuse_uses(self) -> None:
+        """Let any use raise an error of what a list, an optimizer or a closure of a constructor still holds."""
+        for part, key, name, ref, _ in self._of:
+            original = ref()
+            if original is not None and original is not part._parameters[key] and type(original) is nn.Parameter:
+                original.__class__ = _Original
+                vars(original)["own_name"] = name
+
+
+class _Original(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to compute with a parameter that does not train.
 
         Raises:
-            Refused: something that can't be changed holds one.
+            Refused: in any case.
         """
-        pairs = [(ref(), part._parameters[name]) for part, name, ref, _ in self._of]
-        old = tuple(one for one, now in pairs if one is not None and one is not now)  # of a list, `*` makes another
-        new = {id(one): now for one, now in pairs if one is not None}
-        del pairs
-        if not old:
-            return
-        gc.collect()
-        for holder in gc.get_referrers(*old):
-            if holder is not old and not isinstance(holder, FrameType) and not _replace(holder, new):
-                held = {id(new.get(id(one))) for one in gc.get_referents(holder)}
-                found = [name for name, one in names.parameters(model).items() if id(one) in held]
-                raise Refused(
-                    f"a {type(holder).__name__} holds {listed(found)}, of which a sharded strategy makes another "
-                    "tensor; hold it in a list, look it up in the module when it is needed, or use strategy=ddp"
-                )
+        original = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
+        raise Refused(
+            f"{vars(original)['own_name']} is used as the constructor held it, in an optimizer or a list, but a "
+            "sharded strategy trains another tensor; make optimizers in configure_optimizers, look weights up in the "
+            "module when they are needed, or use strategy=ddp"
+        )
 
 
 def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
     """Return what code has set on a parameter, unless its attributes are its data."""
     return {} if hasattr(parameter, "__tensor_flatten__") else dict(vars(parameter))
-
-
-def _replace(holder: Any, new: Mapping[int, nn.Parameter | None]) -> bool:
-    """Replace parameters among the values of a list, a dict, an object or a closure, and return whether it was
-    possible.
-
-    Args:
-        new: what to put in the place of a parameter, by its `id`.
-    """
-    if isinstance(holder, CellType):
-        holder.cell_contents = new[id(holder.cell_contents)]
-        return True
-    values = holder if isinstance(holder, list | dict) else getattr(holder, "__dict__", {})
-    items = [*(enumerate(values) if isinstance(values, list) else values.items())]
-    found = [(key, new[id(one)]) for key, one in items if id(one) in new]
-    for key, parameter in found:
-        values[key] = parameter
-    return bool(found)
 
 
 def first_name(owner: object) -> str:
