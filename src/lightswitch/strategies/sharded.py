@@ -1,12 +1,10 @@
-"""Base of sharded strategies, for modules without code for sharding, with clipping over devices and timeouts."""
+"""What fsdp makes of a module and its tensors, clipping over devices, and timeouts."""
 
 from __future__ import annotations
 
 import weakref
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Container, Iterable
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -15,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed import Backend, ProcessGroup
@@ -32,10 +29,6 @@ from lightswitch.checkpoints import names
 from lightswitch.errors import Refused, listed
 from lightswitch.mixins import Mixin
 from lightswitch.monitoring.grad_norm import by_mesh, gradient_norm
-from lightswitch.strategies.manual_gradients import around_passes, own_weight, weighted
-from lightswitch.strategies.replicas import broadcast_in_place, left_on_meta
-from lightswitch.strategies.uneven import UnevenUse
-from lightswitch.strategies.writes import WatchedWeights, refuse_bounded_rows
 
 # Forward methods whose weights autocast rounds to 16 bits at each use: linear and convolution (torch, automatic mixed
 # precision)
@@ -48,113 +41,6 @@ _ROUNDED = {
 }
 _CONV1D = "transformers.pytorch_utils.Conv1D"  # the linear layer of transformers' GPT-2
 _LEAST_ROUNDED_SHARE = 0.9  # of a unit's parameters: the root gathers the others, and they stay gathered for longer
-
-
-class Sharded(WatchedWeights, ParallelStrategy):
-    """Base of sharded strategies; among the bases of a class, list it before Lightning's strategy."""
-
-    uses: UnevenUse  # of a strategy whose model is sharded
-    _is_in_backward = False  # a backward pass of Lightning's is running
-
-    @abstractmethod
-    def free_gathered(self) -> None:
-        """Free the gathered parameters.
-
-        Without a backward pass, the root stays gathered, and with SHARD_GRAD_OP every unit. Loading a checkpoint makes
-        gathered values stale.
-        """
-
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Build on the CPU on rank 0, and on the meta device on other ranks, whose values would be discarded."""
-        with torch.device("cpu" if self.global_rank == 0 else "meta"):
-            yield
-
-    def prepared(self) -> nn.Module:
-        """Return the module, ready to be sharded.
-
-        Raises:
-            Refused: a tensor attribute that is neither parameter nor buffer has no values on ranks other than 0, or a
-                sharded strategy does not support a part of it.
-        """
-        module = self.lightning_module
-        assert module is not None
-        refuse_hooks(module.named_parameters())
-        refuse_scripted(module)
-        refuse_bounded_rows(module)
-        if lost := self.broadcast(left_on_meta(module), src=self.world_size - 1):
-            raise Refused(
-                f"{', '.join(lost)}: a tensor made in configure_model that is neither parameter nor buffer has no "
-                "values on ranks other than 0; use register_buffer"
-            )
-        model = self.precision_plugin.convert_module(module)
-        return self._layer_sync.apply(model) if self._layer_sync else model
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.in_passes():
-            return super().training_step(*args, **kwargs)
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        is_within_step = not self.lightning_module.automatic_optimization
-        self._is_in_backward = True
-        with nullcontext() if is_within_step else self.in_passes():
-            output = super().backward(*args, **kwargs)
-        self._is_in_backward = False  # no try/finally: an error ends the run
-        return output
-
-    def in_passes(self) -> AbstractContextManager[None]:
-        """Context whose backward passes may use other parameters on other ranks, and may not differentiate twice
-        (`create_graph=True`).
-
-        Hooks gather a unit's parameters once for its forward and once for its backward pass: a third pass finds shards,
-        or loses part of a gradient.
-
-        Raises:
-            Refused: the module differentiates a gradient.
-        """
-        return around_passes(self._run_pass)
-
-    def _run_pass(
-        self,
-        run: Callable[..., Any],
-        accumulates: bool,
-        outputs: Any,
-        gradients: Any,
-        keep: bool,
-        create_graph: bool,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if create_graph:
-            assert self.lightning_module is not None
-            raise Refused(
-                f"{first_name(self.lightning_module)} differentiates a gradient (create_graph=True), which needs "
-                "each parameter a third time, when it is no longer gathered; use strategy=ddp"
-            )
-        is_own = accumulates and not self._is_in_backward  # `loss.backward()`, whose loss Lightning does not get
-        with (
-            self.uses.in_pass() if accumulates else nullcontext(),
-            weighted(outputs, own_weight(self) if is_own else 1.0),
-        ):
-            return run(outputs, gradients, keep, create_graph, *args, **kwargs)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        with self.outside_of_hooks():
-            output = super().optimizer_step(optimizer, closure, *args, **kwargs)
-            assert self.model is not None
-            # as under ddp: batch norm statistics depend on a rank's samples
-            broadcast_in_place(self.model.buffers())
-        return output
-
-    def on_validation_end(self) -> None:
-        self.free_gathered()
-
-    def on_test_end(self) -> None:
-        self.free_gathered()
-
-    def on_predict_end(self) -> None:
-        self.free_gathered()
 
 
 def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
