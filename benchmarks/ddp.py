@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import mlp
 from benchmarks.contenders import CHECKPOINT_STEPS, CLIP_NORM, LOG_STEPS, Turns, raw_steps
 from benchmarks.results import options, publish, row
-from lightswitch.strategies.replicas import EqualReplicas
+from lightswitch.strategies.agreement import Agreement
 from lightswitch.strategies.writes import EVERY
 
 CHECKOUT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ class DDPTurns(Turns):
 
 def _guard_seconds(trainer: Trainer, module: LightningModule) -> float:
     """Return the seconds per step of the comparison of replicas: its share of a save, and a call in each step."""
-    (guard,) = (one for one in trainer.callbacks if isinstance(one, EqualReplicas))
+    (guard,) = (one for one in trainer.callbacks if isinstance(one, Agreement))
     saves, steps = 20, 1000
     begin = time.perf_counter()
     for _ in range(saves):

@@ -22,7 +22,7 @@ from lightswitch.errors import Refused, Stopped
 from lightswitch.failures.classify import Rank, failure_of
 from lightswitch.failures.stopping import Preemption
 from lightswitch.process import Process, Signals
-from lightswitch.strategies.replicas import EqualReplicas
+from lightswitch.strategies.agreement import Agreement
 from lightswitch.strategies.writes import FIRST_STEP_ALONE
 from tests.engine.curves import largest_difference
 from tests.engine.fits import PLAIN, Curve, Fit, Fits
@@ -104,7 +104,7 @@ def test_so_is_what_a_callback_writes_in_any_hook(hook: str, fits: Fits) -> None
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_weights_that_each_rank_sets_from_its_share_of_the_first_batch_are_refused(strategy: str, fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
-        fits(fit("Normalized", strategy, callbacks=(EqualReplicas,)), 2)
+        fits(fit("Normalized", strategy, callbacks=(Agreement,)), 2)
     assert "net.1.scale" in str(failed.value.error)
     assert "net.1.shift" in str(failed.value.error)
     assert FIRST_STEP_ALONE in str(failed.value.error)
@@ -117,7 +117,7 @@ def test_a_run_whose_first_step_was_made_in_one_process_goes_on_on_several(
 ) -> None:
     (alone,) = fits(fit("Normalized"))
     arguments = f"gradient_clip_val=null default_root_dir={tmp_path}"
-    first, then = (fit("Normalized", way, arguments, callbacks=(EqualReplicas,)) for way in ("single", strategy))
+    first, then = (fit("Normalized", way, arguments, callbacks=(Agreement,)) for way in ("single", strategy))
     pool(1)(saved, replace(first, steps=1), tmp_path, None, 1)
     after = pool(2)(saved, then, tmp_path, tmp_path / "step_1.ckpt")[0]
     expected = alone.column("train/loss")
