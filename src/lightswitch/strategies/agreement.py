@@ -77,7 +77,7 @@ class Agreement(Callback):
                 f"{listed(found)} of rank {listed([str(rank) for rank in ranks])} differs from rank 0 after step "
                 f"{trainer.global_step}: each rank changes it independently, as in a hook that draws random numbers or "
                 "reads the rank's samples; compute it on rank 0 and broadcast it, or from the samples of all ranks "
-                f"(self.all_gather). If the first batch alone sets it, {FIRST_STEP_ALONE}. type mode=check to see where"
+                f"(self.all_gather). {self._cause(module)}; type mode=check to see where"
             )
         if not self._told_of_buffers and (found := _without_statistics(unequal, module)) and trainer.is_global_zero:
             self._told_of_buffers = True
@@ -85,6 +85,12 @@ class Agreement(Callback):
                 "buffers    %s differs between ranks; evaluation and checkpoints use rank 0's. To compute it as one "
                 "process does, gather its inputs over ranks first (self.all_gather)", listed(found),
             )  # fmt: skip
+
+    @staticmethod
+    def _cause(module: LightningModule) -> str:
+        if module.automatic_optimization:
+            return f"If the first batch alone sets it, {FIRST_STEP_ALONE}"
+        return "Call self.manual_backward(loss) in place of loss.backward(), whose gradients are of the rank's samples"
 
 
 def differing(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, list[int]]:

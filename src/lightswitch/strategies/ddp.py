@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import cached_property, partial
 from inspect import signature
 from itertools import chain
 from typing import Any, Literal
@@ -23,12 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused, listed
 from lightswitch.mixins import Mixin, with_mixin
-from lightswitch.strategies.manual_gradients import ManualGradients, own_weight
 from lightswitch.strategies.replicas import broadcast_in_place
 from lightswitch.strategies.trained import Trained
 from lightswitch.strategies.writes import WatchedWeights, refuse_bounded_rows
@@ -188,7 +185,6 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         """
         super().pre_backward(closure_loss)
         assert self.lightning_module is not None
-        self._by_hand.expect_pass()
         self._trained.refuse_changes(self.lightning_module)
         self._named = self._named or list(self.lightning_module.named_parameters())
         gradients = ((name, parameter.grad) for name, parameter in self._named if self._waits_for_all)
@@ -233,8 +229,7 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         """
         assert self.lightning_module is not None
         try:
-            with self._in_manual_step():
-                return super().training_step(*args, **kwargs)
+            return super().training_step(*args, **kwargs)
         except RuntimeError as error:
             if _UNFINISHED not in str(error):
                 raise
@@ -242,26 +237,6 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
                 f"a backward pass of {type(self.lightning_module).__name__} did not reach every parameter, but ddp "
                 "waits for all gradients; type trainer.strategy.find_unused_parameters=true"
             ) from error
-
-    def _in_manual_step(self) -> AbstractContextManager[None]:
-        model = self._averages_by_hand
-        return nullcontext() if model is None else self._by_hand.in_step(model)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        is_manual = self._averages_by_hand is not None
-        with self._by_hand.in_optimizer_step(optimizer) if is_manual else nullcontext():
-            return super().optimizer_step(optimizer, closure, *args, **kwargs)
-
-    @cached_property
-    def _by_hand(self) -> ManualGradients:
-        return ManualGradients(self.pre_backward, self.post_backward, partial(own_weight, self), self._optimized)
-
-    @property
-    def _averages_by_hand(self) -> DistributedDataParallel | None:
-        """The model under manual optimization, which may compute gradients in any way; None under automatic."""
-        assert self.lightning_module is not None
-        is_manual = not self.lightning_module.automatic_optimization
-        return self.model if is_manual and isinstance(self.model, DistributedDataParallel) else None
 
     def setup_precision_plugin(self) -> None:
         self.precision_plugin = plugin = with_mixin(_ChecksGradients, self.precision_plugin)
