@@ -168,6 +168,24 @@ def saved(fit: Fit, folder: Path, resumed: Path | None = None, every_n_steps: in
     return curve.columns["train/loss"]
 
 
+class ReadsAPart(writing.PlainModel):
+    """Computes with a weight of a part that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Linear(2, 16)
+
+    def training_step(self, batch: writing.Batch, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0] + self.queries.weight.mean(0)), batch[1])
+
+
+def test_a_read_in_a_step_that_needs_all_weights_is_refused_with_the_switch_that_takes_it(fits: Fits) -> None:
+    with pytest.raises(RankFailed) as failed:
+        fits(fit("Clamped", "fsdp gather=parts", module=ReadsAPart), 2)
+    assert isinstance(failed.value.error, Refused)
+    assert "type trainer.strategy.gather=step, or use strategy=ddp" in str(failed.value.error)
+
+
 FAILING = {
     (
         "ReadsInEvaluation",
@@ -211,14 +229,6 @@ def test_what_begins_to_be_written_later_is_refused_before_the_next_save(
     assert isinstance(failed.value.error, Refused)
     assert str(failed.value.error).startswith(COPIES[strategy])
     assert {path.name for path in tmp_path.glob("step_*")} == {"step_3.ckpt"}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("strategy", COPIES)
-def test_it_is_refused_where_no_save_comes(strategy: str, fits: Fits) -> None:
-    with pytest.raises(RankFailed) as failed:
-        fits(fit("Clamped", strategy, module=WritesLate, steps=130), 2)
-    assert str(failed.value.error).startswith(COPIES[strategy])
 
 
 class AsksToEnd(pl.Callback):
