@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -13,11 +14,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.device_parser import _select_auto_accelerator
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.constants import default_pg_timeout
@@ -25,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused, listed
-from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.strategies.replicas import broadcast_in_place
 from lightswitch.strategies.trained import Trained
 from lightswitch.strategies.writes import WatchedWeights, refuse_bounded_rows
@@ -52,7 +50,7 @@ class Single(PortableCheckpoints, SingleDeviceStrategy):
 
 _NAMES = ("forward_sync_buffers", "broadcast_buffers")  # from torch 2.13, which warns of the other, and before
 _BROADCASTS_BUFFERS = next(name for name in _NAMES if name in signature(DistributedDataParallel).parameters)
-_UNFINISHED = "Expected to have finished reduction in the prior iteration"  # from torch's long error message
+_WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")  # in torch's long error message
 
 
 class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
@@ -108,9 +106,6 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powersgd_iter = start_powerSGD_iter
         self.find_unused_parameters = find_unused_parameters
-        self._copes_with_unused = find_unused_parameters or static_graph
-        self._named: list[tuple[str, nn.Parameter]] = []
-        self._before: dict[str, tuple[Tensor, int]] = {}  # gradients before the last backward pass, and their versions
 
     def configure_ddp(self) -> None:
         """Wrap the model in DistributedDataParallel.
@@ -186,9 +181,6 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         super().pre_backward(closure_loss)
         assert self.lightning_module is not None
         self._trained.refuse_changes(self.lightning_module)
-        self._named = self._named or list(self.lightning_module.named_parameters())
-        gradients = ((name, parameter.grad) for name, parameter in self._named if self._waits_for_all)
-        self._before = {name: (grad, grad._version) for name, grad in gradients if grad is not None}
 
     def _register_ddp_hooks(self) -> None:
         """Register the hook on every device: Lightning silently ignores it on devices other than CUDA."""
@@ -220,69 +212,26 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         with nullcontext() if first else self.model.no_sync():
             yield
 
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Call the module's training step.
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Check that the backward pass has averaged all gradients that DDP waits for.
 
         Raises:
-            Refused: a backward pass did not reach every parameter, under manual optimization, or where gradients are
-                views of buckets: `refuse_unused` sees neither.
+            Refused: a parameter took no part in the loss. torch fails in the next forward pass alone, after a step.
         """
+        super().post_backward(closure_loss)
         assert self.lightning_module is not None
-        try:
-            return super().training_step(*args, **kwargs)
-        except RuntimeError as error:
-            if _UNFINISHED not in str(error):
-                raise
-            raise Refused(
-                f"a backward pass of {type(self.lightning_module).__name__} did not reach every parameter, but ddp "
-                "waits for all gradients; type trainer.strategy.find_unused_parameters=true"
-            ) from error
-
-    def setup_precision_plugin(self) -> None:
-        self.precision_plugin = plugin = with_mixin(_ChecksGradients, self.precision_plugin)
-        plugin.ask(self)
-        super().setup_precision_plugin()
-
-    def refuse_unused(self) -> None:
-        """Check that the backward pass has set or changed the gradient of every parameter of an optimizer.
-
-        Raises:
-            Refused: one took no part in the loss, so DDP did not average the gradients of the others.
-        """
-        if not self._waits_for_all:
+        if self._ddp_kwargs["static_graph"] or not isinstance(self.model, DistributedDataParallel):
             return
-        found = {name: one for name, one in self._named if one.requires_grad and self._is_as_before(name, one.grad)}
-        self._before.clear()
-        # DDP looks for unused ones if some have no optimizer
-        kept = self._optimized() if found and self._ddp_kwargs["find_unused_parameters"] else {*found.values()}
-        unused = [name for name, one in found.items() if one in kept]
-        if unused:
+        try:
+            self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]  # torch has no types for it
+        except RuntimeError as error:
+            waits = [name for name, parameter in self.lightning_module.named_parameters() if parameter.requires_grad]
+            indices = _WITHOUT_GRADIENT.search(str(error))
+            unused = [waits[int(index)] for index in indices[1].split()] if indices else waits
             raise Refused(
                 f"{listed(unused, 'parameters')} did not contribute to the loss, but ddp waits for every gradient; "
                 "freeze unused parameters (requires_grad=False), or type trainer.strategy.find_unused_parameters=true"
-            )
-
-    def _is_as_before(self, name: str, gradient: Tensor | None) -> bool:
-        before, version = self._before.get(name, (None, 0))
-        return gradient is before and (gradient is None or gradient._version == version)
-
-    @property
-    def _waits_for_all(self) -> bool:
-        """True if the next backward pass averages gradients, and so needs those of all trained parameters."""
-        assert self.lightning_module is not None
-        copes = self._copes_with_unused or not self.lightning_module.automatic_optimization
-        return not copes and isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
-
-
-class _ChecksGradients(Mixin, Precision):
-    """Precision plugin that checks gradients in `post_backward`, before it calls hooks that may delete them."""
-
-    def ask(self, strategy: DDP) -> None:
-        self.strategy = strategy
-
-    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]  # Lightning's
-        self.strategy.refuse_unused()
-        return super().post_backward(tensor, module)
+            ) from error
 
 
 def _average_gradients(parameters: Iterable[nn.Parameter]) -> None:
