@@ -217,9 +217,9 @@ def test_an_optimizer_steps_by_gradients_of_all_samples(how: str, strategy: str,
 
 @pytest.mark.parametrize("how", ["backward", "assigned"])
 def test_gradients_of_the_samples_of_one_rank_are_refused(how: str, fits: Fits) -> None:
-    one = replace(PLAIN, module=partial(ByHand, how), callbacks=(Agreement,), arguments=UNCLIPPED)
+    by_hand = Fit(partial(ByHand, how), PLAIN.data, strategy="ddp", micro_batch=None, arguments=UNCLIPPED)
     with pytest.raises(RankFailed) as failed:
-        fits(replace(one, strategy="ddp"), 2)
+        fits(replace(by_hand, callbacks=(Agreement,)), 2)
     assert isinstance(failed.value.error, Refused)
     assert "of rank 1 differs from rank 0 after step 1" in str(failed.value.error)
     assert "Call self.manual_backward(loss) in place of loss.backward()" in str(failed.value.error)
