@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +17,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,8 +26,6 @@ from lightswitch.errors import Refused, listed
 from lightswitch.strategies.replicas import broadcast_in_place
 from lightswitch.strategies.trained import Trained
 from lightswitch.strategies.writes import WatchedWeights, refuse_bounded_rows
-
-log = logging.getLogger(__name__)
 
 
 class Single(PortableCheckpoints, SingleDeviceStrategy):
@@ -66,10 +63,7 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         broadcast_buffers: broadcast rank 0's buffers before each forward pass; without that, only before an evaluation.
         bucket_cap_mb: size of the buckets in which gradients are sent, in MiB; None for torch's 25.
         process_group_backend: backend of torch.distributed; None for the device's default.
-        comm_hook: compression of the gradients that are sent: fp16 and bf16 round them, powersgd sends products of two
-            thin matrices. PowerSGD: Vogels et al. 2019, arXiv:1905.13727.
-        matrix_approximation_rank: rank of PowerSGD's matrices.
-        start_powerSGD_iter: the first step that uses PowerSGD.
+        comm_hook: 16-bit format to which the gradients that are sent are rounded; None to send them as they are.
         timeout_seconds: how long a rank waits for another in a collective.
         start_method: popen starts each other rank by the command of the run, spawn all ranks by torch.multiprocessing
             (lightswitch.launch.spawn, which reads it from the config).
@@ -84,9 +78,7 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         static_graph: bool = False,
         broadcast_buffers: bool = True,
         bucket_cap_mb: float | None = None,
-        comm_hook: Literal["fp16", "bf16", "powersgd"] | None = None,
-        matrix_approximation_rank: int = 1,
-        start_powerSGD_iter: int = 1000,
+        comm_hook: Literal["fp16", "bf16"] | None = None,
         process_group_backend: Literal["nccl", "gloo", "mpi"] | None = None,
         timeout_seconds: float = default_pg_timeout.total_seconds(),
         start_method: Literal["popen", "spawn"] = "popen",
@@ -103,8 +95,6 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         if not broadcast_buffers:
             self._ddp_kwargs[_BROADCASTS_BUFFERS] = False
         self.comm_hook = comm_hook
-        self.matrix_approximation_rank = matrix_approximation_rank
-        self.start_powersgd_iter = start_powerSGD_iter
         self.find_unused_parameters = find_unused_parameters
 
     def configure_ddp(self) -> None:
@@ -190,15 +180,6 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         elif self.comm_hook == "bf16":
             # In a lambda: torch refuses the hook by its name without NCCL, although gloo adds bfloat16 as well.
             self.model.register_comm_hook(None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
-        elif self.comm_hook == "powersgd":
-            state = powerSGD_hook.PowerSGDState(
-                process_group=None,
-                matrix_approximation_rank=self.matrix_approximation_rank,
-                start_powerSGD_iter=self.start_powersgd_iter,
-            )
-            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-            if self.is_global_zero:
-                log.warning("PowerSGD approximates gradients, and its accumulated errors are not saved in checkpoints")
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

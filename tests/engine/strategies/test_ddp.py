@@ -83,18 +83,6 @@ def test_gradients_rounded_to_16_bits_change_the_losses_a_little(hook: str, fits
     assert 0 < largest_difference(run, in_32_bits) < 1e-2  # 0: the hook was not there
 
 
-@pytest.mark.nightly
-def test_powersgd_starts_at_the_step_it_is_told(fits: Fits) -> None:
-    twenty = replace(LANGUAGE, steps=20)
-    (alone,), run = fits(twenty), fits(replace(twenty, strategy="ddp comm_hook=powersgd start_powerSGD_iter=10"), 2)[0]
-    expected, found = alone.column("train/loss"), run.column("train/loss")
-    differences = [abs(found[step] - expected[step]) for step in sorted(expected)]
-    assert max(differences[:11]) <= 1e-5 < differences[11]  # the 11th gradient is seen in the 12th loss
-    assert math.isfinite(found[19])
-    assert found[19] < found[0] - 1
-    assert run.told.count("PowerSGD approximates gradients, and its accumulated errors are not saved in check") == 1
-
-
 def test_unused_parameters_are_named_with_what_to_type(fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
         fits(replace(UNUSED, strategy="ddp"), 2)
