@@ -354,17 +354,8 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
         refuse_hooks(self._in_shards)  # of a hook such as on_fit_start
         is_first = batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0
         # the gradients of a parameter frozen within a step would not be summed over replicas
-        if (is_first or self.accumulate_gradients != "within_replica") and self._trained.changes():
-            self._gather_once()
-
-    def _gather_once(self) -> None:
-        """Gather and free every unit, so that torch sets the dtype of its gradient sums, which it leaves unset for
-        units without trained parameters."""
-        assert self.model is not None
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-                module.reshard()
+        if is_first or self.accumulate_gradients != "within_replica":
+            self._trained.changes()  # from here on, the step may make none
 
     @contextmanager
     def whole_weights(self, hook: str) -> Iterator[None]:
