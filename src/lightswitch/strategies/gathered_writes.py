@@ -127,7 +127,7 @@ class ShardsInHook(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         with implicit_replication():
             result = func(*args, **given[1])
         made = [one for one in tree_leaves(result) if isinstance(one, DTensor) and not written]
-        if any(placement.is_partial("avg") for one in made for placement in one.placements):
+        if any(getattr(placement, "reduce_op", None) == "avg" for one in made for placement in one.placements):
             return self._on_whole(func, given)  # torch averages unequal shards as if they were equal
         if func.is_view and isinstance(args[0], DTensor) and any(not _shares(one, args[0]) for one in made):
             raise Refused(
