@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from inspect import signature
@@ -138,9 +138,8 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
-        if changed := self._trained.changes():  # DDP averages gradients of what was trained when it was made
-            if batch_idx % self.lightning_module.trainer.accumulate_grad_batches:  # gradients have accumulated
-                _average_gradients(parameter for parameter in changed.values() if not parameter.requires_grad)
+        is_first = batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0
+        if is_first and self._trained.changes():  # DDP averages gradients of what was trained when it was made
             self._trained.refuse_none(self.lightning_module)
             self._wrap_anew()
 
@@ -213,15 +212,6 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
                 f"{listed(unused, 'parameters')} did not contribute to the loss, but ddp waits for every gradient; "
                 "freeze unused parameters (requires_grad=False), or type trainer.strategy.find_unused_parameters=true"
             ) from error
-
-
-def _average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Average the accumulated gradients of parameters that were frozen before DDP averaged them. Collective."""
-    for parameter in parameters:
-        if parameter.grad is None:  # another rank may have a gradient
-            parameter.grad = torch.zeros_like(parameter)
-        parameter.grad /= dist.get_world_size()
-        dist.all_reduce(parameter.grad)
 
 
 def _refuse_unsendable(model: nn.Module, device: torch.device) -> None:

@@ -352,9 +352,7 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         refuse_hooks(self._in_shards)  # of a hook such as on_fit_start
-        is_first = batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0
-        # the gradients of a parameter frozen within a step would not be summed over replicas
-        if is_first or self.accumulate_gradients != "within_replica":
+        if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:
             self._trained.changes()  # from here on, the step may make none
 
     @contextmanager
