@@ -138,8 +138,8 @@ PATCHES = (
         "torch.autograd",
         "_engine_run_backward",
         "(t_outputs, *args, **kwargs)",
-        "under FSDP, lets ranks use different parameters and refuses second derivatives; under manual optimization, "
-        "averages or refuses the gradients of `loss.backward()`; restored after the step",
+        "under FSDP, lets ranks use different parameters, weights the loss of `loss.backward()` and refuses second "
+        "derivatives; under DeepSpeed, refuses `loss.backward()`; restored after the step",
         for_process=True,
     ),
     Patch(
