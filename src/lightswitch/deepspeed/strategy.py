@@ -78,8 +78,23 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
     # Configuration
 
     def _load_config(self, config: Any) -> dict[str, Any] | None:
-        """Return a copy of the config, because Lightning writes into it; ignore Lightning's environment variable."""
-        return zero_config.read(config) if isinstance(config, str | Path) else copy.deepcopy(config)
+        """Return a copy of the config, because Lightning writes into it; ignore Lightning's environment variable.
+
+        Raises:
+            Refused: DeepSpeed has no such key in a block, or takes no such value of it.
+        """
+        if config is None:
+            return None
+        found = zero_config.read(config) if isinstance(config, str | Path) else copy.deepcopy(config)
+        try:
+            deepspeed.DeepSpeedConfig(zero_config.of_any_run(found))
+        except ValueError as error:
+            invalid: Any = error  # pydantic's, of which DeepSpeed's classes are
+            wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in invalid.errors())
+            raise Refused(
+                f"trainer.strategy.config: {'; '.join(wrong)} ({invalid.title}); correct it, or leave it out"
+            ) from error
+        return found
 
     def _format_config(self) -> None:
         assert self.config is not None
