@@ -168,28 +168,20 @@ def precision_blocks(config: dict[str, Any], precision: str) -> dict[str, dict[s
     return {}
 
 
-def differences(config: dict[str, Any], full: dict[str, Any], precision: str) -> Iterator[str]:
-    """Yield warnings: a precision that differs from other strategies', and each "auto" left to DeepSpeed's default.
+def other_precision(full: dict[str, Any], precision: str) -> str | None:
+    """Return a warning about a precision that differs from that of other strategies, or None.
 
     Args:
-        full: the result of `resolved` for ``config``.
+        full: a config that `resolved` has returned.
     """
     kind = next((name for name in ("fp16", "bf16") if full.get(name, {}).get("enabled")), None)
     if kind and precision.endswith("mixed"):
-        yield f"DeepSpeed's {kind} stores the weights in 16 bits, and 32-bit copies for the optimizer"
-    elif kind and not full[kind].get("bf16_master_weights_and_grads"):
-        yield f"DeepSpeed's {kind} stores 32-bit copies of the weights for the optimizer: more precise than {precision}"
-    left = [key for key in _autos(config) if key not in full and key.partition(".")[0] not in _SWITCHES]
-    if left:
-        yield f'"auto" of {", ".join(left)} is DeepSpeed\'s default: nothing in the run tells a better value'
-
-
-def _autos(node: dict[str, Any], path: str = "") -> Iterator[str]:
-    for key, value in node.items():
-        if value == _AUTO:
-            yield f"{path}{key}"
-        elif isinstance(value, dict):
-            yield from _autos(value, f"{path}{key}.")
+        return f"DeepSpeed's {kind} stores the weights in 16 bits, and 32-bit copies for the optimizer"
+    if kind and not full[kind].get("bf16_master_weights_and_grads"):
+        return (
+            f"DeepSpeed's {kind} stores 32-bit copies of the weights for the optimizer: more precise than {precision}"
+        )
+    return None
 
 
 def of_any_run(config: dict[str, Any]) -> dict[str, Any]:

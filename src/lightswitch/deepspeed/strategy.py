@@ -109,12 +109,12 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
             replicas=self.world_size,
             clip_norm=float(trainer.gradient_clip_val or 0),
         )
-        given, self.config = self.config, zero_config.resolved(self.config, run)
+        self.config = zero_config.resolved(self.config, run)
         if self.config.get("fp16", {}).get("enabled"):
             self.config["fp16"] = {**self._loss_scaling, **self.config["fp16"]}
-        if self.global_rank == 0:
-            for line in zero_config.differences(given, self.config, run.precision):
-                log.warning("%s", line)
+        told = zero_config.other_precision(self.config, run.precision)
+        if told is not None and self.global_rank == 0:
+            log.warning("%s", told)
         if not self.lightning_module.automatic_optimization:
             self.config["managed_gradient_accumulation"] = False  # a step uses all backward passes since the last
             if not self.zero_stage_3 and self.config["zero_optimization"]["stage"] < 2:
