@@ -77,12 +77,12 @@ class WholeBesideShards(TorchFunctionMode):
 
     Args:
         hook: description of the hook, for messages.
-        together: called with a name before this rank reads with the others, to check that they do; None for no check.
+        compare: called with True before this rank reads with the others, to check that they do; None for no check.
     """
 
-    def __init__(self, hook: str, together: Callable[[str], None] | None = None) -> None:
+    def __init__(self, hook: str, compare: Callable[[bool], None] | None = None) -> None:
         super().__init__()
-        self._hook, self._together = hook, together
+        self._hook, self._compare = hook, compare
         self._copies = WeakValueDictionary[int, Tensor]()  # by id, what is a view of a parameter in one process
         self._forwards = 0  # forward passes that the hook is in, whose modules compute with their own shards
         self._handles: list[RemovableHandle] = []
@@ -155,8 +155,8 @@ class WholeBesideShards(TorchFunctionMode):
         return id(tensor) in self._copies or id(_base(tensor)) in self._copies
 
     def _wait_for_others(self) -> None:
-        if self._together is not None:
-            self._together("a weight")
+        if self._compare is not None:
+            self._compare(True)
 
     def _whole(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], writes: bool) -> Any:
         self._wait_for_others()
