@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -45,9 +44,9 @@ from lightswitch.strategies.gathered_writes import (
     reduce_as_if_trained,
     refuse_pickles,
 )
+from lightswitch.strategies.lone_reads import LoneReads
 from lightswitch.strategies.manual_gradients import around_passes, own_weight, weighted
 from lightswitch.strategies.replicas import broadcast_in_place, broadcast_metric_states, broadcast_weights, left_on_meta
-from lightswitch.strategies.rounds import FIRST, MOST_ASKED, Rounds
 from lightswitch.strategies.sharded import (
     ClipsOverMeshes,
     Originals,
@@ -242,9 +241,7 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
         refuse_pickles()
         instead = "" if self._gathers_parts else "type trainer.strategy.gather=parts, "
         GatheredCopies(of_fsdp(model, own_names), self.looks, instead)
-        seconds = (self._timeout or default_pg_timeout).total_seconds()
-        self._rounds = Rounds(self.broadcast(secrets.token_hex(8)), seconds, "fsdp", "ddp")
-        self._calls: Counter[str] = Counter()
+        self._lone_reads = LoneReads(self.broadcast(secrets.token_hex(8)), self._timeout or default_pg_timeout)
         return model
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
@@ -363,13 +360,11 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
             Refused: a rank reads a weight alone.
         """
         self.free_gathered()  # what is still gathered after a forward pass is a copy, and writes to it would be lost
-        self._calls[hook] += 1
-        is_asked = self._calls[hook] <= FIRST and self.world_size <= MOST_ASKED
-        together = partial(self._rounds.together, hook) if is_asked else None
-        with ShardsInHook(hook, self._in_shards, together):
+        compare = self._lone_reads.checked(hook)
+        with ShardsInHook(hook, self._in_shards, compare):
             yield
-        if together is not None:
-            together(None)
+        if compare is not None:
+            compare(False)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context(), self.looks.step(), self.in_passes():
@@ -388,10 +383,7 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
             return self._evaluated("predict_step", *args, **kwargs)
 
     def _evaluated(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        assert self.model is not None
-        assert self.lightning_module is not None
-        parts = {name: part for name, part in self.model.named_modules() if FSDPModule in type(part).__mro__}
-        with self.looks.evaluation(step), self._rounds.in_evaluation(step, self.lightning_module.trainer, parts):
+        with self.looks.evaluation(step):
             return self._redirected(step, *args, **kwargs)
 
     def _redirected(self, step: str, *args: Any, **kwargs: Any) -> Any:

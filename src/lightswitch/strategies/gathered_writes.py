@@ -87,14 +87,14 @@ class ShardsInHook(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     Args:
         hook: description of the hook, for messages.
         weights: names and shards of the weights.
-        together: called with a name before this rank reads with the others, to check that they do; None for no check.
+        compare: called with True before this rank reads with the others, to check that they do; None for no check.
     """
 
     def __init__(
-        self, hook: str, weights: Iterable[tuple[str, DTensor]], together: Callable[[str], None] | None = None
+        self, hook: str, weights: Iterable[tuple[str, DTensor]], compare: Callable[[bool], None] | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
-        self._hook, self._weights, self._together = hook, weights, together
+        self._hook, self._weights, self._compare = hook, weights, compare
         self._forwards = 0  # forward passes that the hook is in, whose modules compute with their own shards
         self._handles: list[RemovableHandle] = []
 
@@ -144,8 +144,8 @@ class ShardsInHook(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return result if any(placement.is_shard() for placement in result.placements) else self._gathered(result)
 
     def _gathered(self, tensor: DTensor) -> Tensor:
-        if self._together is not None:
-            self._together("a weight")
+        if self._compare is not None:
+            self._compare(True)
         return tensor.full_tensor()
 
     def _name(self, part: DTensor) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,16 +10,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import Metric
 
-from lightswitch.errors import Refused
 from tests.engine.fits import Fit, Fits
 from tests.engine.plain import Buckets, PlainData, PlainModel, Points
 from tests.night import at_night
-from tests.pool import RankFailed
 
 
 class Entries(Metric):
@@ -127,68 +123,3 @@ def test_a_batch_weighs_its_samples_whatever_the_shape_of_its_tensors(how: str, 
     assert [*run.column("val/value").values()] == pytest.approx([4.5])
     rows = torch.cat(Series(10).series)
     assert [*run.column("val/of_rows").values()] == pytest.approx([float(rows.mean())])
-
-
-class Generates(PlainModel):
-    """Validates by forward passes that differ in each batch, and from one on in each rank, as where each generates
-    until an end.
-
-    Args:
-        passes: of one rank, and of the other, from that batch on: numbers of the parts to run.
-    """
-
-    def __init__(self, uneven_from: int, passes: tuple[list[int], list[int]]) -> None:
-        super().__init__()
-        self.uneven_from, self.passes = uneven_from, passes
-        self.net = nn.ModuleList(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)) for _ in range(2))
-        self.out = nn.Linear(2, 4)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return cross_entropy(self.out(self._passed(batch[0], [0, 1])), batch[1])
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        is_even = batch_idx < self.uneven_from
-        parts = [0, 1] * (1 + batch_idx % 2) if is_even else self.passes[self.global_rank]
-        self.log("val/loss", cross_entropy(self.out(self._passed(batch[0], parts)), batch[1]))
-
-    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        pass
-
-    def _passed(self, found: Tensor, parts: list[int]) -> Tensor:
-        for part in parts:
-            found = self.net[part](found)
-        return found
-
-
-class SixBatches(ElevenData):
-    samples_to_validate = 6 * 24
-
-
-TWICE_AND_THRICE, OTHER_PART, ONCE_AND_TWICE = ([0, 1] * 2, [0, 1] * 3), ([0, 1], [1, 0]), ([0, 1], [0, 1] * 2)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "uneven_from", "passes"),
-    [
-        ("fsdp", 5, TWICE_AND_THRICE),
-        *at_night(("fsdp", 0, TWICE_AND_THRICE), ("deepspeed_stage_3", 5, TWICE_AND_THRICE)),
-        *at_night(
-            *itertools.product(["fsdp", "deepspeed_stage_3"], [5], [OTHER_PART, ONCE_AND_TWICE])
-        ),  # wait a minute
-    ],
-)
-def test_ranks_that_run_sharded_parts_more_often_than_others_are_refused(
-    strategy: str, uneven_from: int, passes: tuple[list[int], list[int]], fits: Fits
-) -> None:
-    pytest.importorskip("deepspeed")
-    one = Fit(partial(Generates, uneven_from, passes), SixBatches, strategy, steps=1)
-    with pytest.raises(RankFailed) as failed:
-        fits(one, 2)
-    assert isinstance(failed.value.error, Refused)
-    assert "ranks run another number of forward passes" in str(failed.value.error)
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", *at_night("deepspeed_stage_3")])
-def test_ranks_may_run_sharded_parts_another_number_of_times_in_each_batch(strategy: str, fits: Fits) -> None:
-    pytest.importorskip("deepspeed")
-    fits(Fit(partial(Generates, 99, TWICE_AND_THRICE), SixBatches, strategy, steps=1), 2)

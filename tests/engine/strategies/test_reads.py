@@ -195,6 +195,6 @@ def test_a_read_by_one_rank_alone_is_refused(fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
         fits(fit(ReadsAlone, "fsdp"), 2)
     assert str(failed.value.error) == (
-        "on_train_batch_end of ReadsAlone accesses a weight on rank 0 but not on rank 1, and fsdp has a shard on each; "
-        "access it on all ranks, or use strategy=ddp"
+        "on_train_batch_end of ReadsAlone reads a weight on rank 0 but not on rank 1, and fsdp has a shard on each; "
+        "read it on all ranks, or use strategy=ddp"
     )
