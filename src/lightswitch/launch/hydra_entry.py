@@ -38,7 +38,7 @@ from lightswitch.failures import classify, crash_report
 from lightswitch.failures.classify import full_traceback, one_line
 from lightswitch.failures.crash_report import CrashReport, print_once
 from lightswitch.launch import commands, spawn
-from lightswitch.preflight import environment, own_batch, targets
+from lightswitch.preflight import environment, own_batch
 from lightswitch.process import REQUEUED, Process, Signals, ignore_signals, stopped_with
 from lightswitch.runs import claim, starts
 from lightswitch.runs.claim import new_run_id, slurm_job
@@ -86,7 +86,7 @@ class Entry:
             if isinstance(error, BrokenPipeError):  # the reader has closed the pipe, as in `--help | head`
                 _leave_stdout()
                 return
-            exit_with(problems_of_composition(error, targets.parameters))
+            exit_with(problems_of_composition(error))
         finally:
             self.process.release_locks()
 
