@@ -41,7 +41,6 @@ ALLOWED = {
     "self.val_loop.restarting": "as Lightning's own loop sets it, at the first batch after a resume",
     "generator.bit_generator.state": "NumPy documents it: how a generator is seeded again",
     "undivided.rank": "of a copy of the user's sampler",
-    "unused.world_size": "of Unused, the engine's",
 }
 SETTING = (  # modules whose functions and classes set attributes of others' objects
     "lightning.pytorch.utilities.parsing",
