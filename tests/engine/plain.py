@@ -293,15 +293,16 @@ class BucketsData(PlainData):
 
 
 class UsedByRank0(PlainModel):
-    """Whose scale one rank alone uses in the second step."""
+    """Whose scale one rank alone uses in a step, by default the second."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int = 1) -> None:
         super().__init__()
+        self.step = step
         self.scale = torch.nn.Parameter(torch.ones(()))
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        return loss if self.global_step == 1 and self.global_rank else loss * self.scale
+        return loss if self.global_step == self.step and self.global_rank else loss * self.scale
 
 
 class UsedUnevenly(PlainModel):

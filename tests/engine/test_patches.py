@@ -38,7 +38,6 @@ ALLOWED = {
     "generator.bit_generator.state": "NumPy documents it: how a generator is seeded again",
     "original.__class__": "of a parameter that sharding has replaced, as torch changes that of a lazy one",
     "undivided.rank": "of a copy of the user's sampler",
-    "unused.world_size": "of Unused, the engine's",
 }
 SETTING = (  # modules whose functions and classes set attributes of others' objects
     "lightning.pytorch.utilities.parsing",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +21,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -43,7 +41,7 @@ from lightswitch.strategies.known_callbacks import is_on_nvme
 from lightswitch.strategies.manual_gradients import around_passes
 from lightswitch.strategies.replicas import broadcast_in_place, fill_with_nothing, placeholders
 from lightswitch.strategies.sharded import set_timeouts
-from lightswitch.strategies.trained import Trained, Unused
+from lightswitch.strategies.trained import Trained, UnusedParameters
 from lightswitch.strategies.units import is_compiled
 from lightswitch.strategies.writes import WatchedWeights, refuse_bounded_rows
 
@@ -69,7 +67,7 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
     """
 
     _trained: Trained
-    _unused: Unused
+    _unused: UnusedParameters
     _guard: WeightGuard | None = None  # of an engine's weights
     _hooks: Sequence[RemovableHandle] = ()
 
@@ -230,8 +228,7 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
             patches.replace(stepped, "step", partial(self._step, engine, stepped.step))
         self._trained, in_groups = Trained(model), {name for group in self._group_names for name in group}
         parameters = {name: one for name, one in names.parameters(model).items() if name in in_groups}
-        key = self.broadcast(secrets.token_hex(8))
-        self._unused = Unused(parameters, self._patience_seconds, key)
+        self._unused = UnusedParameters(parameters)
         self._guard_weights(engine, model)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._unused.mark_used)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -239,10 +236,6 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
             if parameter.requires_grad
         ]
         return engine, stepped
-
-    @property
-    def _patience_seconds(self) -> float:
-        return (self._timeout or default_pg_timeout).total_seconds()
 
     def _guard_weights(self, engine: deepspeed.DeepSpeedEngine, model: nn.Module) -> None:
         sees_steps = "training_step" not in vars(model) and not any(map(is_compiled, model.modules()))
@@ -295,8 +288,6 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         def closure_of_all() -> Any:
             output = closure()
             assert self.lightning_module is not None
-            if not self.lightning_module.automatic_optimization:  # stage 1 reduces in the step
-                self._unused.refuse_uneven(pass_alone=False)
             if unused := self._unused.of_step():
                 raise Refused(
                     f"{listed(unused, 'parameters')} did not contribute to the loss of step "

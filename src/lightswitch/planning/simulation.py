@@ -47,7 +47,6 @@ from lightswitch.planning.timeline import Growth, Timeline
 from lightswitch.planning.tracking import Tracking
 from lightswitch.planning.values import Values
 from lightswitch.strategies.kernels import FusedStep
-from lightswitch.strategies.trained import Unused
 
 _NEEDS_VALUES = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 _IN_C = "data is not allocated"  # torch's error message when C++ code reads a fake tensor
@@ -226,7 +225,7 @@ def _options(work: Work, model: LightningModule) -> dict[str, Any]:
 
 
 class _StopAfterSteps(Callback):
-    """Callback that stops the run after enough steps and keeps the strategy from waiting for other ranks.
+    """Callback that stops the run after enough steps.
 
     It stops before the end of the epoch, because a scheduler may need a metric there.
     """
@@ -246,11 +245,6 @@ class _StopAfterSteps(Callback):
 
     def _is_enough(self) -> bool:
         return not self._work.is_cut or self._tracking.resized(_FIRST, _MEASURED) is not None
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        unused = getattr(trainer.strategy, "_unused", None)
-        if isinstance(unused, Unused):
-            unused.world_size = 1
 
 
 def _empty_lists(model: nn.Module) -> None:

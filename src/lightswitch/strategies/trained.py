@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.distributed.distributed_c10d import _get_default_store
 
 from lightswitch.checkpoints import names
 from lightswitch.errors import Refused, listed
+
+_COMPARED_STEPS = 3  # in which ranks compare which parameters they use
 
 
 class Trained:
@@ -106,29 +105,19 @@ class WatchedForward(_ForwardRedirection):
             self._trained.refuse_changes(original_module)
 
 
-class Unused:
+class UnusedParameters:
     """Record of the parameters that took no part in the loss of a step.
 
     Args:
         parameters: parameters by name; those that are frozen now are ignored, even if they are trained later.
-        timeout_seconds: how long to wait for a rank, whose backward pass may take longer than this rank's.
-        key: prefix of keys in the store, equal on all ranks, and different for each fit so that fits do not read each
-            other's keys.
-
-    Attributes:
-        world_size: number of ranks that contribute.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], timeout_seconds: float, key: str) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._used: set[Tensor] = set()
+        self._unreached: set[str] = set()  # in the first steps, by a graph that hides them, as reentrant checkpoints do
         self._nodes: dict[str, Node] = {}  # of autograd's graph, by parameter
-        self._keys: list[str] = []  # of this step in the store, and of the step before
-        self._keys_before: list[str] = []
-        self._exchanges = 0
-        self._timeout = timedelta(seconds=timeout_seconds)
-        self.world_size = dist.get_world_size()
-        self._store = PrefixStore(f"unused/{key}", _get_default_store())
+        self._steps = 0
 
     def mark_used(self, parameter: Tensor) -> None:
         """Record that a parameter has a gradient, as a hook on its gradient."""
@@ -138,15 +127,13 @@ class Unused:
         """Return the names of the parameters that this rank has not used since the last call."""
         unused = self._unused()
         self._used.clear()
-        for key in self._keys_before:  # no rank is that far behind
-            self._store.delete_key(key)
-        self._keys_before, self._keys = self._keys, []
+        self._steps += 1
         return unused
 
     def refuse_uneven(self, pass_alone: bool) -> None:
-        """Check that all ranks use the same parameters, before gradients are reduced. Every rank must call it.
+        """Check that all ranks use the same parameters, before gradients are reduced. Collective in the first steps.
 
-        Ranks exchange names through the rendezvous store. A rank that uses all its parameters does not wait.
+        In later steps, each rank compares with what it used in the first ones.
 
         Args:
             pass_alone: compare what the backward pass that has begun reaches, whatever earlier ones of the step did.
@@ -154,21 +141,20 @@ class Unused:
         Raises:
             Refused: a rank does not use a parameter that another one uses.
         """
-        if self.world_size == 1:
+        world_size = dist.get_world_size()
+        if world_size == 1 or dist.get_backend() == "fake":  # a planned step's
             return
-        here, rank = [name for name in self._unused(pass_alone) if not self._is_reached(name)], dist.get_rank()
-        self._exchanges += 1
-        self._keys.append(f"{self._exchanges}/{rank}")
-        self._store.set(self._keys[-1], json.dumps(here))
-        for other in range(self.world_size) if here else ():
-            key = f"{self._exchanges}/{other}"
-            self._store.wait([key], self._timeout)
-            if alone := sorted(set(here).difference(json.loads(self._store.get(key)))):
-                raise Refused(
-                    f"{listed(alone, 'parameters')} took part in the loss of rank {other}, but not in that of rank "
-                    f"{rank}, and DeepSpeed reduces the gradients of all ranks together; use the same parameters on "
-                    "each rank, or strategy=ddp with trainer.strategy.find_unused_parameters=true"
-                )
+        unreached = {name for name in self._unused(pass_alone) if not self._is_reached(name)}
+        if self._steps >= _COMPARED_STEPS:
+            if missing := sorted(unreached - self._unreached):
+                raise Refused(_uneven(missing, f"all ranks in the first steps, but not of rank {dist.get_rank()} now"))
+            return
+        self._unreached |= unreached
+        everywhere: list[Any] = [None] * world_size
+        dist.all_gather_object(everywhere, unreached)
+        for rank, its in enumerate(everywhere):
+            if missing := sorted(its ^ everywhere[0]):
+                raise Refused(_uneven(missing, f"one of the ranks 0 and {rank}, but not of the other"))
 
     def _unused(self, pass_alone: bool = False) -> list[str]:
         used = set() if pass_alone else self._used
@@ -181,3 +167,11 @@ class Unused:
         if name not in self._nodes:  # finding one takes longer than asking for it
             self._nodes[name] = get_gradient_edge(self._parameters[name]).node
         return torch._C._will_engine_execute_node(self._nodes[name])
+
+
+def _uneven(names: Sequence[str], where: str) -> str:
+    return (
+        f"{listed(names, 'parameters')} took part in the loss of {where}, and DeepSpeed reduces the gradients of all "
+        "ranks together; use the same parameters on each rank, or strategy=ddp with "
+        "trainer.strategy.find_unused_parameters=true"
+    )
