@@ -114,9 +114,7 @@ def problems_of_composition(error: BaseException) -> list[str]:
     if isinstance(error, OSError) and str(error.filename).endswith(".yaml"):
         return [f"{error.filename} can't be read: {error.strerror}; mend it, or remove it"]
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # some of Hydra's errors are OSErrors
-        typed = [word for word in sys.argv if re.match(r"(hydra\.run\.dir|name|run_id)=.*oc\.env", word)]
-        line = f"{' '.join(typed)}: {error.strerror}" if typed else error  # the error shows the variable's value
-        return [f"the run directory can't be made: {line}; type hydra.run.dir=FOLDER"]
+        return [f"the run directory can't be made: {error}; type hydra.run.dir=FOLDER"]
     if isinstance(error, MissingConfigException) and (folder := re.search(r"directory '(.+)' exists", str(error))):
         return [f"--config-path: there is no folder {folder[1]}; leave it out, or type --config-dir=FOLDER to add one"]
     if isinstance(error, MissingConfigException) and "/" not in (name := error.missing_cfg_file or ""):
@@ -286,11 +284,10 @@ def _missing_choice(error: MissingConfigException) -> str:
         return f"{group}={choice}: there is no such {group}; {aliases.advice(typed)}"
     if extra := _OF_EXTRAS.get(f"{group}/{choice}"):
         return f"{group}={choice}: its package is not installed; type pip install -e '.[{extra}]'"
-    found = next((word for word in sys.argv if word.startswith(f"{group}=") and "oc.env" in word), f"{group}={choice}")
     hint = f" Did you mean {other}?" if other in choices else nearest(choice, choices)
     if choice and not hint and group in _SETS:
         hint = f" For your own class: {group}.{choice}._target_=my.Class."
-    return f"{found}: there is no such {group}.{hint} Choices: {', '.join(choices)}"
+    return f"{group}={choice}: there is no such {group}.{hint} Choices: {', '.join(choices)}"
 
 
 def _files_of(group: str, message: str) -> set[str]:
