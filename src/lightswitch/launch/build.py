@@ -26,7 +26,7 @@ from lightswitch.batches.generators import (
     restoring,
     seed_generators,
 )
-from lightswitch.batches.metrics import Ending, EpochMetrics, PlateauState
+from lightswitch.batches.metrics import Ending, EpochMetrics
 from lightswitch.batches.plan import BatchPlan, Position, scaled_learning_rate
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
@@ -59,10 +59,10 @@ from lightswitch.runs import resume
 from lightswitch.runs.record import PredictionWriter, PublicHyperparameters, RunRecord
 from lightswitch.runs.resume import Start
 from lightswitch.strategies import known_callbacks
+from lightswitch.strategies.agreement import Agreement
 from lightswitch.strategies.ddp import auto
 from lightswitch.strategies.kernels import AttentionBackends, FusedStep, GarbageBetweenSteps, MatmulPrecision
 from lightswitch.strategies.known_callbacks import KnownCallbacks
-from lightswitch.strategies.replicas import EqualReplicas
 
 log = logging.getLogger(__name__)
 
@@ -264,13 +264,13 @@ def callbacks_of_engine(
     reasons).
     """
     engine: list[Callback] = [record, watchdog, Ending(), batch]
-    engine += [PlateauState(), EpochMetrics(), Preemption(run.signals)]
+    engine += [EpochMetrics(), Preemption(run.signals)]
     engine += [PredictionWriter(), ModelSize(), Freezing(), TransientBuffers(), Reconfiguration()]
     engine += [PublicHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]
     engine += [StepsByHand(), StepsAreCounted(), GarbageBetweenSteps()]
     if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1:
-        engine.append(EqualReplicas())
+        engine.append(Agreement())
     if cfg.on_nan != "ignore":
         engine.append(FiniteLoss(batch, cfg.on_nan))
     if compilation is not None:
