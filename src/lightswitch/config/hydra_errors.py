@@ -8,7 +8,7 @@ import sys
 import traceback
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,8 +31,6 @@ from lightswitch.errors import RefusedRequest, listed, nearest
 
 _KEY = re.compile(r"[+~]*[^\W\d][\w@/-]*(\.[\w@/-]+)*( *=|$)")
 _SHOWN = 80  # characters to show of a long setting
-_DEEPEST = 32  # nested brackets: Hydra's parser is recursive
-_MOST_DIGITS = 4300  # that Python converts to an integer
 NO_YAML = (YAMLError, UnicodeDecodeError)  # errors of reading a config file that is not valid YAML
 
 _SETS = ("callbacks", "logger")  # groups of which a run can have several choices
@@ -80,11 +78,6 @@ def _beyond_reading(override: str) -> Iterator[str]:
             f"{start}: Hydra's log is disabled; type --info all for how the config is composed, or --cfg job for the "
             "config"
         )
-    depths = accumulate((mark in "[{(") - (mark in "]})") for mark in override)
-    if max(depths, default=0) > _DEEPEST:
-        yield f"{start}: found brackets nested deeper than {_DEEPEST} levels; type a flatter value"
-    if re.search(rf"\d{{{_MOST_DIGITS + 1}}}", override):
-        yield f"{start}: found a number of more than {_MOST_DIGITS} digits; type a smaller one"
 
 
 class _Flags(ArgumentParser):

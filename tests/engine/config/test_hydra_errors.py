@@ -36,9 +36,6 @@ def _lines(told: str | list[str]) -> str:
 
 
 MISTAKES = {typed: _lines(told) for typed, told in (TABLE["commands"] | TABLE["later"]).items()} | {
-    f"seed={'9' * 5000}": f"seed={'9' * 75}…: found a number of more than 4300 digits; type a smaller one",
-    f"+data.x={'[' * 500}{']' * 500}": f"data.x={'[' * 73}…: found brackets nested deeper than 32 levels; type a "
-    "flatter value",
     "~init_from": "~init_from: it is null already; leave that out"
     if IS_HYDRA_1_3
     else "init_from: the config has no such key, and the engine reads it; add it to config.yaml",
