@@ -1,142 +1,108 @@
-"""Confidential values: those that a config takes from the environment are not written to files or messages."""
+"""Secrets in what a run writes: values of the environment stay `${oc.env:NAME}`, those named like secrets are ***."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import json
-import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-from urllib.parse import quote, quote_plus
+from collections.abc import Iterator
+from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from lightswitch.cluster.sealed import Values
 from lightswitch.config.hydra_versions import register_resolver
 
-Path = tuple[str | int, ...]  # keys from the config's root to a value
+_MASK = "***"
+_ENVIRONMENT = "${oc.env:"
 
 # Names of secrets, after `_spelled`. Substrings where no other word contains them; else whole words: `max_tokens`,
-# `author` and `sort_key` are no secrets.
+# `author`, `sort_key`, `token_mixer` and a tokenizer's `eos_token` are no secrets.
 _SECRET = re.compile(
     r"passw|passphrase|pwd|secret|credential|"
     r"(access|account|admin|aes|api|app|auth|client|crypt|deploy|encryption|gpg|hmac|license|master|private|rsa|service|"
-    r"session|shared|signing|ssh|ssl|storage|subscription|tls)_?keys?(?![a-z])"
+    r"session|shared|signing|ssh|ssl|storage|subscription|tls)_?keys?$"
 )
-_SECRET_TEXT = re.compile(r"token(?![a-z])|(access|api)_?tokens|auth(?!or(?!i[sz]))|bearer|cookie|jwt|private")
-_KEY = re.compile(r"(?<![a-z])keys?(?![a-z])")  # of a service, or of a dict
-_LIKE_A_KEY = re.compile(r"""['"]?(?=\S*\d)[\w+/=.-]{16,}['"]?""")  # the value of a service's key
+_OF_TOKENIZERS = re.compile(r"(?<![a-z])(bos|cls|eos|end|image|mask|pad|sep|special|start|stop|unk)_token")
+_SECRET_TEXT = re.compile(r"token$|(access|api)_?tokens|auth(?!or(?!i[sz]))|bearer|cookie|jwt|private")
 _LOGIN = re.compile(r"://[^/\s]*@")  # in a URL
 _SWITCH = re.compile(r"true|false|null|none", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?[\d_.]+(e[-+]?\d+)?", re.IGNORECASE)
-_FROM_ENVIRONMENT = re.compile(r"""['"]?\$\{oc\.env:[^{}]*\}['"]?""")
-_REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # reference to another config value
-_LEAST_DIGITS = 4  # characters of a number that is replaced under any key
-_LEAST_LENGTH = 8  # characters of a value to replace within other text: a shorter one may match by chance
 
 
-@dataclass(frozen=True)
-class FromEnvironment:
-    """Config value that an interpolation takes from the environment.
-
-    Args:
-        interpolation: text of the interpolation, such as `${oc.env:NAME}`.
-        parts: values of its environment variables by name.
-    """
-
-    value: Any
-    interpolation: str
-    parts: Mapping[str, str]
-
-
-class _Asked(NamedTuple):
-    """Call of the resolver ``oc.env``."""
-
-    interpolation: str  # text of the config node that contains the call
-    name: str
-
-
-def from_environment(cfg: DictConfig) -> dict[Path, FromEnvironment]:
-    """Return the values that call ``oc.env`` when they are resolved, directly or through other values."""
-    if "oc.env" not in str(OmegaConf.to_container(cfg, resolve=False)):
-        return {}
-    asked: list[_Asked] = []
-
-    def env(*arguments: Any, _node_: Any) -> str | None:
-        asked.append(_Asked(str(_node_._value()), str(arguments[0])))
-        return oc.env(*arguments)
-
-    register_resolver("oc.env", env)
+def public(cfg: DictConfig) -> dict[str, Any]:
+    """Return a config as a run writes it: resolved, except for values of the environment, and `masked`."""
+    raw: Any = OmegaConf.to_container(cfg)
+    register_resolver("oc.env", _interpolation)
     try:
-        return dict(_looked_up(cfg, (), asked))
+        return {key: masked(_as_written(raw[key], _resolved(cfg, raw, key)), key) for key in raw}
     finally:
         register_resolver("oc.env", oc.env)
 
 
-def _looked_up(
-    node: DictConfig | ListConfig, path: Path, asked: list[_Asked]
-) -> Iterator[tuple[Path, FromEnvironment]]:
-    keys: Any = node.keys() if isinstance(node, DictConfig) else range(len(node))
-    raw: Any = OmegaConf.to_container(node, resolve=False)
-    for key in keys:
-        asked.clear()
-        value = None
-        with contextlib.suppress(OmegaConfBaseException):  # missing values are reported elsewhere
-            value = node[key]
-        if asked:
-            written = asked[0].interpolation if _REFERENCE.fullmatch(str(raw[key])) else str(raw[key])
-            parts = {one.name: os.environ[one.name] for one in asked if one.name in os.environ}
-            yield (*path, key), FromEnvironment(value, written, parts)
-        elif isinstance(value, DictConfig | ListConfig):
-            yield from _looked_up(value, (*path, key), asked)
+def _interpolation(*words: object) -> str:
+    return f"{_ENVIRONMENT}{','.join('null' if word is None else str(word) for word in words)}}}"
 
 
-def redacted(cfg: DictConfig) -> DictConfig:
-    """Return ``cfg`` resolved, except for interpolations of values from the environment."""
-    plain: Any = OmegaConf.to_container(cfg, resolve=True)
-    for (*path, last), found in from_environment(cfg).items():
-        node = plain
-        for key in path:
-            node = node[key]
-        node[last] = found.interpolation
-    unresolved: DictConfig = OmegaConf.create(plain)
-    return unresolved
+def _resolved(cfg: DictConfig, raw: dict[str, Any], key: str) -> Any:
+    try:
+        value = cfg[key]
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException:  # computed from a value of the environment
+        return raw[key]
 
 
-def public(cfg: DictConfig) -> dict[str, Any]:
-    """Return `redacted` ``cfg`` as plain containers, with *** for values that look like secrets."""
+def _as_written(raw: Any, resolved: Any) -> Any:
+    """Return a resolved node in which values that name the environment themselves are as the config has them."""
+    if isinstance(raw, dict) and isinstance(resolved, dict):
+        return {key: _as_written(raw[key], value) for key, value in resolved.items()}
+    if isinstance(raw, list) and isinstance(resolved, list):
+        return [_as_written(*pair) for pair in zip(raw, resolved, strict=True)]
+    return raw if isinstance(raw, str) and is_of_environment(raw) else resolved
 
-    def masked(node: Any, key: str) -> Any:
-        if isinstance(node, dict):
-            return {name: masked(child, str(name)) for name, child in node.items()}
-        if isinstance(node, list):
-            return [masked(child, key) for child in node]
-        return "***" if _is_secret(key, repr(node)) else node
 
-    plain: dict[str, Any] = masked(OmegaConf.to_container(redacted(cfg), resolve=False), "")
-    return plain
+def is_of_environment(value: object) -> bool:
+    """Return whether a value, not resolved, takes something from the environment."""
+    return _ENVIRONMENT in str(value)
+
+
+def masked(node: Any, key: str = "") -> Any:
+    """Return a value, and those in it, with *** for what its key calls a secret, unless it is of the environment."""
+    if type(node) is dict:
+        return {name: masked(child, str(name)) for name, child in node.items()}
+    if type(node) is list:
+        return [masked(child, key) for child in node]
+    return _MASK if _is_secret(key, node) and not is_of_environment(node) else node
+
+
+def masked_override(override: str) -> str:
+    """Return an override with *** for a value whose key calls it a secret, or that has one under a key of its own."""
+    key, equals, value = override.partition("=")
+    inner = re.findall(r"([\w-]+)['\"]?\s*:\s*([^,{}\[\]]*)", value)  # of a dict, such as {api_key: abc}
+    named = [(key.rpartition(".")[2], value), *inner]
+    is_secret = any(_is_secret(name, _typed(text.strip())) and not is_of_environment(text) for name, text in named)
+    return f"{key}={_MASK}" if equals and is_secret else override
+
+
+def _typed(text: str) -> object:
+    return None if _SWITCH.fullmatch(text) else 0 if _NUMBER.fullmatch(text) else text
+
+
+def masked_keys(node: Any) -> list[str]:
+    """Return the dotted keys in a config that a run has written whose values it has masked."""
+    return [key for key, leaf in _flat(node) if leaf == _MASK]
 
 
 def values(cfg: DictConfig, without: tuple[str, ...] = ()) -> Values:
-    """Return all values of a config as text, by dotted key, and the keys of values to hide.
+    """Return all values of a config as text, by dotted key, and the keys of those that no message shows.
 
     Args:
         without: prefixes of keys to leave out.
     """
     flat = {key: leaf for key, leaf in _flat(OmegaConf.to_container(cfg, resolve=True)) if not key.startswith(without)}
-    outside = [".".join(map(str, path)) for path in from_environment(cfg)]
-    hidden = {key for key, leaf in flat.items() if _is_secret(key.rpartition(".")[2], repr(leaf))}
-    hidden |= {
-        key for key in flat for other in outside if f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.")
-    }
-    times = of_the_clock(cfg)
+    written, times = dict(_flat(public(cfg))), of_the_clock(cfg)
     texts = {key: f"{leaf} of {times[key]}" if key in times else str(leaf) for key, leaf in flat.items()}
-    return Values(texts, frozenset(hidden))
+    return Values(texts, frozenset(key for key in flat if key not in written or written[key] != flat[key]))
 
 
 def of_the_clock(cfg: DictConfig) -> dict[str, str]:
@@ -145,33 +111,17 @@ def of_the_clock(cfg: DictConfig) -> dict[str, str]:
     return {key: leaf for key, leaf in flat if isinstance(leaf, str) and "${now:" in leaf}
 
 
-def without_secret(override: str) -> str:
-    """Return an override with *** for a value that looks like a secret, or contains one under a key of its own."""
-    key, equals, value = override.partition("=")
-    inner = re.findall(r"([\w-]+)['\"]?\s*:\s*([^,{}\[\]]*)", value)  # of a dict, such as {api_key: abc}
-    is_secret = any(_is_secret(name, text.strip()) for name, text in [(key.rpartition(".")[2], value), *inner])
-    return f"{key}=***" if equals and is_secret else override
+def _is_secret(name: str, value: object) -> bool:
+    """Return whether the last part of a key calls its value a secret, or whether it is a URL with a user.
 
-
-def _is_secret(name: str, value: str) -> bool:
-    """Return whether a value looks like a secret: by its name, as a URL with a user, or as a long key.
-
-    A switch, null, and an interpolation from the environment are none. Under a name like `token` or `auth`, a number is
-    none either: it is a setting, as in `eos_token=2`. Under a name like `password` it is one.
-
-    Args:
-        name: last part of the key.
-        value: as it is written in an override, or as its repr; a string's repr has quotes, so that it is no number.
+    A switch and null are none. Under a name like `token` or `auth`, a number is none either: it is a setting, as in
+    `use_auth=1`. Under a name like `password` it is one.
     """
-    if _SWITCH.fullmatch(value) or _FROM_ENVIRONMENT.fullmatch(value):
+    if value is None or isinstance(value, bool):
         return False
     name = _spelled(name)
-    return bool(
-        _SECRET.search(name)
-        or (_SECRET_TEXT.search(name) and not _NUMBER.fullmatch(value))
-        or (_KEY.search(name) and _LIKE_A_KEY.fullmatch(value))
-        or _LOGIN.search(value)
-    )
+    is_text = _SECRET_TEXT.search(name) and not _OF_TOKENIZERS.search(name) and not isinstance(value, int | float)
+    return bool(_SECRET.search(name) or is_text or (isinstance(value, str) and _LOGIN.search(value)))
 
 
 def _spelled(name: str) -> str:
@@ -185,101 +135,3 @@ def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(child, f"{path}.{name}")
     else:
         yield path.removeprefix("."), node
-
-
-@dataclass(frozen=True)
-class Cleaner:
-    """Replacement of values from the environment, and of the variables they contain, by interpolations.
-
-    Args:
-        texts: pairs of a value, in each form in which an error may show it, and its interpolation; longest first, as
-            one value may contain another.
-        others: values that are not strings, such as numbers and lists, each with its key and its interpolation.
-    """
-
-    texts: tuple[tuple[str, str], ...]
-    others: tuple[tuple[str, Any, str], ...] = ()
-
-    @classmethod
-    def of(cls, cfg: DictConfig) -> Cleaner:
-        """Create a cleaner for all values that a config takes from the environment, except existing paths."""
-        found = from_environment(cfg)
-        outside = found.values()
-        others = ((_key(path), _plain(one.value), one.interpolation) for path, one in found.items())
-        whole = {one.value: one.interpolation for one in outside if isinstance(one.value, str)}
-        parts = {value: f"${{oc.env:{name}}}" for one in outside for name, value in one.parts.items()}
-        whole, parts = (
-            {value: written for value, written in pairs.items() if value and not _is_path(value)}
-            for pairs in (whole, parts)
-        )
-        shown = {
-            form: written
-            for value, written in [*parts.items(), *whole.items()]
-            for form in _forms(value, written)
-            if len(form) >= _LEAST_LENGTH
-        }
-        keyed = {  # KEY=VALUE in messages, which even a short value does not match by chance
-            f"{'.'.join(map(str, path))}={form}": f"{'.'.join(map(str, path))}={one.interpolation}"
-            for path, one in found.items()
-            for form in (str(one.value), repr(one.value))
-        }
-        return cls(
-            tuple(sorted((shown | whole | keyed).items(), key=lambda pair: -len(pair[0]))),
-            tuple(other for other in others if other[1] is not None and not isinstance(other[1], str)),
-        )
-
-    def cleaned(self, value: Any, key: str = "") -> Any:
-        """Return a string, a number, or dicts, lists and tuples of these, with confidential values replaced.
-
-        Args:
-            key: key of the value. A short number is replaced only under the confidential value's key.
-        """
-        if isinstance(value, str):
-            return self._text(value)
-        for own, secret, written in self.others:
-            is_rare = not isinstance(value, bool) and len(str(value)) >= _LEAST_DIGITS
-            if type(secret) is type(value) and secret == value and (is_rare or own == key):
-                return written
-        if isinstance(value, dict):
-            cleaned = copy.copy(value)  # of its own type, such as a defaultdict
-            cleaned.update({name: self.cleaned(item, str(name)) for name, item in value.items()})
-            return cleaned
-        if isinstance(value, list | tuple) and type(value) in (list, tuple):
-            return type(value)(self.cleaned(item, key) for item in value)
-        return value
-
-    def _text(self, text: str) -> str:
-        for value, written in self.texts:
-            if text == value:
-                return written
-            if len(value) >= _LEAST_LENGTH or "=" in value:
-                text = text.replace(value, written)
-        return text
-
-
-def _key(path: Path) -> str:
-    """Return the last key of a path, ignoring list indices after it."""
-    return next((part for part in reversed(path) if isinstance(part, str)), "")
-
-
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
-
-
-def _forms(value: str, written: str) -> Iterator[str]:
-    """Yield a value unchanged, and in the forms that errors may show: repr, JSON, URL-quoted, in one line, by line.
-
-    Lines that the interpolation's text contains too are left out: they come from the config itself.
-    """
-    lines = (line.strip() for line in value.splitlines())
-    for text in (value, *(line for line in lines if line not in written)):
-        yield from (text, json.dumps(text)[1:-1], " ".join(text.split()))
-        in_repr = repr(text)[1:-1]
-        yield from (in_repr, in_repr.replace("'", r"\'"))  # escaped if the text around it has double quotes
-        with contextlib.suppress(UnicodeEncodeError):  # bytes that are not text
-            yield from (quote(text), quote(text, safe=""), quote_plus(text))
-
-
-def _is_path(text: str) -> bool:
-    """Return whether a text is an existing absolute path: it is not secret, and tracebacks need it."""
-    return os.path.isabs(text) and os.path.exists(text)

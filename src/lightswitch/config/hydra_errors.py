@@ -8,7 +8,7 @@ import sys
 import traceback
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,8 +31,6 @@ from lightswitch.errors import RefusedRequest, listed, nearest
 
 _KEY = re.compile(r"[+~]*[^\W\d][\w@/-]*(\.[\w@/-]+)*( *=|$)")
 _SHOWN = 80  # characters to show of a long setting
-_DEEPEST = 32  # nested brackets: Hydra's parser is recursive
-_MOST_DIGITS = 4300  # that Python converts to an integer
 NO_YAML = (YAMLError, UnicodeDecodeError)  # errors of reading a config file that is not valid YAML
 
 _SETS = ("callbacks", "logger")  # groups of which a run can have several choices
@@ -80,11 +78,6 @@ def _beyond_reading(override: str) -> Iterator[str]:
             f"{start}: Hydra's log is disabled; type --info all for how the config is composed, or --cfg job for the "
             "config"
         )
-    depths = accumulate((mark in "[{(") - (mark in "]})") for mark in override)
-    if max(depths, default=0) > _DEEPEST:
-        yield f"{start}: found brackets nested deeper than {_DEEPEST} levels; type a flatter value"
-    if re.search(rf"\d{{{_MOST_DIGITS + 1}}}", override):
-        yield f"{start}: found a number of more than {_MOST_DIGITS} digits; type a smaller one"
 
 
 class _Flags(ArgumentParser):
@@ -114,9 +107,7 @@ def problems_of_composition(error: BaseException) -> list[str]:
     if isinstance(error, OSError) and str(error.filename).endswith(".yaml"):
         return [f"{error.filename} can't be read: {error.strerror}; mend it, or remove it"]
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # some of Hydra's errors are OSErrors
-        typed = [word for word in sys.argv if re.match(r"(hydra\.run\.dir|name|run_id)=.*oc\.env", word)]
-        line = f"{' '.join(typed)}: {error.strerror}" if typed else error  # the error shows the variable's value
-        return [f"the run directory can't be made: {line}; type hydra.run.dir=FOLDER"]
+        return [f"the run directory can't be made: {error}; type hydra.run.dir=FOLDER"]
     if isinstance(error, MissingConfigException) and (folder := re.search(r"directory '(.+)' exists", str(error))):
         return [f"--config-path: there is no folder {folder[1]}; leave it out, or type --config-dir=FOLDER to add one"]
     if isinstance(error, MissingConfigException) and "/" not in (name := error.missing_cfg_file or ""):
@@ -286,11 +277,10 @@ def _missing_choice(error: MissingConfigException) -> str:
         return f"{group}={choice}: there is no such {group}; {aliases.advice(typed)}"
     if extra := _OF_EXTRAS.get(f"{group}/{choice}"):
         return f"{group}={choice}: its package is not installed; type pip install -e '.[{extra}]'"
-    found = next((word for word in sys.argv if word.startswith(f"{group}=") and "oc.env" in word), f"{group}={choice}")
     hint = f" Did you mean {other}?" if other in choices else nearest(choice, choices)
     if choice and not hint and group in _SETS:
         hint = f" For your own class: {group}.{choice}._target_=my.Class."
-    return f"{found}: there is no such {group}.{hint} Choices: {', '.join(choices)}"
+    return f"{group}={choice}: there is no such {group}.{hint} Choices: {', '.join(choices)}"
 
 
 def _files_of(group: str, message: str) -> set[str]:

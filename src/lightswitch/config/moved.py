@@ -1,14 +1,9 @@
-"""Configs of older versions: the new names of moved classes replace the old ones, and newer keys get default values.
-
-python -m lightswitch.config.moved FOLDER      # print the lines of a folder's configs to change
-"""
+"""Configs of older versions: the new names of moved classes replace the old ones, and newer keys get default values."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -41,10 +36,8 @@ def follow(cfg: DictConfig, run: RunContext) -> None:
     """Update an older config in place as `replace` does, and log advice on its names on rank 0."""
     renamed = replace(cfg)
     if renamed and run.placement.rank == 0:
-        changes = [
-            f"{_file(name, run) or key} names {name}, which moved to {today(name)}" for key, name in renamed.items()
-        ]
-        log.info("advice     %s; change it: lightswitch %s drops the old name", "; ".join(changes), UNTIL)
+        changes = [f"{key}._target_={name} is now {today(name)}" for key, name in renamed.items()]
+        log.info("advice     %s; change it in conf/: lightswitch %s drops the old name", "; ".join(changes), UNTIL)
 
 
 def replace(cfg: DictConfig) -> dict[str, str]:
@@ -62,15 +55,6 @@ def replace(cfg: DictConfig) -> dict[str, str]:
     return renamed
 
 
-def in_folder(folder: Path) -> Iterator[str]:
-    """Yield a line for each old name in a folder's configs, with the current name."""
-    for path in sorted(path for path in folder.rglob("*.yaml") if path.is_file()):
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
-            name = line.partition("_target_:")[2].partition("#")[0].strip()
-            if today(name) != name:
-                yield f"{path}:{number}: {name} is now {today(name)}"
-
-
 def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, dict[Any, Any], str]]:
     """Yield the path, the values and the class of each node that names one, without resolving interpolations."""
     plain = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
@@ -85,18 +69,3 @@ def today(name: str) -> str:
     """Return the current name of a class or function that a config names."""
     module, _, attribute = name.rpartition(".")
     return MOVED.get(name) or (f"{MOVED[module]}.{attribute}" if module in MOVED else name)
-
-
-def _file(name: str, run: RunContext) -> str | None:
-    """Return the chosen config file that contains the name, relative to the parent of its config folder."""
-    for source in run.hydra.runtime.config_sources:
-        for group, choice in run.hydra.runtime.choices.items():
-            file = Path(source.path, group, f"{choice}.yaml")
-            if source.schema == "file" and file.is_file() and f"_target_: {name}" in file.read_text():
-                return str(file.relative_to(Path(source.path).parent))
-    return None
-
-
-if __name__ == "__main__":
-    for line in in_folder(Path(sys.argv[1])):
-        print(line)

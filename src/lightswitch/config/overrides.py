@@ -15,7 +15,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightswitch.config.confidential import Cleaner
 from lightswitch.config.values import name_problems
 from lightswitch.errors import RefusedRequest
 from lightswitch.mixins import Mixin, with_mixin
@@ -217,4 +216,4 @@ def check_names(cfg: DictConfig) -> None:
             f"type hydra.{folder}.dir=FOLDER, of a mounted bucket or a local disk, and copy it when the run has ended"
         )
     if problems:
-        raise RefusedRequest(Cleaner.of(cfg).cleaned(problems))
+        raise RefusedRequest(problems)

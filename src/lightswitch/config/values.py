@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from hydra.conf import HydraConf
 
 AUTO = "auto"
-LARGEST_INTEGER = 2**63 - 1  # torch and NumPy count in 64 bits
 LEAST_SECONDS = {"watch.lost_after_seconds": 5}  # a rank may be silent for some seconds, for example while it compiles
 LEAST_SECONDS_OF_OTHERS, MOST_SECONDS = 1, 2_000_000  # 23 days; sockets and gloo count milliseconds in 32 bits
 

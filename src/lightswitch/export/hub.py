@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 
 from lightswitch import regular_files, versions
 from lightswitch.checkpoints import directory, weight_files
-from lightswitch.config.confidential import without_secret
+from lightswitch.config.confidential import masked_override
 from lightswitch.errors import Refused, printable
 from lightswitch.export.models import load
 from lightswitch.monitoring.display import escaped
@@ -98,7 +98,7 @@ def _lines(name: str, record: Mapping[str, Any], results: Mapping[str, Any]) -> 
     yield from ("---", "library_name: transformers", "tags: [lightswitch]", "---", f"# {name}", "")
     version = versions.of(["lightswitch"]).get("lightswitch", "")
     typed = record.get("overrides")
-    overrides = shlex.join(without_secret(str(one)) for one in typed) if isinstance(typed, list) else ""
+    overrides = shlex.join(masked_override(str(one)) for one in typed) if isinstance(typed, list) else ""
     commit = f" at commit {escaped(str(record['commit']))}" if record.get("commit") else ""
     command = " ".join(printable(f"python train.py {overrides}").split())
     yield from (f"Trained with lightswitch {version}{commit}:", "", f"<pre>{escape(command, quote=False)}</pre>", "")

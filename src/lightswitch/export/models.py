@@ -35,6 +35,7 @@ from lightswitch.checkpoints.finetuning import LEFT_OUT
 from lightswitch.checkpoints.last import best_or_last
 from lightswitch.checkpoints.names import own_name
 from lightswitch.checkpoints.weight_files import Weights
+from lightswitch.config.confidential import masked_keys
 from lightswitch.config.hydra_versions import instantiate
 from lightswitch.errors import UnfitCheckpoint, UntrustedConfig, listed
 
@@ -263,6 +264,11 @@ def read_config(path: Path, key: str | None = None, trust: bool = False) -> Mode
         node = node.get(key) if isinstance(node, dict) else None
     if not isinstance(node, dict) or "_target_" not in node:
         raise UnfitCheckpoint(f"{path} names no model: it has no {f'{key}.' if key else ''}_target_")
+    if hidden := masked_keys(node):
+        raise UnfitCheckpoint(
+            f"{path}: a secret was typed, and is not written: {listed(hidden)}; type it into that file, export it and "
+            "write ${oc.env:NAME}, or call lightswitch.load(path, model=MyModel(...))"
+        )
     return ModelConfig(path, node)
 
 

@@ -32,7 +32,6 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.cluster.placement import Placement
-from lightswitch.config.confidential import Cleaner
 from lightswitch.errors import ExitCode, Failure, LostRank, Refused, shown
 from lightswitch.process import Process, ended_by
 from lightswitch.runs import lock
@@ -83,23 +82,18 @@ class Rank:
 
 
 def failure(error: BaseException, cfg: DictConfig, rank: Rank, steps_have_begun: bool) -> Failure:
-    """Convert an error to a Failure: exit code 2 and a line per problem if the user can fix it, otherwise exit code 1.
-
-    In its text, interpolations replace the values that the config takes from the environment.
-    """
+    """Convert an error to a Failure: exit code 2 and a line per problem if the user can fix it, else exit code 1."""
     whole: Any = HydraConfig.instance().cfg or cfg  # includes the hydra node, such as hydra.run.dir
-    cleaned = Cleaner.of(whole).cleaned
     problems = problems_of(error, cfg, steps_have_begun)
     run_dir = Path(OmegaConf.select(whole, "hydra.runtime.output_dir") or ".")
     if steps_have_begun and lock.is_removed(run_dir):  # whatever stumbled over it, and reports it in its own words
         problems = [lock.removed(run_dir)]
     if not problems:
-        bug = Failure(str(error), full_traceback(error)) if isinstance(error, LostRank) else failure_of(rank, error)
-        return replace(bug, line=cleaned(bug.line), details=cleaned(bug.details))
-    lines = "\n".join(f"error: {cleaned(problem)}" for problem in problems)
+        return Failure(str(error), full_traceback(error)) if isinstance(error, LostRank) else failure_of(rank, error)
+    lines = "\n".join(f"error: {problem}" for problem in problems)
     # the engine's messages need no traceback
     details = error.details if isinstance(error, Refused) else full_traceback(error)
-    return Failure(lines, cleaned(details), ExitCode.REFUSED, rank=rank.number)
+    return Failure(lines, details, ExitCode.REFUSED, rank=rank.number)
 
 
 def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -> list[str]:

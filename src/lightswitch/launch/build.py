@@ -56,7 +56,7 @@ from lightswitch.preflight.targets import GIVEN
 from lightswitch.process import leave_group_at_exit
 from lightswitch.runs import log as run_log
 from lightswitch.runs import resume
-from lightswitch.runs.record import CleanHyperparameters, PredictionWriter, RunRecord
+from lightswitch.runs.record import PredictionWriter, PublicHyperparameters, RunRecord
 from lightswitch.runs.resume import Start
 from lightswitch.strategies import known_callbacks
 from lightswitch.strategies.agreement import Agreement
@@ -266,7 +266,7 @@ def callbacks_of_engine(
     engine: list[Callback] = [record, watchdog, Ending(), batch]
     engine += [EpochMetrics(), Preemption(run.signals)]
     engine += [PredictionWriter(), ModelSize(), Freezing(), TransientBuffers(), Reconfiguration()]
-    engine += [CleanHyperparameters(cfg), KnownCallbacks()]
+    engine += [PublicHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]
     engine += [StepsByHand(), StepsAreCounted(), GarbageBetweenSteps()]
     if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from lightswitch.batches.plan import Position
 from lightswitch.cluster.placement import NO_SHARED_STORE, Placement, elastic_nodes, is_module
+from lightswitch.config.confidential import masked_override
 from lightswitch.config.overrides import quoted, shortened
 
 # keys that decide where a run starts, which these commands set themselves; in fit, ckpt_path is another
@@ -38,25 +39,25 @@ def go_on(cfg: DictConfig, placement: Placement, position: Position) -> str | No
     if not raised:
         return None
     typed = _overrides(without=(*_START, "ckpt_path", *(word.partition("=")[0] for word in raised)))
-    return shlex.join([*_program(placement), *typed, f"run_id={cfg.run_id}", *raised])
+    return _joined([*_program(placement), *typed, f"run_id={cfg.run_id}", *raised])
 
 
 def go_on_anew(placement: Placement, checkpoint: str) -> str:
     """Return the command that starts another run of the same length, from the weights of a checkpoint."""
     typed = _overrides(without=(*_START, "ckpt_path", "hydra.run.dir"))
-    return shlex.join([*_program(placement), *typed, f"init_from={quoted(checkpoint)}"])
+    return _joined([*_program(placement), *typed, f"init_from={quoted(checkpoint)}"])
 
 
 def repeat(cfg: DictConfig, placement: Placement) -> str:
     """Return the command that starts the same run again, in the same directory."""
     start = (*_START, "ckpt_path") if cfg.mode == "fit" else _START
-    return shlex.join([*_program(placement), *_overrides(without=start), f"run_id={cfg.run_id}"])
+    return _joined([*_program(placement), *_overrides(without=start), f"run_id={cfg.run_id}"])
 
 
 def evaluate(checkpoint: str, placement: Placement, mode: str) -> str:
     """Return the command that evaluates a checkpoint in a mode, with the same model, data and devices."""
     typed = _overrides(without=_READ_ONLY_BY_FIT)
-    return shlex.join([*_program(placement), *typed, f"mode={mode}", f"ckpt_path={quoted(checkpoint)}"])
+    return _joined([*_program(placement), *typed, f"mode={mode}", f"ckpt_path={quoted(checkpoint)}"])
 
 
 def planned(placement: Placement, words: list[str]) -> str:
@@ -64,7 +65,7 @@ def planned(placement: Placement, words: list[str]) -> str:
     keys = [word.partition("=")[0] for word in words]
     other = ("trainer.precision",) if "precision" in keys else ()
     typed = _overrides(without=("mode", "plan", "run_id", "device", *keys, *other))
-    return shlex.join([*_program(placement), *typed, *words])
+    return _joined([*_program(placement), *typed, *words])
 
 
 _OF_THE_WORLD = (
@@ -113,11 +114,11 @@ def of_each_launcher(nodes: int, devices_per_node: int, uses_gpus: bool) -> dict
     world = f"WORLD_SIZE={nodes * devices_per_node} LOCAL_WORLD_SIZE={devices_per_node} RANK=0"
     alone = nodes == 1
     return {
-        "python": shlex.join([python, *script, *typed, *(counts[1:] if alone else [*counts, *by_hand])]),
-        "torchrun": shlex.join(["torchrun", *(["--standalone"] if alone else meet), per_node, *script, *typed]),
-        "srun": shlex.join(["srun", *tasks, *gpus, python, *script, *typed]),
+        "python": _joined([python, *script, *typed, *(counts[1:] if alone else [*counts, *by_hand])]),
+        "torchrun": _joined(["torchrun", *(["--standalone"] if alone else meet), per_node, *script, *typed]),
+        "srun": _joined(["srun", *tasks, *gpus, python, *script, *typed]),
         "env": f"MASTER_ADDR=HEAD MASTER_PORT=29500 {world} "
-        + shlex.join([python, *script, *typed, "run_id=mine", "cluster=env"]),
+        + _joined([python, *script, *typed, "run_id=mine", "cluster=env"]),
     }
 
 
@@ -126,7 +127,12 @@ def instead(cfg: DictConfig, placement: Placement, words: list[str]) -> str:
     keys = [word.partition("=")[0] for word in words]
     other = ("trainer.strategy",) if "strategy" in keys else ()  # its arguments belong to the strategy that is replaced
     typed = _overrides(without=(*_START, "ckpt_path", *keys, *other))
-    return shlex.join([*_program(placement), *typed, *words, f"run_id={cfg.run_id}"])
+    return _joined([*_program(placement), *typed, *words, f"run_id={cfg.run_id}"])
+
+
+def _joined(words: list[str]) -> str:
+    """Return a command to print, in which values that are named like secrets are masked."""
+    return shlex.join(map(masked_override, words))
 
 
 def _holds(limit: int | None, reached: int) -> bool:

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch import regular_files
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.config.confidential import masked_override
 from lightswitch.context import RunContext
 from lightswitch.errors import NeedsValues, Refused, RefusedRequest, shown
 from lightswitch.failures.classify import full_traceback, one_line
@@ -127,7 +128,8 @@ def _with_reads(request: Request, batch: BatchPlan, one: Rehearsed) -> Rehearsed
 def _script(request: Request) -> dict[str, str]:
     program = commands.script_words()
     folder = Path(sys.argv[0]).absolute().parent
-    return job_script(folder, request.world, request.device.kind, program, commands.overrides_of_run())
+    typed = [masked_override(word) for word in commands.overrides_of_run()]
+    return job_script(folder, request.world, request.device.kind, program, typed)
 
 
 def job_script(

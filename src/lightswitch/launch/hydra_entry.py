@@ -29,7 +29,7 @@ from lightswitch import patches
 from lightswitch.cluster import placement
 from lightswitch.cluster.placement import Placement
 from lightswitch.config import hydra_versions
-from lightswitch.config.confidential import Cleaner, of_the_clock
+from lightswitch.config.confidential import of_the_clock
 from lightswitch.config.hydra_errors import NO_YAML, check_flags, problems_of_composition
 from lightswitch.config.overrides import ComposesOnce, asks_for_help, key_and_value, normalised, quoted, typed_overrides
 from lightswitch.context import RunContext
@@ -222,7 +222,7 @@ def _answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:
     # after a failure that the ranks agreed on, a signal comes from the launcher, which ends the remaining ranks
     stopped = None if is_known(run.process) else _stop_cause(error, run)
     if stopped is not None:
-        log_error(error, cfg, run)
+        log_error(error, run)
         _stop(stopped, cfg, run)
     code = report_failure(error, cfg, run)
     if code != ExitCode.REFUSED and run.is_first and (run.run_dir / "checkpoints").is_dir():
@@ -391,9 +391,9 @@ def _report(first: Failure, report: CrashReport) -> int:
     return report.print_failure(first)
 
 
-def log_error(error: BaseException, cfg: DictConfig, run: RunContext) -> None:
+def log_error(error: BaseException, run: RunContext) -> None:
     """Write an error to the run's log only."""
-    CrashReport(run).log(Cleaner.of(cfg).cleaned(full_traceback(error)))
+    CrashReport(run).log(full_traceback(error))
 
 
 def requeue_after(stopped: Stopped, is_asking: bool, has_trained: bool) -> Stopped:

@@ -79,9 +79,9 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
 def config_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
     """Return the problems of keys, values and arguments, which do not depend on the machine.
 
-    The checks run in groups: integers beyond 64 bits; names, keys and values; arguments of nodes that were typed, whose
-    code is imported; arguments of other nodes, whose values may follow typed ones; device counts. A group runs only if
-    those before it find nothing.
+    The checks run in groups: names, keys and values; arguments of nodes that were typed, whose code is imported;
+    arguments of other nodes, whose values may follow typed ones; device counts. A group runs only if those before it
+    find nothing.
 
     Args:
         cfg: resolved config.
@@ -93,8 +93,7 @@ def config_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
     typed_nodes = {key.lstrip("~").partition(".")[0] for key in typed_keys}
     of_tools = set() if cfg["mode"] in planned.MODES else {"plan"}  # a run imports none
     return (
-        [*root_keys.beyond_integers(cfg)]
-        or [
+        [
             *name_problems(given),
             *root_keys.misspelt(cfg, typed),
             *root_keys.wrong(cfg),

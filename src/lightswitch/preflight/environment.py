@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 from lightswitch import versions
 from lightswitch.cluster import placement
-from lightswitch.config import aliases
 from lightswitch.errors import RefusedRequest
 
 _LEAST = {  # integers, each with its smallest valid value
@@ -64,11 +63,14 @@ _MEND_UNEVENLY = {
     "env": "export LOCAL_RANK (the number of the process on its node, from 0), GROUP_RANK (the node's) and "
     "GROUP_WORLD_SIZE (how many nodes there are) for each process",
 }
-_SHARDINGS = {  # accelerate's names and numbers of them, and what it calls offloading
-    **dict.fromkeys(("shard_grad_op", "2"), "fsdp_grad_op"),
-    **dict.fromkeys(("no_shard", "3"), "ddp"),
-    **dict.fromkeys(("hybrid_shard", "4"), "fsdp_hybrid"),
-    "offload": "fsdp_offload",
+_OF_ACCELERATE = {  # what `accelerate launch` exports, its default, and the keys that do the same
+    "ACCELERATE_MIXED_PRECISION": ("no", "precision"),
+    "ACCELERATE_USE_CPU": ("false", "trainer.accelerator"),
+    "ACCELERATE_DYNAMO_BACKEND": ("no", "compile"),
+    "ACCELERATE_USE_FSDP": ("false", "strategy"),
+    "ACCELERATE_USE_DEEPSPEED": ("false", "strategy"),
+    "ACCELERATE_GRADIENT_CLIPPING": ("none", "trainer.gradient_clip_val"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "micro_batch_size"),
 }
 _INDEX = "https://download.pytorch.org/whl"
 _BUILD = re.compile(r"cpu|cu\d+|rocm[\d.]+|xpu")  # PyTorch's builds, after the + of a version
@@ -243,44 +245,25 @@ def _set(environ: Mapping[str, str], names: Sequence[str]) -> str:
 def of_accelerate(
     typed: Set[str], accelerator: Callable[[], str], environ: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
-    """Yield a problem if `accelerate launch` has exported settings that the command line does not have.
+    """Yield a problem for what `accelerate launch` has exported, and a run would pass over.
 
     Args:
         typed: the keys on the command line, which decide.
         accelerator: returns the one in use, cpu, cuda or mps, which may have to import torch.
     """
-    asked = {name: meant for name, meant in _of_accelerate(environ) if meant.partition("=")[0] not in typed}
+    asked = {
+        name: keys
+        for name, (default, keys) in _OF_ACCELERATE.items()
+        if environ.get(name, default).lower() not in (default, "auto") and not any(key in typed for key in keys.split())
+    }
     if "ACCELERATE_USE_CPU" in asked and accelerator() == "cpu":
         del asked["ACCELERATE_USE_CPU"]
     if asked:
+        keys = dict.fromkeys(" ".join(asked.values()).split())
         yield (
             f"{_set(environ, [*asked])}: accelerate launch has exported what a run takes from its config; type "
-            f"{' '.join(asked.values())}"
+            f"{' '.join(f'{key}=VALUE' for key in keys)}"
         )
-
-
-def _of_accelerate(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the variables of `accelerate launch` that change a run, each with what to type."""
-    values = {name: value.lower() for name, value in environ.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
-    if (precision := values.get("ACCELERATE_MIXED_PRECISION", "no")) != "no":
-        yield "ACCELERATE_MIXED_PRECISION", aliases.instead("mixed_precision", precision) or "precision=bf16-mixed"
-    if values.get("ACCELERATE_USE_CPU") == "true":
-        yield "ACCELERATE_USE_CPU", "trainer.accelerator=cpu"
-    if values.get("ACCELERATE_DYNAMO_BACKEND", "no") != "no":
-        yield "ACCELERATE_DYNAMO_BACKEND", "compile=true"
-    if values.get("ACCELERATE_USE_FSDP") == "true":
-        is_offloaded = values.get("FSDP_OFFLOAD_PARAMS") == "true"
-        sharding = "offload" if is_offloaded else values.get("FSDP_SHARDING_STRATEGY", "")
-        yield "ACCELERATE_USE_FSDP", f"strategy={_SHARDINGS.get(sharding, 'fsdp')}"
-        if values.get("FSDP_ACTIVATION_CHECKPOINTING") == "true":
-            yield "FSDP_ACTIVATION_CHECKPOINTING", "trainer.strategy.activation_checkpointing=true"
-    if values.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        file, stage = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), values.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)
-        meant = aliases.instead("deepspeed_config", file) if file else aliases.instead("zero_stage", str(stage))
-        yield "ACCELERATE_USE_DEEPSPEED", str(meant)
-    for name, default in (("gradient_clipping", "none"), ("gradient_accumulation_steps", "1")):
-        if (value := values.get(variable := f"ACCELERATE_{name.upper()}", default)) not in (default, "auto", "none"):
-            yield variable, str(aliases.instead(name, value))
 
 
 def unfit_packages() -> Iterator[str]:

@@ -12,12 +12,7 @@ from lightswitch.errors import nearest
 from lightswitch.preflight import devices
 
 MODES = ("plan", "dry_run")
-_KEYS = {
-    "plan": ("device", "memory_gib", "deepspeed", "disk_gb_per_second", "tokens_per_sample"),
-    "dry_run": ("rank", "steps"),
-}
 CHECK = "check"
-_CHECK_KEYS = ("steps", "devices", "strategies")
 _LEAST_STEPS, _LEAST_DEVICES = 2, 2  # at least one step before a kill, and one after it
 
 
@@ -33,10 +28,6 @@ def problems(cfg: dict[str, Any], place: Placement, precisions: Mapping[str, obj
             f"mode={mode} runs in a single process, but {place.launcher} started several; "
             f"type python train.py mode={mode} trainer.num_nodes=N trainer.devices=N"
         )
-    missing = [line for name in MODES[: MODES.index(mode) + 1] for line in _missing(cfg, name)]
-    yield from missing
-    if missing:
-        return
     for key in ("memory_gib", "disk_gb_per_second", "tokens_per_sample"):
         value = cfg["plan"][key]
         if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
@@ -56,17 +47,6 @@ def of_disk(strategy: Any) -> Iterator[str]:
             "what DeepSpeed offloads to disk is not simulated; plan strategy=deepspeed_stage_3_offload instead, which "
             "takes the same memory of each device, and as much of the host's as this one takes of the disk"
         )
-
-
-def _missing(cfg: dict[str, Any], name: str) -> Iterator[str]:
-    """Yield the keys of a node that the mode reads, and that the config does not have."""
-    node = cfg.get(name)
-    if not isinstance(node, dict):
-        yield f"{name}: the config has no such key, and mode={cfg['mode']} reads it; add it to config.yaml"
-        return
-    for key in _KEYS[name]:
-        if key not in node:
-            yield f"{name}.{key}: the config has no such key, and mode={cfg['mode']} reads it; add it to config.yaml"
 
 
 def _unknown_precisions(asked: Any, known: Mapping[str, object]) -> Iterator[str]:
@@ -117,13 +97,7 @@ def checked_problems(cfg: dict[str, Any], place: Placement, strategies: Collecti
             f"mode=check starts its own processes, but {place.launcher} started several; "
             "type python train.py mode=check"
         )
-    node = cfg.get(CHECK)
-    if not isinstance(node, dict):
-        yield "check: the config has no such key, and mode=check reads it; add it to config.yaml"
-        return
-    for key in (key for key in _CHECK_KEYS if key not in node):
-        yield f"check.{key}: the config has no such key, and mode=check reads it; add it to config.yaml"
-        return
+    node = cfg[CHECK]
     for key, least in (("steps", _LEAST_STEPS), ("devices", _LEAST_DEVICES)):
         if type(node[key]) is not int or node[key] < least:
             yield f"check.{key}={node[key]}: use a number from {least}"

@@ -20,7 +20,6 @@ from lightswitch.config.values import (
     ALLOWED,
     KINDS,
     KINDS_OF_OTHERS,
-    LARGEST_INTEGER,
     LEAST_SECONDS,
     LEAST_SECONDS_OF_OTHERS,
     MOST_SECONDS,
@@ -38,11 +37,19 @@ _READ = (
     *(f"lr_scaling.{key}" for key in _SCALING),
     *(f"watch.{key}" for key in _WATCH_KEYS),
 )
+_PLANNED = ("device", "memory_gib", "deepspeed", "disk_gb_per_second", "tokens_per_sample")
+_OF_A_PLAN = ("plan", *(f"plan.{key}" for key in _PLANNED))
+_READ_BY_MODE = {
+    "plan": _OF_A_PLAN,
+    "dry_run": (*_OF_A_PLAN, "dry_run", "dry_run.rank", "dry_run.steps"),
+    "check": ("check", "check.steps", "check.devices", "check.strategies"),
+}
 
 
 def missing(cfg: DictConfig) -> Iterator[str]:
     """Yield the keys that the engine reads and an unresolved config, such as one of another project, does not have."""
-    for key in _READ:
+    raw: Any = OmegaConf.to_container(cfg)
+    for key in (*_READ, *_READ_BY_MODE.get(str(raw.get("mode")), ())):
         parent, _, name = key.rpartition(".")
         above = cfg._get_node(parent) if parent in _raw_keys(cfg) else cfg if not parent else None
         if parent and isinstance(above, ValueNode) and not above._is_interpolation():
@@ -96,13 +103,6 @@ def wrong(cfg: dict[str, Any]) -> Iterator[str]:
         if type(seconds := cfg["watch"][key]) not in (int, float):
             yield f"watch.{key}={seconds}: found {type(seconds).__name__}, expected float or int"
     yield from _beyond_seconds(cfg)
-
-
-def beyond_integers(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield each integer in a resolved config that does not fit into 64 bits."""
-    for key, value in _leaves(cfg):
-        if type(value) is int and abs(value) > LARGEST_INTEGER:
-            yield f"{key}: found a number of {len(str(abs(value)))} digits; use one of at most {LARGEST_INTEGER}"
 
 
 def _beyond_seconds(cfg: dict[str, Any]) -> Iterator[str]:

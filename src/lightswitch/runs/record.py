@@ -27,8 +27,7 @@ from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints import directory
 from lightswitch.checkpoints.last import later_than
-from lightswitch.config import confidential
-from lightswitch.config.confidential import Cleaner
+from lightswitch.config.confidential import is_of_environment, masked, masked_override, public
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, shown
@@ -80,7 +79,8 @@ class RunRecord(Callback):
 
     run.json also lists the starts of the run, and a change of its machines is logged (see `runs.starts`).
 
-    Values that the config takes from the environment remain interpolations in all of these files.
+    Values that the config takes from the environment remain interpolations in all of these files, and what is named
+    like a secret is masked.
 
     Rank 0 writes them once the run begins, when its checkpoint fits on all ranks. Until then the files of an earlier
     run stay unchanged. Therefore train.log and the loggers, which would open their files before a checkpoint is read,
@@ -94,8 +94,7 @@ class RunRecord(Callback):
         self.files = _files(cfg, run) if run.is_first else {}
         self._goes_on = False
         self._loggers: list[Logger] = []
-        self._cleaner = confidential.Cleaner.of(cfg)
-        self._config = confidential.public(cfg) if run.is_first else {}
+        self._config = public(cfg) if run.is_first else {}
         # an evaluation in the directory of a training adds to its metrics, and leaves its record as it is
         self._is_beside_training = cfg.mode != "fit" and saved.has_trained(self.run_dir)
         is_logging = cfg.trainer.get("enable_autolog_hparams") is not False
@@ -205,7 +204,7 @@ class RunRecord(Callback):
         if trainer.is_global_zero:
             run_log.begin()
         if self._logs_hyperparameters:
-            log_hyperparameters(trainer, self._cleaner, {**self._config, "sizes": _sizes(trainer, self.plan)})
+            log_hyperparameters(trainer, {**self._config, "sizes": _sizes(trainer, self.plan)})
 
 
 def _batch_of(trainer: Trainer) -> GlobalBatch:
@@ -281,10 +280,12 @@ def _link_log_of_job(run_dir: Path) -> None:
 
 
 def _files(cfg: DictConfig, run: RunContext) -> dict[str, str]:
-    hydra = run.hydra
+    typed = [masked_override(override) for override in typed_overrides(run.hydra)]
+    hydra: Any = OmegaConf.to_container(run.hydra)
+    hydra["overrides"]["task"], hydra["job"]["override_dirname"] = typed, ",".join(typed)
     origin = Origin(
-        command=shlex.join([sys.executable, *sys.argv]),
-        overrides=typed_overrides(hydra),
+        command=shlex.join([sys.executable, *map(masked_override, sys.argv)]),
+        overrides=typed,
         folder=str(Path.cwd()),
         commit=git_of_code("rev-parse", "HEAD"),
         uncommitted_changes=bool(git_of_code("status", "--porcelain", "--untracked-files=no")),
@@ -293,12 +294,16 @@ def _files(cfg: DictConfig, run: RunContext) -> dict[str, str]:
         packages=versions.of(_PACKAGES),
     )
     return {  # the first three as Hydra writes them as soon as it has composed a config
-        ".hydra/config.yaml": OmegaConf.to_yaml(cfg),
-        ".hydra/hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra})),
-        ".hydra/overrides.yaml": OmegaConf.to_yaml(hydra.overrides.task),
-        "config.yaml": OmegaConf.to_yaml(confidential.redacted(cfg)),
+        ".hydra/config.yaml": _yaml(masked(OmegaConf.to_container(cfg))),
+        ".hydra/hydra.yaml": _yaml({"hydra": masked(hydra)}),
+        ".hydra/overrides.yaml": _yaml(typed),
+        "config.yaml": _yaml(public(cfg)),
         "run.json": json.dumps(asdict(origin), indent=2) + "\n",
     }
+
+
+def _yaml(plain: Any) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(plain))
 
 
 def _set_others_aside(run_dir: Path, start: Path, step: int) -> None:
@@ -331,32 +336,38 @@ def git_of_code(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-class CleanHyperparameters(Callback):
-    """Replace arguments from the environment by interpolations in checkpoints.
-
-    The module itself retains the values.
-    """
+class PublicHyperparameters(Callback):
+    """Write the arguments of module and data into checkpoints as the config is written; the module keeps the values."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self._cleaner = Cleaner.of(cfg)
+        self._config = public(cfg)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        for module in _modules(trainer):
+        for name, module in _modules(trainer).items():
             key = module.CHECKPOINT_HYPER_PARAMS_KEY
             if key in checkpoint:
-                checkpoint[key] = self._cleaner.cleaned(checkpoint[key])
+                checkpoint[key] = _public(checkpoint[key], self._config.get(name))
 
 
-def log_hyperparameters(trainer: Trainer, cleaner: Cleaner, config: Mapping[str, Any] | None = None) -> None:
-    """Send loggers the arguments that module and data have saved, as Lightning does, and the config, all cleaned.
+def _public(arguments: Mapping[str, Any], node: Any) -> dict[str, Any]:
+    """Return saved arguments masked, and those of the environment as the config's node has them."""
+    outside = {name: value for name, value in node.items() if is_of_environment(value)} if node else {}
+    found: dict[str, Any] = masked({name: outside.get(name, value) for name, value in arguments.items()})
+    return found
+
+
+def log_hyperparameters(trainer: Trainer, config: Mapping[str, Any]) -> None:
+    """Send loggers the arguments that module and data have saved, as Lightning does, and the config.
 
     Args:
-        config: config of the run, with the sizes of model, world and batch. Its keys override saved arguments.
+        config: of the run, as it is written, with the sizes of model, world and batch. Its keys override saved
+            arguments.
 
     Raises:
         Refused: module and data have saved an argument of the same name, with different values.
     """
-    arguments = [module.hparams_initial for module in _modules(trainer) if module._log_hyperparams]
+    modules = {name: module for name, module in _modules(trainer).items() if module._log_hyperparams}
+    arguments = [_public(module.hparams_initial, config.get(name)) for name, module in modules.items()]
     first, last = (arguments[0], arguments[-1]) if arguments else ({}, {})
     if differing := [name for name in first if name in last and repr(first[name]) != repr(last[name])]:
         raise Refused(
@@ -364,14 +375,15 @@ def log_hyperparameters(trainer: Trainer, cleaner: Cleaner, config: Mapping[str,
             "one; add ignore=[...] to one save_hyperparameters call"
         )
     for logger in trainer.loggers:
-        if params := {**first, **last, **(config or {})}:
-            logger.log_hyperparams(cleaner.cleaned(params))
+        if params := {**first, **last, **config}:
+            logger.log_hyperparams(params)
         logger.log_graph(trainer.lightning_module)
         logger.save()
 
 
-def _modules(trainer: Trainer) -> list[Any]:
-    return [trainer.lightning_module, *filter(None, [trainer.datamodule])]  # type: ignore[attr-defined]  # undeclared
+def _modules(trainer: Trainer) -> dict[str, Any]:
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]  # undeclared
+    return {"model": trainer.lightning_module, **({"data": data} if data else {})}
 
 
 class PredictionWriter(BasePredictionWriter):

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch import regular_files
+from lightswitch.config.confidential import masked
 from lightswitch.errors import listed
 
 _ABSENT = object()
@@ -71,7 +72,7 @@ def changes_since(run_dir: Path, cfg: DictConfig) -> str:
     before = read_yaml(run_dir / "config.yaml")
     if not isinstance(before, dict) or not before:
         return ""
-    now: Any = OmegaConf.to_container(cfg)
+    now: Any = masked(OmegaConf.to_container(cfg))  # as the earlier one is written
     changes = [change for key in (*now, *(before.keys() - now.keys())) for change in _changes(key, before, now)]
     changes.sort(key=lambda change: change.lstrip("~").startswith("trainer."))  # execution settings come last
     return listed(changes)

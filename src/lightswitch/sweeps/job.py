@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightswitch.cluster.placement import Placement
+from lightswitch.config.confidential import masked_override
 from lightswitch.config.overrides import flags_of_a_job, quoted, typed_overrides
 from lightswitch.errors import ExitCode, RefusedRequest
 from lightswitch.monitoring.objective import find
@@ -49,7 +50,9 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement, pool: Pool) -> 
     hydra = HydraConfig.get()
     folder, cwd = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd)
     directory = str(folder.relative_to(cwd)) if folder.is_relative_to(cwd) else str(folder)
-    job = Record(hydra.job.num, typed_overrides(hydra), directory, start=start_id(placement))
+    overrides = typed_overrides(hydra)
+    shown = [masked_override(override) for override in overrides]
+    job = Record(hydra.job.num, shown, directory, start=start_id(placement))
     earlier = record.read(folder)
     if record.is_damaged(folder):
         print(f"{directory}/job.json can't be read; the job is treated as unfinished", flush=True)
@@ -73,7 +76,7 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement, pool: Pool) -> 
         print(f"job {job.number:<6} {' '.join(chosen)}", flush=True)
     failure_file(folder, placement).unlink(missing_ok=True)
     pool.start(
-        [sys.executable, script, *own, *job.overrides],
+        [sys.executable, script, *own, *overrides],
         cwd,
         partial(_end, job, folder, str(cfg.objective), placement, pool),
         folder / _OUTPUT if pool.is_shared else None,

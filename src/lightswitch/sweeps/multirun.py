@@ -26,7 +26,6 @@ from omegaconf.errors import OmegaConfBaseException
 from lightswitch import patches
 from lightswitch.cluster import placement
 from lightswitch.config import moved
-from lightswitch.config.confidential import Cleaner
 from lightswitch.config.overrides import check_names, key_and_value, quoted, typed_overrides
 from lightswitch.errors import ExitCode, Refused, RefusedRequest
 from lightswitch.preflight import check, devices, root_keys
@@ -61,11 +60,8 @@ def run(
         SystemExit: with code 1 if a job failed.
     """
     cfg = hydra.compose_config(config_name, overrides, RunMode.MULTIRUN, with_log_configuration=False)
-    try:
-        _check(cfg, partial(hydra.config_loader.load_sweep_config, cfg))
-        folder = _claimed(cfg, process)
-    except RefusedRequest as refused:
-        raise RefusedRequest(Cleaner.of(cfg).cleaned(refused.problems)) from refused
+    _check(cfg, partial(hydra.config_loader.load_sweep_config, cfg))
+    folder = _claimed(cfg, process)
     pinned = f"hydra.sweep.dir={quoted(str(folder))}"  # a job on another machine can't resolve the time or id in it
     planned: list[Record] = []
     try:
@@ -306,11 +302,9 @@ def _problems_of_job(job: DictConfig) -> list[str]:
     for key, value in place.items():
         OmegaConf.update(job, f"hydra.{key}", value, force_add=True)
     HydraConfig.instance().set_config(job)
-    hydra, cleaner = job.hydra, Cleaner.of(job)
+    hydra = job.hydra
     with open_dict(job):
         del job["hydra"]
     moved.replace(job)
     plain: Any = OmegaConf.to_container(job, resolve=True)
-    found = check.config_problems(plain, hydra) or list(root_keys.unread_problems(job, hydra))
-    problems: list[str] = cleaner.cleaned(found)
-    return problems
+    return check.config_problems(plain, hydra) or list(root_keys.unread_problems(job, hydra))

@@ -15,18 +15,12 @@ from tests.engine.plain import PlainData
 
 
 class SecretModel(FailingModel):
-    """Is given a token and a key of several lines, has them among its hyperparameters, and tells them in its error."""
+    """Is given secrets, and has them among its hyperparameters."""
 
-    def __init__(self, token: str, pem: str = "", pin: int = 0, **rest: object) -> None:
+    def __init__(self, token: str, pem: str = "", pin: int = 0, api_key: str = "", **rest: object) -> None:
         super().__init__(**rest)  # type: ignore[arg-type]
-        self.token, self.pem = token, pem
+        self.token = token
         self.save_hyperparameters()
-
-    def _perhaps_fail(self, *place: str | int) -> None:
-        try:
-            super()._perhaps_fail(*place)
-        except RuntimeError:
-            raise RuntimeError(f"401 for https://example.org/?token={self.token}") from KeyError(self.pem)
 
 
 class SecretData(PlainData):

@@ -36,9 +36,6 @@ def _lines(told: str | list[str]) -> str:
 
 
 MISTAKES = {typed: _lines(told) for typed, told in (TABLE["commands"] | TABLE["later"]).items()} | {
-    f"seed={'9' * 5000}": f"seed={'9' * 75}…: found a number of more than 4300 digits; type a smaller one",
-    f"+data.x={'[' * 500}{']' * 500}": f"data.x={'[' * 73}…: found brackets nested deeper than 32 levels; type a "
-    "flatter value",
     "~init_from": "~init_from: it is null already; leave that out"
     if IS_HYDRA_1_3
     else "init_from: the config has no such key, and the engine reads it; add it to config.yaml",
@@ -60,7 +57,6 @@ pytestmark = pytest.mark.timeout(3600)  # the first waits for all answers, 25 s 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     commands = {typed: as_in_a_shell(typed) for typed in MISTAKES}
-    commands["a secret"] = ["API_KEY=marker123456", *PLAIN, "strategy=${oc.env:API_KEY}"]
     (mine := tmp_path_factory.mktemp("mine") / "data").mkdir()
     for name, (content, _) in FILES.items():
         (mine / f"{name}.yaml").write_bytes(content)
@@ -80,12 +76,6 @@ def test_a_file_of_the_config_that_cannot_be_used_is_named_with_its_line(answere
         answer = answered[f"file {name}"]
         assert re.sub(rf"/\S+/data/{name}\.yaml", "PATH", answer.err).startswith(f"error: {line}")
         assert (answer.err.count("\n"), answer.returncode, answer.imported, answer.left) == (1, 2, [], []), name
-
-
-def test_a_choice_from_the_environment_is_named_without_its_value(answered: dict[str, Answer]) -> None:
-    told = "there is no such strategy." if IS_HYDRA_1_3 else "a choice takes no resolver; let the shell insert"
-    assert answered["a secret"].err.startswith(f"error: strategy=${{oc.env:API_KEY}}: {told}")
-    assert "marker123456" not in answered["a secret"].err
 
 
 def test_help_and_the_config_are_shown_without_torch(answered: dict[str, Answer]) -> None:

@@ -27,8 +27,6 @@ Ask = Callable[..., Request]
 TABLE = yaml.safe_load(Path(__file__).with_name("requests.yaml").read_text())
 ALONE = TABLE["alone"] | {
     f"name={129 * 'x'}": "name has 129 characters, and 128 are allowed; type name=NAME",
-    f"trainer.gradient_clip_val={'9' * 400}": "trainer.gradient_clip_val: found a number of 400 digits; use one of at "
-    "most 9223372036854775807",
 }
 
 
@@ -80,6 +78,13 @@ def test_what_a_config_says_of_another_type_or_lacks_is_refused_in_a_line(key: s
     else:
         OmegaConf.update(request.cfg, key, value, merge=False)
     assert problems(request) == {line}
+
+
+def test_what_a_mode_reads_and_an_older_config_lacks_is_refused_in_a_line(ask: Ask) -> None:
+    request = ask(*PLAIN, "mode=check", "~check.steps")
+    assert problems(request) == {f"check.steps: {LACKING}"}
+    del request.cfg.check
+    assert problems(request) == {f"check: {LACKING}"}
 
 
 @pytest.mark.parametrize("typed", TABLE["starts"])
