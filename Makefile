@@ -42,7 +42,7 @@ compile = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --n
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train fork test test-nightly test-lowest test-newest lint types format bench gpu constraints wheelhouse tables pictures completion docs clean
+.PHONY: help train fork test test-nightly test-lowest test-newest lint types format bench gpu constraints wheelhouse tables pictures docs clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -118,9 +118,6 @@ pictures: $(INSTALLED) ## make docs/images: real runs as a browser shows them, t
 
 $(SCHEMAS): $(INSTALLED) $(shell find conf -name '*.yaml') # what an editor knows of conf
 	$(PYTHON) -m lightswitch.reference.schema conf .vscode/schemas
-
-completion: $(INSTALLED) ## let bash, zsh and fish complete train.py: groups, choices, keys, values
-	$(PYTHON) -m lightswitch.reference.completion --install
 
 docs: $(INSTALLED) ## build the documentation site in site/; make docs SERVE=1 serves it
 	$(PYTHON) -m tests.engine.tables.reference

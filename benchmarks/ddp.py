@@ -26,8 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import mlp
 from benchmarks.contenders import CHECKPOINT_STEPS, CLIP_NORM, LOG_STEPS, Turns, raw_steps
 from benchmarks.results import options, publish, row
-from lightswitch.strategies.replicas import EqualReplicas
-from lightswitch.strategies.writes import EVERY
+from lightswitch.strategies.agreement import Agreement
 
 CHECKOUT = Path(__file__).parents[1]
 BATCH, PROCESSES = 32, 2
@@ -55,7 +54,7 @@ class DDPTurns(Turns):
 
 def _guard_seconds(trainer: Trainer, module: LightningModule) -> float:
     """Return the seconds per step of the comparison of replicas: its share of a save, and a call in each step."""
-    (guard,) = (one for one in trainer.callbacks if isinstance(one, EqualReplicas))
+    (guard,) = (one for one in trainer.callbacks if isinstance(one, Agreement))
     saves, steps = 20, 1000
     begin = time.perf_counter()
     for _ in range(saves):
@@ -90,8 +89,10 @@ class LookedAt(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         seconds = [(end - begin) / self.steps for begin, end in pairwise(self._begins)]
         plain, looked = seconds[::2], seconds[1::2]
-        share = 1 / CHECKPOINT_STEPS + 1 / EVERY  # of steps that are examined
-        taken = [max(1e-9, with_look - without) * share for without, with_look in zip(plain, looked, strict=True)]
+        # one step of those between two checkpoints is examined
+        taken = [
+            max(1e-9, with_look - without) / CHECKPOINT_STEPS for without, with_look in zip(plain, looked, strict=True)
+        ]
         if trainer.is_global_zero:
             self.file.write_text(json.dumps({FSDP: plain, LOOKS: taken}))
 

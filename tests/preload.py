@@ -10,7 +10,6 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 
 from lightswitch.config.hydra_versions import VERSION
-from lightswitch.preflight.signatures import signature
 
 CONF = Path(__file__).parents[1] / "conf"
 MODULES = ["pytest", "lightning.pytorch", "torchmetrics.classification", "torch.utils.tensorboard"]
@@ -36,11 +35,6 @@ for module in [
 ]:
     with contextlib.suppress(Exception):  # a run that needs it will tell
         import_module(module)
-
-for path in CONF.rglob("*.yaml"):
-    for target in re.findall(r"_target_: ([\w.]+)$", path.read_text(), re.MULTILINE):
-        with contextlib.suppress(Exception):
-            signature(target)  # preflight reads its source
 
 with contextlib.suppress(Exception), initialize_config_dir(str(CONF), **VERSION):
     compose(

@@ -70,7 +70,6 @@ _AGREED = "a planned step has no rank 0 to agree with; restored after the step"
 _ASKED = "supplies the tensor values that a planned step reads: these reads call no operator"
 _FAKE = "a planned step's tensors have no values to move, and there is no other rank to wait for"
 _KEPT = "restored after a planned step: DeepSpeed stores it per process, and would use it for the next engine"
-_WHOLE = "a fraction of an epoch counts its optimizer steps: Lightning counts micro-batches"
 _OWN_BATCHES = (
     "lifted while an evaluation's loaders are made: they are cut to so many of their own batches, not of a device's; "
     "mode=check sets 0, to end within an epoch without a validation"
@@ -89,21 +88,31 @@ PATCHES = (
         for_process=True,
     ),
     Patch(
+        "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
+        "launch",
+        "(self, job_overrides, initial_job_idx)",
+        "jobs of a sweep run at once, and the table has those that were not begun: Hydra's launcher waits for each",
+        for_process=True,
+    ),
+    Patch(
         "lightning.pytorch.Trainer",
         "save_checkpoint",
         "(self, filepath, weights_only, storage_options)",
         "puts off a save that a hook asks for to the moment before the next step, so that it can be resumed from",
     ),
     Patch("lightning.pytorch.Trainer", "check_val_every_n_epoch", "int | None", _PLATEAU),
-    Patch("lightning.pytorch.Trainer", "val_check_batch", "int | float | None", _PLATEAU),
+    Patch(
+        "lightning.pytorch.Trainer",
+        "val_check_batch",
+        "int | float | None",
+        "a fraction of an epoch ends at a step: Lightning counts micro-batches; and " + _PLATEAU,
+    ),
     Patch(
         "lightning.pytorch.Trainer",
         "fit_loop",
         "_FitLoop",
         "loops that recompute less in each batch, and end a run that is resumed with no step left to train",
     ),
-    Patch("lightning.pytorch.Trainer", "limit_train_batches", "int | float", _WHOLE),
-    Patch("lightning.pytorch.Trainer", "val_check_interval", "int | float | None", _WHOLE),
     *(Patch("lightning.pytorch.Trainer", f"limit_{stage}_batches", "int | float", _OWN_BATCHES) for stage in _STAGES),
     *(Patch(f"lightning.pytorch.loops.{loop}", "setup_data", "(self)", _LIMITED) for loop in _EVALUATIONS),
     Patch(
@@ -129,8 +138,8 @@ PATCHES = (
         "torch.autograd",
         "_engine_run_backward",
         "(t_outputs, *args, **kwargs)",
-        "under FSDP, lets ranks use different parameters and refuses second derivatives; under manual optimization, "
-        "averages or refuses the gradients of `loss.backward()`; restored after the step",
+        "under FSDP, lets ranks use different parameters, weights the loss of `loss.backward()` and refuses second "
+        "derivatives; under DeepSpeed, refuses `loss.backward()`; restored after the step",
         for_process=True,
     ),
     Patch(
@@ -407,8 +416,6 @@ OVERRIDES = {
     f"{_PL}.trainer.connectors.logger_connector.result._ResultCollection": ("metrics", "reset", "to", "update_metrics"),
     f"{_PL}.trainer.connectors.logger_connector.result._ResultMetric": ("to",),
     "torch.amp.GradScaler": ("_unscale_grads_",),
-    "torch.distributed.checkpoint.filesystem.FileSystemReader": ("_slice_file",),
-    "torch.distributed.checkpoint.filesystem._FileSystemWriter": ("finish", "write_data"),
 }
 
 

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 from collections.abc import Iterable
-from pathlib import Path
-
-_MANIFEST = Path(__file__).with_name("engine.json")  # of an engine that is a folder of a fork, not installed
 
 
-def beyond_bounds(script: Path) -> list[str]:
+def beyond_bounds() -> list[str]:
     """Return the requirements that installed packages do not meet, each with the installed version.
 
     pip reports this only on installation: another package may have upgraded torch since.
-
-    Args:
-        script: the script beside which a fork, whose engine is a folder, has its pyproject.toml.
     """
     from importlib.metadata import PackageNotFoundError, requires
 
     try:
         return unmet(requires("lightswitch") or [])
-    except PackageNotFoundError:
-        project = script.with_name("pyproject.toml")
-        listed = re.findall(r'^ +"([a-z][\w-]*[<>=][^"]*)",', project.read_text(), re.M) if project.is_file() else []
-        return unmet(listed)
+    except PackageNotFoundError:  # the code lies in PYTHONPATH
+        return []
 
 
 def unmet(requirements: Iterable[str]) -> list[str]:
@@ -49,11 +39,8 @@ def of(packages: Iterable[str]) -> dict[str, str]:
 
     found = {}
     for package in packages:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            if package == "lightswitch" and _MANIFEST.is_file():
-                found[package] = json.loads(_MANIFEST.read_text())["version"]
     return found
 
 

@@ -12,6 +12,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -228,7 +230,8 @@ class Record(pl.Callback):
             file.write(json.dumps({"epoch": epoch, "step": step, "ids": batch[2].tolist()}) + "\n")
 
     def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        torch.save(module.state_dict(), self.folder / f"weights_{trainer.global_rank}.pt")
+        weights = tree_map_only(DTensor, DTensor.full_tensor, module.state_dict())
+        torch.save(weights, self.folder / f"weights_{trainer.global_rank}.pt")
 
 
 class KilledInTest(pl.Callback):

@@ -176,7 +176,7 @@ def test_its_launcher_starts_a_run_of_two_processes(fork: Path) -> None:
     done = subprocess.run([*script, *SHORT], cwd=fork, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "64 samples a step = 32 × 2 devices × accumulation 1" in done.stdout
-    assert len(list(fork.glob("runs/*/mine/checkpoints/step_2.ckpt/*.distcp"))) == 2
+    assert len(list(fork.glob("runs/*/mine/checkpoints/step_2.ckpt/*.bin"))) == 2
 
 
 # docs/tutorial.md

@@ -36,6 +36,7 @@ ALLOWED = {
     "trainer.strategy.precision_plugin": "Lightning has a setter",
     "model.trainer": "Lightning documents it: how a module is given its Trainer",
     "generator.bit_generator.state": "NumPy documents it: how a generator is seeded again",
+    "original.__class__": "of a parameter that sharding has replaced, as torch changes that of a lazy one",
     "undivided.rank": "of a copy of the user's sampler",
     "unused.world_size": "of Unused, the engine's",
 }

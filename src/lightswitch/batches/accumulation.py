@@ -75,7 +75,7 @@ def weight(loaders: Combined, plan: BatchPlan, micro_batch: int) -> float:
     """
     if not (loaders.slices and loaders.is_single):  # each of several loaders is split evenly
         return 1.0
-    return loaders.slices[0].weight(*divmod(micro_batch, plan.accumulation))
+    return float(loaders.slices[0].weight(*divmod(micro_batch, plan.accumulation)))
 
 
 def samples_in(loaders: Combined, plan: BatchPlan, micro_batch: int) -> int | None:
@@ -87,7 +87,8 @@ def samples_in(loaders: Combined, plan: BatchPlan, micro_batch: int) -> int | No
     if not loaders.slices or loaders.others or loaders.makes_batches:
         return None
     slices, (step, micro) = loaders.slices[0], divmod(micro_batch, plan.accumulation)
-    return max(1, round(slices.weight(step, micro) * slices.step_samples(step) / plan.slices))
+    samples: float = slices.weight(step, micro) * slices.step_samples(step) / plan.slices
+    return max(1, round(samples))
 
 
 class CountedSamples:

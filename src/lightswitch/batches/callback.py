@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from lightswitch.batches import accumulation
 from lightswitch.batches.accumulation import CountedSamples, Items
-from lightswitch.batches.combined import Fractions
-from lightswitch.batches.evaluation import Limits, repeats, samples_in
+from lightswitch.batches.combined import check_fraction, round_validation
+from lightswitch.batches.evaluation import Limits, samples_in
 from lightswitch.batches.generators import generators_of_run, mix, seed_generators, seed_own
 from lightswitch.batches.loaders import SharedLoaders, data_rank
 from lightswitch.batches.logs import Connector, LogsOfRanks, RepeatedSamples, StepLogs
@@ -63,11 +63,11 @@ class GlobalBatch(Callback):
         self.seed = seed
         self._resumed = Position(seed=seed, global_batch=plan.global_batch, splits_by_seed=True)
         self._loaders = SharedLoaders(plan, seed, shares_streams)
-        self._fractions = Fractions(plan)
         self._counter = PositionCounter(plan, self._loaders, self._resumed)
         self._loss = accumulation.StepLoss()
         self._items = Items()
         self._samples = CountedSamples(plan)
+        self._share_of_samples = 1.0  # weight of this micro-batch by its samples
         self._step_logs: StepLogs | None = None
         self._repeated: RepeatedSamples | None = None
         self._limits: Limits | None = None
@@ -79,12 +79,10 @@ class GlobalBatch(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = HookedStrategy.of(trainer)
         _check_replicas(trainer, self.plan)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._fractions.note(trainer)
         self._limits = Limits(
             trainer, self.plan.accumulation, partial(self._seed_alike, trainer, _EVALUATION, _LOADERS)
         )
-        strategy.share = partial(self._share, trainer, self._limits)
+        strategy.share = partial(self._loaders.share, trainer, limited=self._limits.of)
         strategy.on_loaders = partial(self._seed_loaders, trainer)
         strategy.on_batch = partial(self._seed, trainer, _TRANSFER)
         strategy.on_output = partial(self._items.note, trainer)
@@ -104,12 +102,6 @@ class GlobalBatch(Callback):
         if self._limits is not None:
             self._limits.end()
 
-    def _share(self, trainer: Trainer, limits: Limits, loader: Any) -> object:
-        shared = self._loaders.share(trainer, loader, limits.of)
-        if trainer.training:
-            self._fractions.round(trainer, self._loaders.training)
-        return shared
-
     # Training
 
     def check_start(self, trainer: Trainer) -> None:
@@ -120,6 +112,7 @@ class GlobalBatch(Callback):
         """
         at, loaders = self._resumed, self._loaders.training
         loaders.check()
+        check_fraction(trainer, self.plan)
         if loaders.slices and (lost := at.other_dataset(loaders.samples)) is not None:
             raise Refused(
                 f"{trainer.ckpt_path} can't be resumed: {lost}; to start from its weights alone, "
@@ -129,6 +122,7 @@ class GlobalBatch(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.check_start(trainer)
+        round_validation(trainer, self.plan)
         for config in trainer.lr_scheduler_configs:
             # Lightning counts micro-batches, and steps no schedule within an optimizer step, which may have fewer
             if config.interval == "step" and config.frequency > 1:
@@ -140,6 +134,7 @@ class GlobalBatch(Callback):
         self._counter.start_epoch(trainer)
         if trainer.current_epoch > 0 and not trainer.fit_loop.is_resuming:  # new iterators are made
             self._loaders.note_replaced(trainer)
+        round_validation(trainer, self.plan)  # of loaders that are made anew
         self._loaders.start_epoch(trainer.current_epoch)
         self._seed_alike(trainer, trainer.current_epoch)
 
@@ -147,6 +142,7 @@ class GlobalBatch(Callback):
         self._loaders.compare_ranks(trainer)
         if self._loaders.training.is_formed:
             self._samples.count(trainer, batch, self._loaders.training)
+        self._share_of_samples = accumulation.weight(self._loaders.training, self.plan, self._counter.micro_batches)
         if self._repeated is not None and self._share_of_samples == 0:
             self._repeated.begin()
         samples = accumulation.samples_in(self._loaders.training, self.plan, self._counter.micro_batches)
@@ -217,10 +213,6 @@ class GlobalBatch(Callback):
         """Return the weight of this micro-batch's mean in the mean over its step."""
         return self._share_of_samples if (of_items := self._items.weight) is None else of_items
 
-    @property
-    def _share_of_samples(self) -> float:
-        return accumulation.weight(self._loaders.training, self.plan, self._counter.micro_batches)
-
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (loss := self._loss.take()) is not None:
             # Logged here, after the module's own hooks, this value replaces a `train/loss` of one micro-batch.
@@ -255,26 +247,12 @@ class GlobalBatch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Seed the generators by the batch, so that the same weights give the same results, also after a resume."""
-        if (
-            self._repeated is not None
-            and not trainer.predicting
-            and repeats(trainer._evaluation_loop._combined_loader, dataloader_idx, batch_idx)
-        ):
-            self._repeated.begin()
         if not trainer.predicting:
             samples = samples_in(trainer._evaluation_loop._combined_loader, dataloader_idx, batch_idx)
             _count(trainer, samples)
         seed_generators(mix(self.seed, dataloader_idx, batch_idx, data_rank(trainer)), trainer.strategy.root_device)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
-
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove this rank's predictions for samples of other ranks, before any callback writes them."""
-        loop = trainer.predict_loop
-        for index, of_loader in enumerate(zip(loop._predictions, loop.epoch_batch_indices, strict=True)):
-            for of_batches in of_loader:
-                own = [one for at, one in enumerate(of_batches) if not repeats(loop._combined_loader, index, at)]
-                of_batches[:] = own
 
     # Position
 

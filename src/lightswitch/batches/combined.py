@@ -1,9 +1,9 @@
-"""Several training loaders that make a batch together, and fractions of an epoch in whole steps."""
+"""Several training loaders that make a batch together, and fractions of an epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
@@ -13,47 +13,12 @@ from lightswitch.batches.generators import mix
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
 
+Slices = Any  # `lightswitch.batches.order.TrainingSlices`, whose file imports this one
 CYCLE = "max_size_cycle"  # Lightning's default for a list or a dict of loaders
 
 
 def _default_mode() -> str:
     return CYCLE
-
-
-class Slices(Protocol):
-    """Interface of batch samplers that `Combined` needs; `lightswitch.batches.order.TrainingSlices` implements it."""
-
-    samples: int
-    plan: BatchPlan
-    own_steps: int
-    is_formed: bool
-
-    @property
-    def is_sized(self) -> bool: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def epoch_samples(self) -> int: ...
-
-    @property
-    def is_even(self) -> bool: ...
-
-    @property
-    def digest(self) -> int: ...
-
-    def start_at(self, epoch: int, step: int, state: Mapping[str, Any] | None = None) -> None: ...
-
-    def state_at(self, step: int) -> dict[str, Any]: ...
-
-    def samples_before(self, steps: int, epoch: int) -> int: ...
-
-    def weight(self, step: int, micro: int) -> float: ...
-
-    def step_samples(self, step: int) -> int: ...
-
-    def samples_of(self, step: int, micro: int) -> list[Any]: ...
 
 
 class Combined:
@@ -105,7 +70,7 @@ class Combined:
             return own_steps
         accumulation = self.slices[0].plan.accumulation
         others = (-(-(sized_len(loader) or 0) // accumulation) for loader in self.others)
-        return max(*(slices.own_steps for slices in self.slices), *others, own_steps)
+        return int(max(*(slices.own_steps for slices in self.slices), *others, own_steps))
 
     @property
     def is_formed(self) -> bool:
@@ -114,12 +79,13 @@ class Combined:
 
     def samples_before(self, steps: int, epoch: int) -> int:
         """Return the samples of an epoch's first steps, over all ranks, of the loader that determines its length."""
-        return self._decides.samples_before(steps, epoch)
+        return int(self._decides.samples_before(steps, epoch))
 
     @property
     def mean_samples(self) -> int:
         """Samples of a step of this epoch on average, over all ranks, of the loader that determines its length."""
-        return round(self._decides.epoch_samples / self._decides.own_steps)
+        samples: float = self._decides.epoch_samples / self._decides.own_steps
+        return round(samples)
 
     @property
     def _decides(self) -> Slices:
@@ -168,6 +134,12 @@ def _uneven(slices: Slices) -> str:
             f"{plan.accumulation}, as several training loaders require; use global_batch_size="
             f"{plan.micro_batch * plan.slices}"
         )
+    if slices.is_formed:
+        return (
+            "one of several training loaders has a batch sampler, whose batches may have any size: they are not cut "
+            f"over {plan.replicas} devices × accumulation {plan.accumulation}; use one device without accumulation, or "
+            "batches of one size (batch_size=N)"
+        )
     which = "stream, one of several loaders, may end with a batch that"
     if slices.is_sized:
         last = slices.epoch_samples % plan.global_batch
@@ -178,54 +150,24 @@ def _uneven(slices: Slices) -> str:
     )
 
 
-class Fractions:
-    """Fractions that are given to a Trainer as `limit_train_batches`, `overfit_batches` or `val_check_interval`.
+def check_fraction(trainer: Trainer, plan: BatchPlan) -> None:
+    """Check that a fraction of an epoch, given as `limit_train_batches` or `overfit_batches`, has whole steps.
 
-    Lightning applies them to micro-batches, so that a run would depend on how its steps are split.
+    Raises:
+        Refused: it ends within a step.
     """
+    fraction, micro_batches = trainer.limit_train_batches, trainer.num_training_batches
+    if isinstance(fraction, float) and fraction < 1.0 and micro_batches % plan.accumulation:
+        name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"  # type: ignore[attr-defined]  # set past Lightning's declaration
+        raise Refused(
+            f"trainer.{name}={fraction} of an epoch is {micro_batches} micro batches, and {plan.accumulation} are a "
+            f"step; type a number of steps, as trainer.{name}={max(1, int(micro_batches) // plan.accumulation)}"
+        )
 
-    def __init__(self, plan: BatchPlan) -> None:
-        self._plan = plan
-        self._limit: float | int | None = None
-        self._interval: float | int | None = None
 
-    def note(self, trainer: Trainer) -> None:
-        """Store the fractions of a Trainer that begins to fit."""
-        self._limit, self._interval = trainer.limit_train_batches, trainer.val_check_interval
-
-    def round(self, trainer: Trainer, loaders: Combined) -> None:
-        """Convert the fractions to micro-batches of whole steps, for a single loader of known length.
-
-        Those of several loaders are left to Lightning, which knows the epoch's length once it has combined them.
-
-        Raises:
-            Refused: a fraction of the epoch is less than a step, so that nothing would be trained on, or that of
-                several loaders may end within a step.
-        """
-        if not loaders.is_single:
-            for name, value in (("limit_train_batches", self._limit), ("val_check_interval", self._interval)):
-                if not isinstance(value, float) or value >= 1.0:
-                    continue
-                if self._plan.accumulation > 1:
-                    raise Refused(
-                        f"trainer.{name}={value} of several training loaders may end within a step of "
-                        f"{self._plan.accumulation} micro batches; type a number of steps"
-                    )
-                patches.replace(trainer, name, value)  # not that of the first loader alone
-        if not (loaders.is_single and loaders.slices and loaders.is_sized):
-            return
-        steps, accumulation = loaders.slices[0].steps, self._plan.accumulation
-        if isinstance(self._limit, float) and self._limit < 1.0:
-            if 0 < steps * self._limit < 1:
-                overfits = trainer.overfit_batches  # type: ignore[attr-defined]  # set past Lightning's declaration
-                name = "overfit_batches" if overfits else "limit_train_batches"
-                raise Refused(
-                    f"trainer.{name}={self._limit} of {steps} steps an epoch is less than one step; type a larger "
-                    f"fraction, or a number of steps, as trainer.{name}=1"
-                )
-            steps = int(steps * self._limit)
-            patches.replace(trainer, "limit_train_batches", steps * accumulation)
-        elif isinstance(self._limit, int):
-            steps = min(steps, self._limit // accumulation)
-        if isinstance(self._interval, float) and self._interval < 1.0:
-            patches.replace(trainer, "val_check_interval", max(1, int(steps * self._interval)) * accumulation)
+def round_validation(trainer: Trainer, plan: BatchPlan) -> None:
+    """Let a fraction of an epoch, given as `val_check_interval`, end at a step: Lightning counts micro-batches."""
+    fraction, micro_batches = trainer.val_check_interval, trainer.num_training_batches
+    if isinstance(fraction, float) and fraction < 1.0:
+        steps = max(1, int(micro_batches // plan.accumulation * fraction))
+        patches.replace(trainer, "val_check_batch", steps * plan.accumulation)

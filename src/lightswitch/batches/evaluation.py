@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +12,8 @@ from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 
 from lightswitch import patches
 from lightswitch.batches.generators import mix
-from lightswitch.batches.order import SeededSamples, digest, epoch_order, unwrapped
+from lightswitch.batches.order import check_shared, digest, epoch_order, unwrapped
+from lightswitch.batches.plan import pieces
 from lightswitch.batches.rank_loader import RankLoader
 
 Limited = Callable[[float, int], float]  # see `Limits.of`
@@ -24,78 +24,72 @@ def whole(samples: float, batch: int) -> float:
     return samples
 
 
-class Evaluated(Sampler[Any], ABC):
-    """Batch sampler of one rank in an evaluation. All ranks make the same number of batches.
+class EvaluationBatches(Sampler[Any]):
+    """Batch sampler of one rank in an evaluation.
 
-    Attributes:
+    All ranks make the same number of batches, because forward passes of sharded strategies are collective.
+
+    Args:
         order: the samples of all ranks.
+        batches: those of this rank.
+        batch_size: maximum number of samples in a batch.
+        sizes: of the first batches of all ranks, if the loader forms them.
     """
 
-    order: Sequence[Any]
+    def __init__(
+        self, order: Sequence[Any], batches: list[Sequence[Any]], batch_size: int, sizes: Sequence[int] = ()
+    ) -> None:
+        self._order, self._batches, self._sizes = order, batches, sizes
+        self.batch_size = batch_size
 
-    @abstractmethod
-    def repeats(self, batch_idx: int) -> bool:
-        """Return whether a batch is another rank's, because there is none left for this one; see `RepeatedSamples`."""
+    def __len__(self) -> int:
+        return len(self._batches)
 
-    @abstractmethod
+    def __iter__(self) -> Iterator[list[Any]]:
+        return map(list, self._batches)
+
     def samples_in(self, batch_idx: int) -> int:
         """Return the number of samples of a batch."""
+        return len(self._batches[batch_idx])
 
     def digest(self, dataset: Any) -> int:
-        """Return a digest, below 2^63, of the samples of all ranks: equal on ranks that draw the same."""
-        return digest(self.order, dataset)
+        """Return a digest, below 2^63, of the batches of all ranks: equal on ranks that draw the same."""
+        return mix(digest(self._order, dataset), *self._sizes) >> 1
 
 
-class EvaluationSlices(Evaluated):
-    """Batch sampler of one rank: yields a contiguous share of the samples, each exactly once over all ranks.
+def shares(
+    sampler: Any, samples: int, batch: int, replicas: int, rank: int, seed: int, most: int | None = None
+) -> EvaluationBatches:
+    """Return the batches of a contiguous share of the samples, each exactly once over all ranks.
 
-    All ranks make the same number of batches, because forward passes of sharded strategies are collective. Therefore
-    shares that differ by one sample are split into batches that differ by one sample. If there are fewer samples than
-    ranks, the first rank has one, and ranks without a sample repeat one of another rank.
+    Shares that differ by one sample are split into as many batches, which differ by one sample.
 
     Args:
         samples: number of samples, over all ranks.
         batch: maximum number of samples in a batch.
-        replicas: number of data-parallel ranks.
         seed: seed of the order, if the sampler draws one.
         most: number of samples to read, from the start of the order; None for all.
+
+    Raises:
+        Refused: there are fewer samples than ranks.
     """
+    is_in_order = type(sampler) in (SequentialSampler, DistributedSampler)
+    order = (range(samples) if is_in_order else epoch_order(sampler, samples, mix(seed, 0), 0))[:most]
+    count = rounds(len(order), -(-len(order) // batch), replicas)
+    return EvaluationBatches(order, pieces(pieces(order, replicas)[rank], count), batch)
 
-    def __init__(
-        self, sampler: Any, samples: int, batch: int, replicas: int, rank: int, seed: int, most: int | None = None
-    ) -> None:
-        self.base = sampler
-        is_in_order = type(sampler) in (SequentialSampler, DistributedSampler)
-        self.order = (range(samples) if is_in_order else epoch_order(sampler, samples, seed, 0))[:most]
-        samples = len(self.order)
-        self.begin, self.end = samples * rank // replicas, samples * (rank + 1) // replicas
-        if samples < replicas:
-            self.begin, self.end = -(-samples * rank // replicas), -(-samples * (rank + 1) // replicas)
-        self._repeats = self.begin == self.end
-        self.end += self._repeats
-        self.begin, self.end = min(self.begin, samples - 1), min(self.end, samples)
-        self.batches = max(1, min(-(-samples // (replicas * batch)), samples // replicas))
-        self.batch_size = batch
 
-    def __len__(self) -> int:
-        return self.batches
+def rounds(samples: int, batches: int, replicas: int) -> int:
+    """Return the number of batches that each rank makes of its share of an evaluation set.
 
-    def repeats(self, batch_idx: int) -> bool:
-        return self._repeats
+    Args:
+        batches: number of batches over all ranks, if none had to be cut or joined.
 
-    def samples_in(self, batch_idx: int) -> int:
-        begin, end = self._bounds(batch_idx)
-        return end - begin
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        share = self.order[self.begin : self.end]
-        for index in range(self.batches):
-            begin, end = self._bounds(index)
-            yield list(share[begin:end])
-
-    def _bounds(self, batch_idx: int) -> tuple[int, int]:
-        own = self.end - self.begin
-        return own * batch_idx // self.batches, own * (batch_idx + 1) // self.batches
+    Raises:
+        Refused: there are fewer samples than ranks.
+    """
+    check_shared(samples, replicas)
+    return min(-(-batches // replicas), samples // replicas)
 
 
 class Limits:
@@ -158,12 +152,6 @@ class Limits:
         return limit // self._accumulation if of_steps and isinstance(limit, int) else limit
 
 
-def repeats(loaders: Any, dataloader_idx: int, batch_idx: int) -> bool:
-    """Return whether a batch of one of an evaluation's loaders consists of samples that another rank reads, too."""
-    slices = unwrapped(getattr(loaders.flattened[dataloader_idx], "batch_sampler", None))
-    return isinstance(slices, Evaluated) and slices.repeats(batch_idx)
-
-
 def samples_in(loaders: Any, dataloader_idx: int, batch_idx: int) -> int | None:
     """Return the number of samples in a batch of one of an evaluation's loaders; None if only the loader knows it."""
     loader = loaders.flattened[dataloader_idx]
@@ -171,15 +159,3 @@ def samples_in(loaders: Any, dataloader_idx: int, batch_idx: int) -> int | None:
         return None
     slices: Any = loader.sampler if loader.batch_sampler is None else unwrapped(loader.batch_sampler)
     return int(slices.samples_in(batch_idx))
-
-
-class EvaluatedSamples(SeededSamples):
-    """Map-style dataset whose samples are the same in each evaluation, even if they are drawn at random."""
-
-    def __getitems__(self, indices: Any) -> Any:
-        return self._read(0, [_number(index) for index in indices], indices)
-
-
-def _number(index: Any) -> int:
-    """Return an integer for an index; a sampler may yield any key that the dataset accepts."""
-    return index if isinstance(index, int) else mix(*str(index).encode())

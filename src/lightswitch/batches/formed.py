@@ -1,23 +1,21 @@
-"""Batches that a batch sampler forms, as of texts of similar lengths: each is a step's; evaluations cut none."""
+"""Batches that a batch sampler forms, such as texts of similar lengths: each batch is the global batch of a step."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate, chain, cycle, islice
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.draws import Draws
-from lightswitch.batches.evaluation import Evaluated, Limited, whole
+from lightswitch.batches.evaluation import EvaluationBatches, Limited, rounds, whole
 from lightswitch.batches.generators import mix
-from lightswitch.batches.order import TrainingSlices, splits_by_rank, undivided
-from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.order import TrainingSlices, draw, splits_by_rank, undivided
+from lightswitch.batches.plan import BatchPlan, Position, pieces
 from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -36,8 +34,7 @@ class FormedSlices(TrainingSlices):
         dataset: the loader's dataset.
 
     Raises:
-        Refused: there are no batches; or, while they are read, one has no samples, or, beside other loaders, does not
-            divide evenly.
+        Refused: there are no batches; or, while they are read, one has no samples.
     """
 
     is_formed = True
@@ -45,15 +42,13 @@ class FormedSlices(TrainingSlices):
     def __init__(
         self, sampler: Any, plan: BatchPlan, rank: int, seed: int, at: Position, combined: Combined | None, dataset: Any
     ) -> None:
-        self._name = type(sampler).__name__
-        draws, steps = _draws(sampler, dataset, tells=rank == 0)
+        steps = _count(sampler, dataset)
+        if rank == 0:
+            _tell_padded(sampler, sized_len(dataset))
         super().__init__(sampler, steps, False, plan, rank, seed, at.epoch, at.step, combined, dataset)
-        self._draws = draws
         self.own_steps, self.samples = steps, sized_len(dataset) or steps
-        self._drawn: Sequence[Any] = ()  # batches of the pass that the next two are of
-        self._order_drawn: list[Any] = []
-        self._begins_of_drawn: list[int] = []
-        self._sizes: dict[int, int] = {}  # samples of passes, by their numbers in the run
+        self._begins_of_last: list[int] = []  # places in the order of `_last` where its batches begin
+        self._sizes: dict[int, int] = {}  # samples of passes, by `_pass_key`
 
     def step_samples(self, step: int) -> int:
         begins, at = self._begins_of(self.epoch, step // self.own_steps), step % self.own_steps
@@ -70,106 +65,95 @@ class FormedSlices(TrainingSlices):
 
     @property
     def is_even(self) -> bool:
-        self._order(self.epoch, 0)  # raises if not: each pass of several loaders is checked where it is drawn
-        return True
+        return self.plan.slices == 1  # batches may have any size
 
     def _begin(self, step: int) -> int:
         return self._begins_of(self.epoch, step // self.own_steps)[step % self.own_steps]
 
     def _size(self, epoch: int, cycle: int) -> int:
         """Return the number of samples of a pass, also of one that has ended, and is not drawn again."""
-        number = epoch * self._passes + cycle
-        if number not in self._sizes:
-            self._sizes[number] = len(self._order(epoch, cycle))
-        return self._sizes[number]
+        key = self._pass_key(epoch, cycle)
+        if key not in self._sizes:
+            self._sizes[key] = len(self._order(epoch, cycle))
+        return self._sizes[key]
 
     def _begins_of(self, epoch: int, cycle: int) -> list[int]:
         """Return where the steps of a pass begin in its order, and where the last one ends."""
         self._order(epoch, cycle)
-        return self._begins_of_drawn
+        return self._begins_of_last
 
-    def _order(self, epoch: int, cycle: int) -> Sequence[Any]:
+    def _drawn(self, seed: int, epoch: int, is_first: bool) -> Sequence[Any]:
         """Return the samples of a pass, batch by batch."""
-        drawn = self._draws.order(epoch * self._passes + cycle, self._place)
-        if drawn is not self._drawn:
-            batches = self._whole_pass(_checked(drawn, self._name))
-            self._drawn, self._order_drawn = drawn, [*chain.from_iterable(batches)]
-            self._begins_of_drawn = [*accumulate(map(len, batches), initial=0)]
-        return self._order_drawn
-
-    def _digest(self, order: Sequence[Any]) -> int:
-        return mix(super()._digest(order), *self._begins_of_drawn[:_COMPARED])
-
-    def _whole_pass(self, batches: list[list[Any]]) -> list[list[Any]]:
-        if len(batches) < self.own_steps and self.rank == 0:
+        formed = _formed(self.given, self._dataset, self.own_steps, seed, epoch, is_first)
+        if len(formed) < self.own_steps and self.rank == 0:
             log.warning(
                 "the batch sampler %s forms %d batches, but its len() was %d when training began: the first ones are "
                 "taken again, so that all epochs have as many steps; keep its len() true, and the same",
-                self._name, len(batches), self.own_steps,
+                type(self.given).__name__, len(formed), self.own_steps,
             )  # fmt: skip
-        plan = self.plan
-        if not self.combined.is_single and any(len(batch) % plan.slices for batch in batches):
-            raise Refused(
-                f"the batch sampler {self._name}, of one of several training loaders, forms batches that do not divide "
-                f"over {plan.replicas} devices × accumulation {plan.accumulation}; let it form others, or use fewer "
-                "devices"
-            )
-        return [*islice(cycle(batches), self.own_steps)]
+        batches = [*islice(cycle(formed), self.own_steps)]
+        self._begins_of_last = [*accumulate(map(len, batches), initial=0)]
+        return [*chain.from_iterable(batches)]
+
+    def _digest(self, order: Sequence[Any]) -> int:
+        return mix(super()._digest(order), *self._begins_of_last[:_COMPARED])
 
 
-class FormedRounds(Evaluated):
-    """Batch sampler of one rank in an evaluation: yields each n-th batch that a batch sampler forms, for n ranks.
+def formed_rounds(
+    sampler: Any, replicas: int, rank: int, seed: int, dataset: Any, limited: Limited = whole
+) -> EvaluationBatches:
+    """Return each n-th batch that a batch sampler forms for an evaluation, for n ranks.
+
+    If their number does not divide over the ranks, the largest ones are cut in two.
 
     Args:
         sampler: the loader's batch sampler.
-        replicas: number of data-parallel ranks.
         seed: seed of the order, if the batch sampler draws one.
         limited: see `lightswitch.batches.evaluation.Limits`.
 
     Raises:
-        Refused: there are no batches, or one without samples.
+        Refused: there are no batches, one has no samples, or there are fewer samples than ranks.
     """
-
-    def __init__(
-        self, sampler: Any, replicas: int, rank: int, seed: int, dataset: Any, limited: Limited = whole
-    ) -> None:
-        self.base = sampler
-        draws, count = _draws(sampler, dataset, tells=False)
-        drawn = draws.order(0, lambda number: (mix(seed, 0), 0))
-        batches = _checked(drawn, type(sampler).__name__)[: int(limited(count, 1))]
-        self._sizes = [len(batch) for batch in batches[:_COMPARED]]
-        self.order = [*chain.from_iterable(batches)]
-        self._own = batches[rank::replicas]
-        self._length = -(-len(batches) // replicas)
-        self._batches = [*self._own, batches[0]][: self._length]
-        self.batch_size = max(map(len, batches))
-
-    def __len__(self) -> int:
-        return self._length
-
-    def repeats(self, batch_idx: int) -> bool:
-        return batch_idx >= len(self._own)
-
-    def samples_in(self, batch_idx: int) -> int:
-        return len(self._batches[batch_idx])
-
-    def digest(self, dataset: Any) -> int:
-        return mix(super().digest(dataset), *self._sizes) >> 1
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return iter(self._batches)
+    count = _count(sampler, dataset)
+    batches = _formed(sampler, dataset, count, mix(seed, 0), 0, is_first=True)[: int(limited(count, 1))]
+    sizes, order = [*map(len, batches)], [*chain.from_iterable(batches)]
+    cut = _cut(batches, order, replicas * rounds(len(order), len(batches), replicas))
+    return EvaluationBatches(order, cut[rank::replicas], max(sizes), sizes[:_COMPARED])
 
 
-def _draws(sampler: Any, dataset: Any, tells: bool) -> tuple[Draws, int]:
-    """Return what draws the batches of all ranks, and how many they are."""
-    whole = partial(_of_all_ranks, dataset=dataset)
-    count = len(whole(sampler))
+def _cut(batches: list[list[Any]], order: list[Any], count: int) -> list[Sequence[Any]]:
+    """Return so many batches of the same samples."""
+    if count < len(batches):  # of single samples, for the most part
+        return pieces(order, count)
+    cut: list[Sequence[Any]] = [*batches]
+    while len(cut) < count:
+        largest = max(cut, key=len)
+        at, half = cut.index(largest), -(-len(largest) // 2)
+        cut[at : at + 1] = [largest[:half], largest[half:]]
+    return cut
+
+
+def _count(sampler: Any, dataset: Any) -> int:
+    """Return the number of batches of all ranks."""
+    count = len(_of_all_ranks(sampler, dataset))
     if not count:
         raise Refused(f"the batch sampler {type(sampler).__name__} forms no batches")
-    if tells:
-        _tell_padded(sampler, sized_len(dataset))
+    return count
+
+
+def _formed(sampler: Any, dataset: Any, count: int, seed: int, epoch: int, is_first: bool) -> list[list[Any]]:
+    """Return the batches of all ranks that a batch sampler forms in a pass, at most ``count``."""
+    name = type(sampler).__name__
+    batches = draw(_of_all_ranks(sampler, dataset), count, seed, epoch, is_first, of_batches=True)
     splits = splits_by_rank(sampler) or splits_by_rank(getattr(sampler, "sampler", None))
-    return Draws(sampler, count, dataset, tells, of_batches=True, whole=whole, is_cut=not splits), count
+    if len(batches) > count and splits:  # Lightning, too, leaves out what any other forms beyond its `len()`
+        raise Refused(
+            f"the batch sampler {name} splits by rank, and forms more than the {count} batches of its len() when it is "
+            "to form those of all ranks; compute its len() from num_replicas, or type data.sharded_by=dataset"
+        )
+    if not all(batches) or not batches:
+        raise Refused(f"the batch sampler {name} forms {'a batch without samples' if batches else 'no batches'}")
+    return batches[:count]
 
 
 def _tell_padded(sampler: Any, samples: int | None) -> None:
@@ -181,12 +165,6 @@ def _tell_padded(sampler: Any, samples: int | None) -> None:
             "of devices get other batches; give it num_replicas=1 and rank=0, and all devices share those it forms",
             type(sampler).__name__, sampler.num_replicas, sampler.total_size, samples,
         )  # fmt: skip
-
-
-def _checked(batches: Sequence[Any], name: str) -> list[list[Any]]:
-    if not all(batches) or not batches:
-        raise Refused(f"the batch sampler {name} forms {'a batch without samples' if batches else 'no batches'}")
-    return [*batches]
 
 
 def _of_all_ranks(sampler: Any, dataset: Any) -> Any:

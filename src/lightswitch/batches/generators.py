@@ -36,6 +36,16 @@ def mix(*numbers: int) -> int:
     return state
 
 
+def mix_each(numbers: Sequence[int], *before: int) -> list[int]:
+    """Return ``mix(*before, number)`` of each number, computed together."""
+    state = np.array([number & _MASK for number in numbers], dtype=np.uint64)
+    state += np.uint64((mix(*before) + 0x9E3779B97F4A7C15) & _MASK)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    seeds: list[int] = (state ^ (state >> np.uint64(31))).tolist()
+    return seeds
+
+
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
     """Seed the generators of Python, NumPy and torch's CPU.
 
@@ -63,42 +73,6 @@ def restore_generators(states: tuple[Any, ...], device: torch.device) -> None:
     torch.random.set_rng_state(of_torch)
     if of_device is not None:
         torch.get_device_module(device).set_rng_state(of_device, device)
-
-
-class KeptGenerators:
-    """Generators that a dataset keeps, which are looked for once an epoch and process.
-
-    Args:
-        owner: the dataset.
-    """
-
-    def __init__(self, owner: object) -> None:
-        self._owner = owner
-        self.forget()
-
-    def __getstate__(self) -> dict[str, Any]:  # a worker process has its own
-        return {"_owner": self._owner, "_found": [], "_epoch": None}
-
-    def forget(self) -> None:
-        """Look for them again at the next sample."""
-        self._found: list[Any] = []
-        self._epoch: int | None = None
-
-    def seeded(self, seed: int, epoch: int, read: Callable[[Any], Any], what: Any) -> Any:
-        """Return ``read(what)``, with the global generators and these in the state of a seed."""
-        if self._epoch == epoch:
-            return self._seeded(seed, read, what)
-        self._found, self._epoch = own_generators(self._owner), epoch
-        sample = self._seeded(seed, read, what)
-        before, self._found = self._found, own_generators(self._owner)
-        # read again if a generator that was made just now, on first use, has drawn without a seed
-        return sample if self._found == before else self._seeded(seed, read, what)
-
-    def _seeded(self, seed: int, read: Callable[[Any], Any], what: Any) -> Any:
-        seed_generators(seed)
-        if self._found:
-            seed_own(self._found, seed)
-        return read(what)
 
 
 def own_generators(owner: object) -> list[Any]:
@@ -144,11 +118,6 @@ def generators_of(objects: Iterable[Any]) -> list[Any]:
     own = [one for one in objects if not type(one).__module__.startswith(("lightning.", "lightswitch."))]
     values = [value for one in own for value in vars(one).values() if not isinstance(value, _OF_DATA)]
     return [generator for value in values for generator in own_generators(value)]
-
-
-def is_generator(value: object) -> bool:
-    """Return whether an object is a random generator of torch, NumPy or Python."""
-    return isinstance(value, _KINDS)
 
 
 def is_of_run(value: object) -> bool:
@@ -202,12 +171,3 @@ def restoring(generator: Any) -> Callable[[], None]:
     if isinstance(generator, random.Random):
         return functools.partial(generator.setstate, generator.getstate())
     return functools.partial(generator.set_state, generator.get_state())
-
-
-def unseeded(generator: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return what makes a generator of the same kind whose state does not depend on this one's: class and arguments."""
-    if isinstance(generator, torch.Generator):
-        return torch.Generator, (generator.device.type,)
-    if isinstance(generator, np.random.Generator):
-        return type(generator), (type(generator.bit_generator)(0),)
-    return type(generator), (0,)

@@ -14,18 +14,17 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.evaluation import Evaluated, EvaluatedSamples, EvaluationSlices, Limited, whole
-from lightswitch.batches.formed import FormedRounds, FormedSlices
+from lightswitch.batches.evaluation import EvaluationBatches, Limited, shares, whole
+from lightswitch.batches.formed import FormedSlices, formed_rounds
 from lightswitch.batches.order import (
-    SeededSamples,
     TrainingSlices,
     sampler_of,
     samples_of,
-    takes_one,
     unwrapped,
 )
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.batches.rank_loader import RankLoader, copy_of_loader, evaluation_stream, training_stream
+from lightswitch.batches.stand_ins import EvaluatedSamples, SeededSamples, takes_one
 from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -140,7 +139,7 @@ class SharedLoaders:
             if is_stream(loader):
                 return evaluation_stream(loader, plan, rank, self._seed, gather, pins, limited)
             evaluated = evaluation_loader(loader, plan, rank, self._seed, pins, limited)
-            order: Evaluated = unwrapped(evaluated.batch_sampler)
+            order: EvaluationBatches = unwrapped(evaluated.batch_sampler)
             _compare(trainer, order.digest(loader.dataset), "an evaluation set", _forms_batches(loader))
             return evaluated
         if trainer.global_rank == 0 and not _forms_batches(loader):
@@ -335,16 +334,16 @@ def evaluation_loader(
     return copy_of_loader(RankLoader, loader, evaluated, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
 
 
-def _evaluated(loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, limited: Limited) -> Evaluated:
+def _evaluated(loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, limited: Limited) -> EvaluationBatches:
     if _forms_batches(loader):
-        return FormedRounds(unwrapped(loader.batch_sampler), plan.replicas, rank, seed, loader.dataset, limited)
+        return formed_rounds(unwrapped(loader.batch_sampler), plan.replicas, rank, seed, loader.dataset, limited)
     sampler = sampler_of(loader)
     samples = samples_of(sampler, loader.dataset)
     if not samples:
         raise Refused("an evaluation set has no samples; leave its loader out")
     own = unwrapped(loader.batch_sampler).batch_size
     batch, most = min(own, plan.micro_batch), int(limited(samples, own))
-    return EvaluationSlices(sampler, samples, batch, plan.replicas, rank, seed, most)
+    return shares(sampler, samples, batch, plan.replicas, rank, seed, most)
 
 
 def _forms_batches(loader: DataLoader[Any]) -> bool:

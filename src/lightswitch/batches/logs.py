@@ -236,8 +236,8 @@ def whole(parts: Iterable[Part], share: float = 1.0) -> float:
 class RepeatedSamples:
     """Undo the changes that a batch of a repeated sample makes to logged values and metrics, after its hooks have run.
 
-    In an evaluation, a rank repeats a sample if there are fewer samples than ranks; in training, if a step has fewer
-    samples than slices. Data that a module collects itself, for example in a list, still contains the repeated sample.
+    A rank repeats a sample if a step has fewer samples than slices. Data that a module collects itself, for example in
+    a list, still contains the repeated sample.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:

@@ -10,17 +10,20 @@ import copy
 import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from numbers import Integral
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
+from lightning.pytorch.utilities import rank_zero_only
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.draws import Draws
-from lightswitch.batches.generators import KeptGenerators, mix
+from lightswitch.batches.generators import mix, own_generators, seed_generators, seed_own
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.batches.stand_ins import StandIn
+from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)
 _COMPARED_SAMPLES = 1000  # of a pass, from its start
@@ -28,7 +31,7 @@ _SPLIT = "dataset"  # key of the digest of a dataset's first samples
 _COMPARED_KEYS = (Integral, torch.Tensor, str, tuple)  # which print the same in every process
 
 
-class TrainingSlices(Sampler[Any]):
+class TrainingSlices(StandIn, Sampler[Any]):
     """Batch sampler of one rank: yields its slices of every global batch of an epoch.
 
     Step k takes ``order[k*G:(k+1)*G]``, a global batch of G samples; micro-batch m of rank r is slice
@@ -38,7 +41,7 @@ class TrainingSlices(Sampler[Any]):
     epoch, each time in another order.
 
     Args:
-        sampler: the loader's sampler, which draws the order.
+        sampler: the loader's sampler, which draws the order, and whose weights, for example, a callback may change.
         samples: samples of an epoch, over all ranks.
         drop_last: omit a smaller last step.
         rank: this process's data-parallel rank, below ``plan.replicas``.
@@ -66,7 +69,7 @@ class TrainingSlices(Sampler[Any]):
         combined: Combined | None = None,
         dataset: Any = None,
     ) -> None:
-        self._draws = Draws(sampler, samples, dataset, tells=rank == 0)
+        self._last: tuple[int, Sequence[Any]] | None = None  # the pass drawn last, by `_pass_key`, and its order
         self._dataset = dataset
         self._split = digest(range(min(_COMPARED_SAMPLES, sized_len(dataset) or 0)), dataset)
         self._begins: dict[str, int] = {}  # digests of the dataset's first samples, and of those of the current pass
@@ -79,7 +82,7 @@ class TrainingSlices(Sampler[Any]):
         self.batch_size = plan.micro_batch  # DeepSpeed reads it
         self.combined = combined or Combined()
         self.index = self.combined.add(self)
-        self.base = sampler  # from here on, other attributes that are set are the sampler's
+        self.given = sampler
 
     def __len__(self) -> int:
         if not self.combined.is_sized:  # Lightning then prefetches a batch, to find the epoch's last one
@@ -95,17 +98,6 @@ class TrainingSlices(Sampler[Any]):
     def steps(self) -> int:
         """Optimizer steps of a whole epoch."""
         return self.combined.steps_of(self.own_steps)
-
-    def __getattr__(self, name: str) -> Any:  # of the user's sampler, such as weights that a callback changes
-        if name.startswith("__") or "base" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self.base, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self) or name.startswith("_") or "base" not in vars(self):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.base, name, value)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order the next iterator yields. Lightning calls this method."""
@@ -169,18 +161,14 @@ class TrainingSlices(Sampler[Any]):
         return self._chosen(self._order(self.epoch, step // self.own_steps), step, micro)
 
     def _order(self, epoch: int, cycle: int) -> Sequence[Any]:
-        order = _order_of_torch(self.base, self.samples, mix(self.seed, self._pass_key(epoch, cycle)))
-        return order if order is not None else self._draws.order(epoch * self._passes + cycle, self._place)
+        key = self._pass_key(epoch, cycle)
+        if self._last is None or self._last[0] != key:
+            is_first = self._last is None
+            self._last = key, self._drawn(mix(self.seed, key), self._told_epoch(epoch, cycle), is_first)
+        return self._last[1]
 
-    @property
-    def _passes(self) -> int:
-        """Passes over the samples in an epoch; several next to a longer loader."""
-        return -(-self.steps // self.own_steps)
-
-    def _place(self, number: int) -> tuple[int, int]:
-        """Return the seed of a pass, by its number in the run, and the epoch for `set_epoch`."""
-        epoch, cycle = divmod(number, self._passes)
-        return mix(self.seed, self._pass_key(epoch, cycle)), self._told_epoch(epoch, cycle)
+    def _drawn(self, seed: int, epoch: int, is_first: bool) -> Sequence[Any]:
+        return epoch_order(self.given, self.samples, seed, epoch, is_first)
 
     @staticmethod
     def _told_epoch(epoch: int, cycle: int) -> int:
@@ -255,19 +243,67 @@ def samples_of(sampler: Any, dataset: Any) -> int:
     return len(dataset) if type(sampler) is DistributedSampler else len(sampler)
 
 
-def epoch_order(sampler: Any, samples: int, seed: int, key: int) -> Sequence[Any]:
-    """Return the sample indices of the first pass that a sampler draws under (seed, key), the same on every rank.
+def epoch_order(sampler: Any, samples: int, seed: int, epoch: int, is_first: bool = True) -> Sequence[Any]:
+    """Return the sample indices that a sampler draws in a pass, the same on every rank.
 
     Args:
         sampler: any sampler; for a DistributedSampler, only whether it shuffles matters.
-        samples: number of samples of an epoch, over all ranks.
-        key: the epoch's number, passed to the sampler's `set_epoch`, or a number that represents it.
+        samples: number of samples of a pass, over all ranks.
+        seed: seed of the pass.
+        epoch: passed to the sampler's `set_epoch`.
+        is_first: see `draw`.
 
     Raises:
         Refused: the sampler draws another number of samples than its `len()`.
     """
-    order = _order_of_torch(sampler, samples, mix(seed, key))
-    return order if order is not None else Draws(sampler, samples).order(0, lambda number: (mix(seed, key), key))
+    if (order := _order_of_torch(sampler, samples, seed)) is not None:
+        return order
+    drawn = draw(sampler, samples, seed, epoch, is_first)
+    if len(drawn) != samples:
+        found = "more" if len(drawn) > samples else len(drawn)
+        raise Refused(
+            f"the sampler {type(sampler).__name__} draws {found} samples, but its len() was {samples} when training "
+            "began; correct its __len__, and keep it the same in all epochs"
+        )
+    return drawn
+
+
+def draw(sampler: Any, most: int, seed: int, epoch: int, is_first: bool, of_batches: bool = False) -> list[Any]:
+    """Return what a sampler draws under a seed, and at most one item more than ``most``, because it may never end.
+
+    Args:
+        epoch: passed to `set_epoch` of the sampler and, as Lightning does, of a sampler inside.
+        is_first: draw twice, and report a sampler that draws others the second time.
+        of_batches: the items are batches, which become lists.
+    """
+    drawn = _draw(sampler, most, seed, epoch, of_batches)
+    if is_first and not type(sampler).__module__.startswith("torch.utils.data"):  # torch's keep only a generator
+        again = _draw(sampler, most, seed, epoch, of_batches)
+        if str(again[:_COMPARED_SAMPLES]) != str(drawn[:_COMPARED_SAMPLES]):
+            _report_state(sampler)
+    return drawn
+
+
+def _draw(sampler: Any, most: int, seed: int, epoch: int, of_batches: bool) -> list[Any]:
+    for one in (sampler, getattr(sampler, "sampler", None)):
+        if callable(set_epoch := getattr(one, "set_epoch", None)):
+            set_epoch(epoch)
+    seed_own(own_generators(sampler), seed)
+    with torch.random.fork_rng(devices=[]):
+        seed_generators(seed)
+        drawn = islice(sampler, most + 1)
+        # a batch becomes a list before the next one is drawn: a batch sampler may fill one buffer again and again
+        return [one.tolist() if hasattr(one, "tolist") else list(one) for one in drawn] if of_batches else list(drawn)
+
+
+@rank_zero_only
+def _report_state(sampler: Any) -> None:
+    log.warning(
+        "the sampler %s keeps state: iterated again under the same seed and epoch, it draws other samples, so a "
+        "resumed run may read others than one without interruption; let its __iter__ depend only on set_epoch(epoch) "
+        "and on random numbers, of torch, NumPy, Python or a generator that it keeps",
+        type(sampler).__name__,
+    )
 
 
 def _order_of_torch(sampler: Any, samples: int, seed: int) -> Sequence[Any] | None:
@@ -288,6 +324,19 @@ def digest(order: Sequence[Any], dataset: Any) -> int:
     while isinstance(dataset, Subset) and all(isinstance(key, Integral | torch.Tensor) for key in keys):
         keys, dataset = [dataset.indices[int(key)] for key in keys], dataset.dataset
     return zlib.crc32(" ".join(str(key) for key in keys if isinstance(key, _COMPARED_KEYS)).encode())
+
+
+def check_shared(samples: int, replicas: int) -> None:
+    """Check that each rank gets a sample of an evaluation set.
+
+    Raises:
+        Refused: there are too few.
+    """
+    if samples < replicas:
+        raise Refused(
+            f"an evaluation reads {samples} samples of a set, which {replicas} devices can't share; use fewer devices, "
+            "or leave out a limit of the evaluation"
+        )
 
 
 def splits_by_rank(sampler: Any) -> bool:
@@ -316,67 +365,3 @@ def undivided(sampler: Any, dataset: Any, forms_batches: bool = False) -> Any:
 def _permutation(samples: int, generator: torch.Generator) -> Sequence[int]:
     # an array, because ten million Python ints take 1.5 s and 400 MB
     return torch.randperm(samples, generator=generator).numpy()  # type: ignore[return-value]  # acts as a Sequence
-
-
-class SeededSamples(Dataset[Any]):
-    """Map-style dataset that seeds the generators before it reads a sample, by (seed, epoch, place in its order).
-
-    So a sample that a sampler draws several times in an epoch is augmented each time in another way. The generators are
-    the global ones, and those that the dataset and the collate function keep: in their attributes, in transforms, in
-    the datasets that it is made of. A dataset with a batched `__getitems__` is seeded once a batch, by its first place.
-
-    Args:
-        dataset: the user's dataset, whose attributes can be read and set here as well.
-    """
-
-    dataset: Any
-    seed: int
-    _kept: KeptGenerators
-
-    def __init__(self, dataset: Any, seed: int, collate_fn: Any = None) -> None:
-        vars(self).update(dataset=dataset, seed=seed, _kept=KeptGenerators((dataset, collate_fn)))
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.dataset[index]
-
-    def __getitems__(self, key: Any) -> Any:
-        if not isinstance(key, tuple):  # of a loader that the module makes itself, with this dataset
-            whole = reads_batches(self.dataset)
-            return self.dataset.__getitems__(key) if whole else [self.dataset[index] for index in key]
-        epoch, place, indices = key
-        return self._read(epoch, range(place, place + len(indices)), indices)
-
-    def _read(self, epoch: int, places: Sequence[int], indices: list[Any]) -> Any:
-        seeds = [mix(self.seed, epoch, place) for place in places]
-        if reads_batches(self.dataset):
-            return self._kept.seeded(seeds[0], epoch, self.dataset.__getitems__, indices)
-        read = self.dataset.__getitem__
-        return [self._kept.seeded(seed, epoch, read, index) for seed, index in zip(seeds, indices, strict=True)]
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # while unpickling, there is no dataset yet
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:  # a hook or a worker_init_fn may set attributes
-        setattr(self.dataset, name, value)
-        self._kept.forget()
-
-
-def reads_batches(dataset: Any) -> bool:
-    """Return whether a dataset reads several samples at once; torch's Subset only forwards `__getitems__`."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return callable(getattr(dataset, "__getitems__", None))
-
-
-def takes_one(loader: DataLoader[Any]) -> bool:
-    """Return whether a collate function returns the first of several samples, as for a dataset that makes batches."""
-    samples = [object(), object()]
-    try:
-        return bool(loader.collate_fn(samples) is samples[0]) and not reads_batches(loader.dataset)
-    except Exception:  # whatever it raises for objects that are no samples
-        return False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
 from math import sqrt
 from types import NoneType
 from typing import Any
@@ -70,7 +71,7 @@ class BatchPlan:
     def trainer_arguments(self, trainer: Mapping[str, object]) -> dict[str, object]:
         """Return the Trainer's arguments that count steps, converted to micro-batches, which Lightning counts.
 
-        Fractions of an epoch are omitted; `lightswitch.batches.combined.Fractions` converts them.
+        Fractions of an epoch are omitted; see `lightswitch.batches.combined`.
         """
         given = {name: trainer.get(name) for name in _COUNTED_IN_MICRO_BATCHES}
         return {
@@ -84,6 +85,12 @@ class BatchPlan:
         idle = "" if self.is_even else f", {max(1, round(100 * self.idle_share))} % idle"
         of = f"{self.replicas} device{'s' if self.replicas > 1 else ''}"
         return f"{self.global_batch} samples a step = {size} × {of} × accumulation {self.accumulation}{idle}"
+
+
+def pieces(samples: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """Return consecutive pieces of samples whose lengths differ by one at most."""
+    bounds = [len(samples) * at // count for at in range(count + 1)]
+    return [samples[begin:end] for begin, end in pairwise(bounds)]
 
 
 def scaled_learning_rate(lr: float, rule: str, global_batch: int, reference_batch: int) -> float:

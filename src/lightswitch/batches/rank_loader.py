@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.utilities.data import sized_len
@@ -17,13 +16,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.generators import KeptGenerators
-from lightswitch.batches.order import takes_one
+from lightswitch.batches.order import check_shared
 from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.stand_ins import KeptGenerators, takes_one
 from lightswitch.batches.stream import (
     Cursor,
     Cut,
-    Reader,
+    IndexedStream,
     UnsavableState,
     global_batches,
     rounds,
@@ -56,10 +55,7 @@ class RankLoader(DataLoader[Any]):
 
     Attributes:
         makes_batches: each sample of its dataset is a batch.
-        before_own: classes that precede the given loader's class in the method resolution order.
     """
-
-    before_own: ClassVar[tuple[type, ...]] = (OwnLength,)
 
     def __init__(
         self,
@@ -69,14 +65,6 @@ class RankLoader(DataLoader[Any]):
         pins_for_gpu: bool = False,
         **order: Any,
     ) -> None:
-        self._given = given
-        self.makes_batches = takes_one(given)
-        # attributes that users read, but that DataLoader's constructor resets when it gets a batch sampler
-        self._shown = {
-            "sampler": order.get("sampler", order.get("batch_sampler")),
-            "batch_size": given.batch_size,
-            "drop_last": given.drop_last,
-        }
         collate = collate_fn or given.collate_fn
         # A dataset in this process may return GPU tensors, which torch fails to pin. Workers can't return any.
         pins_here = pins_for_gpu and given.num_workers == 0
@@ -91,15 +79,12 @@ class RankLoader(DataLoader[Any]):
             **_of_workers(given),
             **order,
         )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, vars(self).get("_shown", {}).get(name, value))
-
-    def __getattr__(self, name: str) -> Any:  # attributes set by the given loader's constructor, which is not called
-        kept = vars(vars(self).get("_given", self))
-        if name not in kept:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return kept[name]
+        self.makes_batches = takes_one(given)
+        of_users_class = {name: value for name, value in vars(given).items() if name not in vars(self)}
+        # what users read, and DataLoader's constructor resets when it gets a batch sampler
+        shown = {name: getattr(given, name) for name in ("batch_size", "drop_last")}
+        shown["sampler"] = order.get("sampler", order.get("batch_sampler"))
+        vars(self).update(of_users_class | shown)
 
 
 def copy_of_loader(kind: type[_Kind], given: DataLoader[Any], *arguments: Any, **named: Any) -> _Kind:
@@ -112,7 +97,7 @@ def copy_of_loader(kind: type[_Kind], given: DataLoader[Any], *arguments: Any, *
     if own is DataLoader or (own.__module__, own.__name__) == _TORCHDATA:
         return kind(given, *arguments, **named)
     without = dict.fromkeys(("state_dict", "load_state_dict"))  # None marks a method that a class does not implement
-    both = type(own.__name__, (*kind.before_own, own, kind), {"__init__": kind.__init__, **without})
+    both = type(own.__name__, (OwnLength, own, kind), {"__init__": kind.__init__, **without})
     made: _Kind = both(given, *arguments, **named)
     return made
 
@@ -207,49 +192,22 @@ def evaluation_stream(
 def _shared(
     loader: DataLoader[Any], slices: StreamSlices | StreamRounds, cursor: Cursor, gather: Gather, pins_for_gpu: bool
 ) -> StreamLoader:
-    reader, received = Reader(loader.dataset, cursor), Received(slices, gather)
+    kind = type(loader)
+    if kind.__iter__ is not DataLoader.__iter__ and (kind.__module__, kind.__name__) != _TORCHDATA:
+        raise Refused(
+            f"the data loader of a stream, {kind.__name__}, has an __iter__ of its own, which would get the engine's "
+            "batches with their positions; use torch's DataLoader, or type data.sharded_by=dataset to leave the loader "
+            "unchanged"
+        )
+    reader, received = IndexedStream(loader.dataset, cursor), Received(slices, gather)
     return copy_of_loader(StreamLoader, loader, reader, slices, received, pins_for_gpu)
-
-
-class BatchesAlone:
-    """Mixin that refuses a user's `__iter__` which bypasses torch's, so that a `Cut` would be a batch, or which fails
-    as its dataset is a `Reader`."""
-
-    def __iter__(self) -> Any:
-        try:
-            for batch in super().__iter__():  # type: ignore[misc]  # of the DataLoader that this is mixed into
-                yield self._batch(batch)
-        except (AttributeError, TypeError) as error:
-            if not self._raised(error):
-                raise
-            raise Refused(
-                f"the data loader of a stream, {type(self).__name__}, fails ({type(error).__name__}: {error}); if it "
-                "asks of which class its dataset is, type data.sharded_by=dataset to leave the loader unchanged"
-            ) from error
-
-    def _raised(self, error: BaseException) -> bool:
-        """Return whether the loader itself raised an error: a bug of its dataset keeps its traceback."""
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        last = [frame for frame in frames if not isinstance(frame.f_locals.get("self"), Reader)][-1]
-        return last.f_locals.get("self") is self and not last.f_globals["__name__"].startswith("torch.")
-
-    def _batch(self, batch: Any) -> Any:
-        if isinstance(batch, Cut):
-            raise Refused(
-                f"the data loader of a stream, {type(self).__name__}, has an __iter__ that does not call "
-                "super().__iter__(); use torch's DataLoader, or type data.sharded_by=dataset to leave the loader "
-                "unchanged"
-            )
-        return batch
 
 
 class StreamLoader(RankLoader):
     """DataLoader whose readers send information about the stream with each batch."""
 
-    before_own = (BatchesAlone, OwnLength)
-
     def __init__(
-        self, given: DataLoader[Any], reader: Reader, slices: Any, received: Received, pins_for_gpu: bool
+        self, given: DataLoader[Any], reader: IndexedStream, slices: Any, received: Received, pins_for_gpu: bool
     ) -> None:
         super().__init__(given, reader, Collate(given.collate_fn), pins_for_gpu, batch_size=None, sampler=slices)
         self._received = received
@@ -271,7 +229,7 @@ class Collate:
     def __call__(self, cut: Cut) -> Cut:
         if not cut.samples:
             return cut
-        batch = self._kept.seeded(torch.initial_seed(), cut.place.turn, self.collate, cut.batch)
+        batch = self._kept.seeded(self.collate, [cut.batch], [torch.initial_seed()], cut.place.turn)[0]
         return cut._replace(batch=batch, own_samples=len(cut.batch))
 
 
@@ -307,11 +265,8 @@ class Received:
                 "the stream again up to its position"
             )
             cut = cut._replace(state=None)
-        elif cut.samples < self._slices.plan.replicas and isinstance(self._slices, StreamRounds):
-            raise Refused(
-                f"an evaluation set of {cut.samples} samples can't be shared by {self._slices.plan.replicas} devices; "
-                "use fewer devices"
-            )
+        elif isinstance(self._slices, StreamRounds):
+            check_shared(cut.samples, self._slices.plan.replicas)
         self._slices.note(cut)
         return cut.batch
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from time import perf_counter
@@ -11,13 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, _utils, get_worker_info
 
 from lightswitch import patches
 from lightswitch.batches.generators import mix, seed_generators
-from lightswitch.batches.plan import BatchPlan
+from lightswitch.batches.plan import BatchPlan, pieces
+from lightswitch.batches.stand_ins import StandIn, content_digest
 
 _COMPARED_SAMPLES = 16  # first samples of a reader, whose digest is compared among readers
 _STATE_SHARE = 0.05  # maximum share of a reader's time that the dataset's state_dict() takes
@@ -86,8 +84,8 @@ def rounds(samples: Iterator[Any], size: int, replicas: int, most: int | None = 
         yield ahead[:size]
         ahead = ahead[size:] + list(islice(samples, size))
     count = last_rounds(len(ahead), size, replicas)
-    for index in range(count):
-        yield ahead[len(ahead) * index // count : len(ahead) * (index + 1) // count]
+    for piece in pieces(ahead, count):
+        yield [*piece]
 
 
 def last_rounds(samples: int, size: int, replicas: int) -> int:
@@ -95,29 +93,14 @@ def last_rounds(samples: int, size: int, replicas: int) -> int:
     return max(1, min(-(-samples // size), samples // replicas)) if samples else 0
 
 
-class Reader(Dataset[Any]):
-    """Map-style dataset over a stream, indexed by `Place`: torch sends indices to all workers, also to persistent ones.
-
-    Args:
-        dataset: the user's dataset, whose attributes can be read and set here as well.
-    """
-
-    dataset: Any
-    cursor: Cursor
+class IndexedStream(StandIn, Dataset[Any]):
+    """Map-style dataset over a stream, indexed by `Place`, because torch sends indices also to persistent workers."""
 
     def __init__(self, dataset: Any, cursor: Cursor) -> None:
-        vars(self).update(dataset=dataset, cursor=cursor)
+        self._cursor, self.given = cursor, dataset
 
     def __getitem__(self, place: Place) -> Cut:
-        return self.cursor.cut(self.dataset, place)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # while unpickling, there is no dataset yet
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:  # a worker_init_fn may set attributes of the dataset
-        setattr(self.dataset, name, value)
+        return self._cursor.cut(self.given, place)
 
 
 class Cursor:
@@ -196,7 +179,7 @@ class Cursor:
             self._group = next(self._groups, [])
             self._step += 1
             if self._is_new:
-                self._is_new, self._digest = False, _digest(self._group[:_COMPARED_SAMPLES])
+                self._is_new, self._digest = False, content_digest(self._group[:_COMPARED_SAMPLES])
         if skip is None or not self._group:
             return None
         return (skip.step - first) * self.plan.global_batch, perf_counter() - began
@@ -251,24 +234,6 @@ def _loses_a_buffer(part: Any) -> bool:
     inner = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
     known = type(part).__name__ == "BufferShuffledExamplesIterable"
     return known or any(_loses_a_buffer(one) for one in inner if one is not None)
-
-
-def _digest(samples: Sequence[Any]) -> int:
-    """Return a checksum of samples, equal in every process. Of objects that are not data, only the type counts."""
-    digest = 0
-    for leaf in tree_leaves(samples):
-        digest = zlib.crc32(_content(leaf), digest)
-    return digest
-
-
-def _content(leaf: Any) -> bytes:
-    if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-        return leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(leaf, np.ndarray):
-        return leaf.tobytes()
-    if leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | np.generic):
-        return repr(leaf).encode()
-    return type(leaf).__name__.encode()
 
 
 def packed(state: Any) -> Any:

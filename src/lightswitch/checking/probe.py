@@ -24,7 +24,7 @@ from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.shards import Stored
 from lightswitch.mixins import callbacks_of
-from lightswitch.strategies.replicas import EqualReplicas
+from lightswitch.strategies.agreement import Agreement
 
 FILE = "moments.jsonl"
 MODULE = "module"
@@ -66,7 +66,7 @@ class Probe(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for callback in callbacks_of(trainer):
-            if isinstance(callback, EqualReplicas):
+            if isinstance(callback, Agreement):
                 callback.only_report()  # differences are to be measured, not to end the run
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,11 +1,11 @@
 """A checkpoint on disk: one directory, with the same content under every strategy and world size.
 
-__<rank>_0.distcp, .metadata   torch.distributed.checkpoint: model.<name>, optimizer.<index>.<name>.<key>,
-                               trained.<name> if the model is an average of the trained weights,
-                               transient.<name> of non-persistent buffers that training changes
-trainer.pt                     the rest, readable with weights_only=True
-SHA256SUMS                     checksums of every file above, in the format of `sha256sum -c`
-.lightswitch                   empty: marks a directory that lightswitch has made and may remove
+tensors_<rank>.bin, index.json   see index.py: model.<name>, optimizer.<index>.<name>.<key>,
+                                 trained.<name> if the model is an average of the trained weights,
+                                 transient.<name> of non-persistent buffers that training changes
+trainer.pt                       the rest, readable with weights_only=True
+SHA256SUMS                       checksums of every file above, in the format of `sha256sum -c`
+.lightswitch                     empty: marks a directory that lightswitch has made and may remove
 """
 
 from __future__ import annotations
@@ -15,26 +15,16 @@ import itertools
 import logging
 import os
 import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from lightswitch.checkpoints import index, manifest, safe
+from lightswitch.checkpoints import before, index, manifest, safe
 from lightswitch.checkpoints.index import Index
-from lightswitch.checkpoints.ranks import CollectiveError, Ranks, UnansweredCollective, describe_failure, first_line
-from lightswitch.checkpoints.saver import with_own_storage
+from lightswitch.checkpoints.ranks import CollectiveError, Ranks, describe_failure, first_line
 from lightswitch.checkpoints.shards import Piece
 from lightswitch.errors import LostRank, Refused, UnwrittenCheckpoint, shown
 from lightswitch.regular_files import is_link, is_own_tree, linked, make_link, make_tree, remove_tree, to_disk
@@ -44,9 +34,6 @@ log = logging.getLogger(__name__)
 STATE = "trainer.pt"
 REPLACED = "a run in progress replaced or removed it during the read; try again"
 _LEFT = re.compile(r"(?P<name>.+\.ckpt)\.(?P<what>partial|previous)(_\d+)?", re.DOTALL)
-
-# torch 2.8 uses a deprecated class of its own to write checkpoints
-warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, r"torch\.distributed\.checkpoint")
 
 
 def write(path: Path, tensors: Mapping[str, Tensor | Piece], state: dict[str, Any], ranks: Ranks | None) -> None:
@@ -71,8 +58,8 @@ def write(path: Path, tensors: Mapping[str, Tensor | Piece], state: dict[str, An
     )
     try:
         everyone = range(world_size if rank == 0 else 0)
-        sums = _together(ranks, "write its shard", lambda: _write_tensors(partial, tensors, ranks, rank), everyone)
-        _together(ranks, "finish it", lambda: _finish(path, partial, state, sums) if rank == 0 else None)
+        written = _together(ranks, "write its shard", lambda: _write_tensors(partial, tensors, rank), everyone)
+        _together(ranks, "finish it", lambda: _finish(path, partial, state, written) if rank == 0 else None)
     except (UnwrittenCheckpoint, LostRank):
         if rank == 0:
             with contextlib.suppress(OSError, Refused):  # the error of the write is the one to report
@@ -100,11 +87,13 @@ def read_index(path: Path, part: slice) -> Index:
         OSError: a file can't be read.
     """
     sums = manifest.read(path)
-    manifest.compare(path, sums, (index.INDEX, STATE))
-    found = index.read(path)
+    is_of_before = before.INDEX in sums and index.INDEX not in sums
+    name = before.INDEX if is_of_before else index.INDEX
+    manifest.compare(path, sums, (name, STATE))
+    found = before.read(path) if is_of_before else index.read(path)
     if unchecked := found.files - sums.keys():
         raise manifest.Damaged(f"{manifest.SUMS} has no checksum of {min(unchecked)}")
-    manifest.compare(path, sums, sorted(sums.keys() - {index.INDEX, STATE})[part])
+    manifest.compare(path, sums, sorted(sums.keys() - {name, STATE})[part])
     return found
 
 
@@ -236,82 +225,31 @@ def _beside(path: Path, what: str) -> Path:
     return path.with_name(f"{path.name}.{what}")
 
 
-def _write_tensors(
-    folder: Path, tensors: Mapping[str, Tensor | Piece], ranks: Ranks | None, rank: int
-) -> dict[str, str]:
-    """Write this rank's tensors and return the checksums of its files by name."""
-    group = ranks.group if ranks else None
+def _write_tensors(folder: Path, tensors: Mapping[str, Tensor | Piece], rank: int) -> tuple[str, str, dict[str, Any]]:
     try:
-        writer, planner = _Writer(folder), _Planner()
-        save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-    except CheckpointException as error:
+        return index.write_tensors(folder, rank, tensors)
+    except Exception as error:  # the disk, or a tensor that has no bytes: the write may be retried, with all ranks
         raise CollectiveError(describe_failure(error, rank)) from error
-    except RuntimeError as error:
-        if group is None:
-            raise
-        raise UnansweredCollective from error  # gloo raises RuntimeError if a rank does not respond
-    return {path.name: manifest.of_file(path) for path in folder.glob(f"__{rank}_*")}
 
 
-class _Writer(FileSystemWriter):
-    """Writer of torch's checkpoint files that raises the original disk error, so that the other ranks receive it.
-
-    It disables copying ahead: the tensors are on the CPU, and torch would open a stream on the first GPU, even in a run
-    on CPUs, and wait for it every 10 MB.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, per_thread_copy_ahead=0)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with _true_cause():
-            return super().write_data(plan, planner)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with _true_cause():
-            super().finish(metadata, results)
-
-
-@contextlib.contextmanager
-def _true_cause() -> Iterator[None]:
-    """Raise the disk error instead of torch's error, which only says that the file is too short."""
+def _finish(path: Path, partial: Path, state: dict[str, Any], written: list[Any]) -> None:
     try:
-        yield
-    except Exception as error:
-        if (cause := _disk_error(error)) is not None:
-            raise cause from None
-        raise
-
-
-def _disk_error(error: BaseException | None) -> OSError | None:
-    seen: Any = error
-    while seen is not None and not isinstance(seen, OSError):
-        seen = seen.__cause__ or seen.__context__
-    return seen
-
-
-class _Planner(DefaultSavePlanner):
-    """Save planner that also supports Pieces."""
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self.state_dict[index.fqn]
-        if isinstance(found, Piece):
-            return with_own_storage(found.__get_tensor_shard__(index))
-        return super().lookup_object(index)
-
-
-def _finish(path: Path, partial: Path, state: dict[str, Any], sums: list[dict[str, str]]) -> None:
-    with _true_cause(), (partial / STATE).open("wb") as file:
-        torch.save(state, file)
+        with (partial / STATE).open("wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:  # torch's, in the course of the disk's, that the file is too short
+        raise error.__context__ or error from None
     try:
         safe.load(partial / STATE, mapped=True)
     except safe.UnsafeFile as error:
         place = safe.first_unreadable(state)
         raise CollectiveError(f"{place} could not be read again" if place else str(error)) from error
-    whole = {name: digest for written in sums for name, digest in written.items()}
-    whole |= {name: manifest.of_file(partial / name) for name in (index.INDEX, STATE)}
-    manifest.write(partial, whole)
-    for name in (STATE, manifest.SUMS):
+    try:
+        index.write(partial, (described for _, _, described in written))
+    except manifest.Damaged as error:
+        raise CollectiveError(f"the ranks' shards are not whole tensors: {error}") from error
+    sums = {name: digest for name, digest, _ in written}
+    manifest.write(partial, sums | {name: manifest.of_file(partial / name) for name in (index.INDEX, STATE)})
+    for name in (index.INDEX, STATE, manifest.SUMS):
         to_disk(partial / name)
     to_disk(partial)
     put(partial, path)

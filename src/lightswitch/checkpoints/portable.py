@@ -29,6 +29,7 @@ from lightswitch.errors import Refused, UnfitCheckpoint, listed, shown
 from lightswitch.mixins import callbacks_of
 
 log = logging.getLogger(__name__)
+_OF_A_RESUME = ("optimizer_states", "lr_schedulers", "loops")  # keys in a checkpoint's state
 _KNOWN = ("lightning", "lightswitch")  # packages whose hooks set no initial weights
 
 
@@ -118,10 +119,10 @@ class PortableCheckpoints(WrittenTogether):
             candidates = self.broadcast(checkpoints_up_to(path, Path(trainer.default_root_dir)))
             self._reader = first_whole(candidates, self.checkpoint_group)
             trainer.ckpt_path = self._reader.path
-            removed = self._reader.state.get(writing.REMOVED, ())
-            if removed := [one for one in removed if one != writing.WEIGHTS or module.strict_loading]:
+            missing = [key for key in _OF_A_RESUME if key not in self._reader.state]
+            if missing and saved_position(self._reader.state) is not None:  # else it was saved as weights only
                 raise UnfitCheckpoint(
-                    f"{shown(self._reader.path)} can't be resumed: on_save_checkpoint has removed {listed(removed)}; "
+                    f"{shown(self._reader.path)} can't be resumed: on_save_checkpoint has removed {listed(missing)}; "
                     f"to load only its weights, type init_from={shown(self._reader.path)} and another run_id"
                 )
         else:

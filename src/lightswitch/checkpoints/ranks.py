@@ -8,27 +8,21 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lightswitch.checkpoints import safe
 from lightswitch.errors import LostRank
 
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.001, 0.05
-_SETTLE_SECONDS = 2.0  # between the first and the last rank on which a collective fails
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 
 
 class CollectiveError(OSError):
     """Error that every rank raises, whose text names the rank it comes from."""
-
-
-class UnansweredCollective(Exception):
-    """Error of a collective that ended because a rank did not take part."""
 
 
 class Ranks:
@@ -38,13 +32,14 @@ class Ranks:
 
     Args:
         timeout_seconds: how long to wait for a rank in each step of a save.
+        has_lost_a_rank: set once a rank is known to be dead or to hang, and no step waits any longer.
     """
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, timeout_seconds: float, has_lost_a_rank: Event) -> None:
         # gloo, as NCCL sends no Python objects; a separate group, as training uses the other one at the same time
         self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        self.staging = Steps(self.group, "staging", timeout_seconds)
-        self.writing = Steps(self.group, "writing", timeout_seconds)
+        self.staging = Steps(self.group, "staging", timeout_seconds, has_lost_a_rank)
+        self.writing = Steps(self.group, "writing", timeout_seconds, has_lost_a_rank)
 
 
 class Steps:
@@ -57,12 +52,13 @@ class Steps:
         group: the process group of the ranks.
         name: the name of the sequence; two sequences may run at the same time.
         timeout_seconds: how long to wait for a rank in a step.
+        has_lost_a_rank: see `Ranks`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str, timeout_seconds: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str, timeout_seconds: float, has_lost_a_rank: Event) -> None:
         self._store = PrefixStore(f"{group.group_name}/{name}", _get_default_store())
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._has_lost_a_rank = timeout_seconds, has_lost_a_rank
         self._done = 0
 
     def take(self, what: str, action: Callable[[], Any]) -> None:
@@ -79,10 +75,6 @@ class Steps:
         cause: BaseException | None = None
         try:
             self._arrive(action())
-        except UnansweredCollective as error:
-            cause = error.__cause__ or error
-            self._store.set(self._key(str(self.rank)), "null")  # this one is not late
-            self._decide(self._late(what, _SETTLE_SECONDS) or self._failed(cause, lost=True))
         except OSError as error:
             self._decide(self._failed(error, lost=False))
         except Exception as error:  # a bug, which the other ranks have to raise as well
@@ -110,26 +102,22 @@ class Steps:
 
     def _conclude(self, what: str, cause: BaseException | None) -> None:
         if not self._wait(self._key("outcome")):
-            self._decide(self._late(what, 0))
+            self._decide(self._late(what))
         outcome = json.loads(self._store.get(self._key("outcome")))
         self._done += 1
         if outcome:
             raise (LostRank if outcome["lost"] else OSError)(outcome["told"]) from cause
         self._forget(self._done - 2)
 
-    def _late(self, what: str, patience_seconds: float) -> dict[str, Any]:
-        """Wait for late ranks, then return the outcome that names those still missing; empty if all have arrived."""
-        late = [rank for rank in range(self.world_size) if rank != self.rank]
-        end = time.monotonic() + patience_seconds
-        while late:
-            late = [rank for rank in late if not self._store.check([self._key(str(rank))])]
-            if time.monotonic() > end:
-                break
-            time.sleep(_LAST_POLL_SECONDS)
+    def _late(self, what: str) -> dict[str, Any]:
+        """Return the outcome that names the ranks that have not arrived; empty if all have."""
+        others = (rank for rank in range(self.world_size) if rank != self.rank)
+        late = [rank for rank in others if not self._store.check([self._key(str(rank))])]
         if not late:
             return {}
         who = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
-        return {"lost": True, "told": f"{who} did not {what} in {self._timeout_seconds:g} s"}
+        when = "before the run failed" if self._has_lost_a_rank.is_set() else f"in {self._timeout_seconds:g} s"
+        return {"lost": True, "told": f"{who} did not {what} {when}"}
 
     def _failed(self, error: BaseException, lost: bool) -> dict[str, Any]:
         message = first_line(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -139,7 +127,7 @@ class Steps:
         """Wait for a key by polling: a blocking wait would block the store for this process's other threads."""
         end, pause = time.monotonic() + self._timeout_seconds, _FIRST_POLL_SECONDS
         while not self._store.check([key]):
-            if time.monotonic() > end:
+            if time.monotonic() > end or self._has_lost_a_rank.is_set():
                 return False
             time.sleep(pause)
             pause = min(2 * pause, _LAST_POLL_SECONDS)
@@ -157,15 +145,11 @@ class Steps:
 
 def describe_failure(error: BaseException, rank: int) -> str:
     """Return a short text with the failed rank and its error."""
-    if isinstance(error, CheckpointException):  # raised on every rank, with the errors of the failed ones
-        return "; ".join(f"rank {number}: {first_line(cause)}" for number, (cause, _) in sorted(error.failures.items()))
     return f"rank {rank}: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error, after a note if the disk is full."""
-    if named := safe.called(error):
-        return f"a tensor's file {named}"
     first = str(error).partition("\n")[0] or type(error).__name__
     full = _FULL.get(error.errno or 0) if isinstance(error, OSError) else None
     return f"{full}: {first}" if full else first

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from collections import UserDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from lightswitch import regular_files
 from lightswitch.checkpoints import directory, safe
-from lightswitch.checkpoints.index import Index
+from lightswitch.checkpoints.index import Index, Shard
 from lightswitch.checkpoints.manifest import is_plain_name
 from lightswitch.checkpoints.names import TRANSIENT, is_stored, own_name
 from lightswitch.checkpoints.ranks import describe_failure
-from lightswitch.checkpoints.shards import Piece, local
+from lightswitch.checkpoints.shards import Piece, boxes, local
 from lightswitch.errors import UnfitCheckpoint, listed, shown
 
 OnRead = Callable[[int], None]  # takes the number of bytes that were just read
-T = TypeVar("T")
-_ROUND_BYTES = 64 * 2**20  # read by a rank before it sends shared chunks to others; a larger chunk is read alone
+_BRINGS = "the module brings these weights itself, set self.strict_loading = False in it"
 _OF_A_RESUME = "use the model arguments that it was saved with, or start a new run with another run_id"
-_CPU = torch.device("cpu")
-_ALIGNED_BYTES = 16  # of the widest dtype
 
 
 class Reader:
@@ -54,6 +46,8 @@ class Reader:
         UnfitCheckpoint: on every rank, if the checkpoint can't be read or is damaged.
     """
 
+    _index: Index
+
     def __init__(
         self,
         path: Path,
@@ -67,13 +61,11 @@ class Reader:
         self._files = path.resolve()  # a link such as last.ckpt may change during the read
         self._identity = directory.identity(self._files)
         self._group = group
-        self._index: Index | None = None
-        self._loaded: dict[str, Tensor] = {}
         self._saved_names: dict[str, str] = {}  # of weights that `rename` has given other names
-        problem: Exception | CheckpointException | None = None
+        problem: Exception | None = None
         try:
             self.state = self._open()
-        except (Exception, CheckpointException) as error:  # torch raises many kinds of errors for other files
+        except Exception as error:  # torch raises many kinds of errors for other files
             problem = error
         if message := _first_of_all_ranks(self._replaced() or (why(problem) if problem else None), group):
             raise unreadable(path, message) from problem
@@ -88,7 +80,7 @@ class Reader:
             return {"callbacks": {}, **state} if transient else state
         rank, ranks = (dist.get_rank(self._group), dist.get_world_size(self._group)) if self._group else (0, 1)
         self._index = directory.read_index(self._files, slice(rank, None, ranks))
-        self.like = self._index.tensors()
+        self.like = dict(self._index.like)
         return directory.read_state(self._files)
 
     def _replaced(self) -> str | None:
@@ -104,12 +96,14 @@ class Reader:
 
     def take(self, translate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
         """Replace the weights of a foreign file by the result of a function of them, by name."""
-        weights = {name: self._loaded[f"model.{name}"] for name in self.names("model.")}
+        assert isinstance(self._index, LoadedIndex)
+        weights = {name: self._index.values[f"model.{name}"] for name in self.names("model.")}
         self._take(_under("model", translate(weights)))
 
     def _take(self, loaded: dict[str, Tensor]) -> None:
-        self._loaded = loaded
-        self.like = {name: value.to("meta") for name, value in self._loaded.items()}
+        self.like = {name: value.to("meta") for name, value in loaded.items()}
+        shards = {name: [Shard(name, (0,) * one.dim(), tuple(one.shape), "", 0, 0)] for name, one in loaded.items()}
+        self._index = LoadedIndex(self.path, dict(self.like), shards, loaded)
 
     def names(self, prefix: str) -> set[str]:
         """Return the names of the tensors with a prefix, without the prefix."""
@@ -130,7 +124,7 @@ class Reader:
     def fill(self, tensors: Mapping[str, Tensor | Piece], on_read: OnRead | None = None) -> None:
         """Read tensors in place; of a DTensor or Piece, only this rank's shard. Collective.
 
-        For each stored chunk, one of the ranks that need it reads it and sends it to the others.
+        Each rank reads the rows that it needs of the stored shards.
 
         Args:
             tensors: by the names in the checkpoint, with the shapes there.
@@ -141,62 +135,27 @@ class Reader:
                 read.
         """
         tensors = {self._saved_names.get(name, name): tensor for name, tensor in tensors.items()}
-        if self._index is not None:
-            self._load(self._index, tensors, on_read, self._group)
-            return
-        for name, tensor in tensors.items():
-            kept = tensor.values if isinstance(tensor, Piece) else tensor
-            with torch.no_grad():
-                kept.copy_(_spread_like(tensor, self._loaded[name]))
-            if on_read is not None:
-                on_read(kept.nbytes)
+        self._load(tensors, on_read, self._group)
 
     def read(self, name: str) -> Tensor:
         """Return one whole tensor on the CPU."""
         saved = self._saved_names.get(name, name)
-        if self._index is None:
-            return self._loaded[saved]
         whole = {saved: torch.empty_like(self.like[name], device="cpu")}
-        self._load(self._index, whole, None, None)
+        self._load(whole, None, None)
         return whole[saved]
 
     def _load(
-        self,
-        index: Index,
-        tensors: Mapping[str, Tensor | Piece],
-        on_read: OnRead | None,
-        group: dist.ProcessGroup | None,
+        self, tensors: Mapping[str, Tensor | Piece], on_read: OnRead | None, group: dist.ProcessGroup | None
     ) -> None:
-        planner = _Planner(on_read)
-        wanted = self._on_all_ranks(lambda: planner.wanted(tensors, index.metadata), group)
-        device = next((one.device for one in map(_memory, tensors.values()) if one.device.type != "cpu"), _CPU)
-        needs, kinds = zip(*_of_all_ranks(([*wanted], device.type), group), strict=True)
-        device = device if len({*kinds}) == 1 else _CPU
-        rank, holders = dist.get_rank(group) if group else 0, _holders(needs)
-        for parts in _rounds(holders, index, len(needs)):
-            read = self._on_all_ranks(partial(_chunks, index, parts[rank]), group)
-            planner.take(read, wanted)
-            for source, keys in enumerate(parts):
-                shared = [key for key in keys if len(holders[key]) > 1]
-                planner.take(_sent(source, shared, read, index, device, group) if shared else {}, wanted)
-        if message := _first_of_all_ranks(self._replaced(), group):
-            raise unreadable(self.path, message)
-
-    def _on_all_ranks(self, action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-        """Run an action and return its result. Collective.
-
-        Raises:
-            UnfitCheckpoint: on every rank, if the action fails on one.
-        """
-        found, problem, message = None, None, None
+        problem, message = None, None
         try:
-            found = action()
+            for name, tensor in tensors.items():
+                _fill(name, tensor, self._index, on_read)
         except Exception as error:  # torch raises many kinds of errors for a damaged file
             problem = error
-            message = self._replaced() or describe_failure(error, dist.get_rank(group) if group else 0)
-        if message := _first_of_all_ranks(message, group):
+            message = describe_failure(error, dist.get_rank(group) if group else 0)
+        if message := _first_of_all_ranks(self._replaced() or message, group):
             raise unreadable(self.path, message) from problem
-        return cast(T, found)
 
     def check_model(self, live: Mapping[str, Any], arguments: Mapping[str, Any], strict: bool) -> None:
         """Compare the names and shapes of a model's parameters and buffers with the checkpoint's.
@@ -220,7 +179,9 @@ class Reader:
             problems += [f"the model has no {name}" for name in sorted(saved - live.keys())]
         if problems:
             message = listed([*self._other_arguments(arguments), *problems], shown=4, separator="; ")
-            raise UnfitCheckpoint(f"{self.path} was saved from a different model: {message}; {self.advice}")
+            advice = self.advice
+            advice += f", or, if {_BRINGS}" if strict and live.keys() - saved else ""
+            raise UnfitCheckpoint(f"{self.path} was saved from a different model: {message}; {advice}")
 
     def _other_arguments(self, arguments: Mapping[str, Any]) -> list[str]:
         saved = self.state.get("hyper_parameters", {})
@@ -229,6 +190,16 @@ class Reader:
             for name, value in arguments.items()
             if name in saved and str(saved[name]) != str(value) and "${" not in str(saved[name])  # from the environment
         ]
+
+
+@dataclass(frozen=True)
+class LoadedIndex(Index):
+    """Index of a foreign file's tensors, which are in memory, or mapped into it."""
+
+    values: Mapping[str, Tensor]
+
+    def read(self, shard: Shard, box: tuple[slice, ...]) -> Tensor:
+        return self.values[shard.name][box]
 
 
 class _ReadOnAccess(UserDict[str, Any]):
@@ -244,139 +215,41 @@ def unreadable(path: Path, why: str) -> UnfitCheckpoint:
     return UnfitCheckpoint(f"{shown(path)} can't be read as a checkpoint: {why}")
 
 
-def why(error: Exception | CheckpointException) -> str:
+def why(error: Exception) -> str:
     """Return an error's text as one line."""
-    if isinstance(error, CheckpointException):
-        return describe_failure(error, rank=0)
     if isinstance(error, OSError) and error.filename:
         return f"{Path(error.filename).name}: {error.strerror}"
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-class _Planner(DefaultLoadPlanner):
-    """Load planner that rejects entries other than tensors, as torch would unpickle them."""
-
-    def __init__(self, on_read: OnRead | None) -> None:
-        super().__init__()
-        self._on_read = on_read
-
-    def wanted(self, tensors: Mapping[str, Tensor | Piece], metadata: Metadata) -> dict[MetadataIndex, list[ReadItem]]:
-        """Return the stored chunks that this rank needs, with the destinations of each."""
-        self.set_up_planner(dict(tensors), metadata)
-        found: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
-        for item in self.create_local_plan().items:
-            if item.type == LoadItemType.BYTE_IO:
-                raise ValueError(f"{item.dest_index.fqn} is not a tensor")
-            if item.lengths.numel():
-                found[item.storage_index].append(item)
-        return found
-
-    @torch.no_grad()
-    def take(self, read: Mapping[MetadataIndex, Tensor], wanted: Mapping[MetadataIndex, Sequence[ReadItem]]) -> None:
-        """Copy stored chunks to their destinations."""
-        for key, chunk in read.items():
-            for item in wanted.get(key, ()):
-                target = self.resolve_tensor(item).detach()
-                target.copy_(narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths))
-                if self._on_read is not None:
-                    self._on_read(target.nbytes)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Set up the planner with Pieces retained, which torch's planner would replace by None."""
-        pieces = {name: value for name, value in state_dict.items() if isinstance(value, Piece)}
-        others = {name: value for name, value in state_dict.items() if name not in pieces}
-        super().set_up_planner(others, metadata, is_coordinator)
-        self.state_dict = {**self.state_dict, **pieces}
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        found = self.state_dict[index.fqn]
-        return found.__get_tensor_shard__(index) if isinstance(found, Piece) else super().lookup_tensor(index)
+@torch.no_grad()
+def _fill(name: str, tensor: Tensor | Piece, index: Index, on_read: OnRead | None) -> None:
+    """Read the elements of a tensor that this rank holds, in place."""
+    if name not in index.like or index.like[name].shape != tensor.shape:
+        there = _shape(index.like[name]) if name in index.like else "missing"
+        raise ValueError(f"{name} is {there}, expected {_shape(tensor)}")
+    for offsets, values in boxes(tensor):
+        for shard in index.shards[name]:
+            sides = [*zip(shard.offsets, shard.sizes, offsets, values.shape, strict=True)]
+            common = [(max(a, b), min(a + m, b + n)) for a, m, b, n in sides]
+            if all(begin < end for begin, end in common):
+                target = values[_within(common, offsets)]
+                target.copy_(index.read(shard, _within(common, shard.offsets)))
+                if on_read is not None:
+                    on_read(target.nbytes)
 
 
-def _of_all_ranks(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    if group is None:
-        return [value]
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+def _within(box: Iterable[tuple[int, int]], offsets: Iterable[int]) -> tuple[slice, ...]:
+    """Return a box of the whole tensor, with the begin and end of each dimension, as a box of a shard."""
+    return tuple(slice(begin - offset, end - offset) for (begin, end), offset in zip(box, offsets, strict=True))
 
 
 def _first_of_all_ranks(problem: str | None, group: dist.ProcessGroup | None) -> str | None:
-    return next(filter(None, _of_all_ranks(problem, group)), None)
-
-
-def _holders(needs: Sequence[Collection[MetadataIndex]]) -> dict[MetadataIndex, list[int]]:
-    """Return the ranks that need each stored chunk."""
-    holders: dict[MetadataIndex, list[int]] = defaultdict(list)
-    for rank, keys in enumerate(needs):
-        for key in keys:
-            holders[key].append(rank)
-    return holders
-
-
-def _rounds(
-    holders: Mapping[MetadataIndex, list[int]], index: Index, world_size: int
-) -> Iterator[list[list[MetadataIndex]]]:
-    """Yield the chunks that each rank reads in one round; chunks that several ranks need are balanced by bytes."""
-    parts: list[list[MetadataIndex]] = [[] for _ in range(world_size)]
-    bytes = [0] * world_size
-    for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -index.bytes(key), key.fqn, key.offset)):
-        reader = min(holders[key], key=bytes.__getitem__)
-        parts[reader].append(key)
-        bytes[reader] += index.bytes(key)
-    parts = [sorted(of_rank, key=index.place) for of_rank in parts]
-    while any(parts):
-        yield [_first_round(of_rank, index) for of_rank in parts]
-
-
-def _first_round(keys: list[MetadataIndex], index: Index) -> list[MetadataIndex]:
-    """Remove the chunks of one round from the start of a list, and return them."""
-    ends = accumulate(map(index.bytes, keys))
-    count = max(1, sum(1 for _ in takewhile(lambda end: end <= _ROUND_BYTES, ends)))
-    taken, keys[:] = keys[:count], keys[count:]
-    return taken
-
-
-def _chunks(index: Index, keys: Sequence[MetadataIndex]) -> dict[MetadataIndex, Tensor]:
-    return {key: index.chunk(key) for key in keys}
-
-
-def _sent(
-    source: int,
-    keys: Sequence[MetadataIndex],
-    read: Mapping[MetadataIndex, Tensor],
-    index: Index,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-) -> dict[MetadataIndex, Tensor]:
-    """Broadcast the stored chunks that a rank has read and others need, and return them. Collective."""
-    ends = [*accumulate(-(-index.bytes(key) // _ALIGNED_BYTES) * _ALIGNED_BYTES for key in keys)]
-    buffer = torch.empty(ends[-1], dtype=torch.uint8, device=device)
-    found = {}
-    for key, begin in zip(keys, [0, *ends], strict=False):
-        found[key] = buffer[begin : begin + index.bytes(key)].view(index.dtype(key)).view(index.sizes(key))
-        if key in read:
-            found[key].copy_(read[key])
-    # a buffer on a device needs the device's backend, which the default group of the same ranks has
-    dist.broadcast(buffer, source, group if device.type == "cpu" else None)
-    return found
-
-
-def _memory(stored: Tensor | Piece) -> Tensor:
-    return stored.values if isinstance(stored, Piece) else stored
-
-
-def _spread_like(tensor: Tensor | Piece, whole: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if isinstance(tensor, Piece):
-        return tensor.of(whole)
-    if not isinstance(tensor, DTensor):
-        return whole
-    # every rank has read the whole tensor: nothing is sent
-    return distribute_tensor(whole.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+    if group is None:
+        return problem
+    problems = [problem] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    return next(filter(None, problems), None)
 
 
 def _shape(tensor: Tensor | Piece) -> str:
@@ -386,7 +259,6 @@ def _shape(tensor: Tensor | Piece) -> str:
 _VERSION, _OF_ANY = "pytorch-lightning_version", "2.0.0"  # a Trainer migrates checkpoints of older versions
 _BEFORE_NAMES = ("_forward_module.", "module.")  # DeepSpeed's and DDP's wrappers
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 _FSDP, _ZERO = "meta.pt", "checkpoint/*_model_states.pt"  # files in Lightning's sharded checkpoint directories
 
 
@@ -487,32 +359,18 @@ def hub_weights(path: Path) -> dict[str, Tensor]:
     """
     file = _in(path) or path
     if file.suffix != ".json":
-        return load_file(_checked(file))
+        return load_file(regular_files.check(file))
     index: Any = regular_files.read_json(file)
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise ValueError(f"{file.name} is not an index of safetensors")
     if outside := next((name for name in shards.values() if not is_plain_name(name)), None):
         raise ValueError(f"{file.name} names a file outside of its folder: {outside}")
-    files = [_checked(file.parent / shard) for shard in sorted(set(shards.values()))]
+    files = [regular_files.check(file.parent / shard) for shard in sorted(set(shards.values()))]
     found = {name: value for shard in files for name, value in load_file(shard).items()}
     if missing := sorted(shards.keys() - found.keys()):
         raise ValueError(f"{file.name} names {missing[0]}, which is in none of its files")
     return found
-
-
-def _checked(file: Path) -> Path:
-    """Return the path of a safetensors file, after counting its tensors: each takes its time, though it be empty.
-
-    Raises:
-        ValueError: there are too many.
-        OSError: it can't be read, or is a pipe or a device.
-    """
-    with regular_files.check(file).open("rb") as opened:
-        header = opened.read(min(int.from_bytes(opened.read(8), "little"), _MOST_HEADER_BYTES))
-    if (count := header.count(b"data_offsets")) > safe.MOST_TENSORS:
-        raise ValueError(f"{file.name} has {count} tensors; a file of weights has at most {safe.MOST_TENSORS}")
-    return file
 
 
 def _in(folder: Path) -> Path | None:

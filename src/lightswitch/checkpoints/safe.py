@@ -9,9 +9,8 @@ import io
 import pickle
 import re
 import warnings
-import zipfile
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -33,14 +32,11 @@ _STATE: dict[str, type] = {  # types of the entries in a checkpoint's state, eac
     **dict.fromkeys(("epoch", "global_step"), int),
     **dict.fromkeys(("loops", "callbacks", "hyper_parameters", "extra_state", "names_of_tied"), dict),
     **dict.fromkeys(("frozen_since", "plateau", "epoch_end", "configured"), dict),
-    **dict.fromkeys(
-        ("optimizer_states", "lr_schedulers", "left_out", "streams", "of_ranks", "removed", PLACES_OF_SHARDS), list
-    ),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers", "left_out", "streams", "of_ranks", PLACES_OF_SHARDS), list),
     "pytorch-lightning_version": str,
     KINDS: dict,
 }
 _Place = tuple[Any, ...]
-MOST_TENSORS = 1 << 17  # of one file; large mixtures of experts have 90,000, in dozens of files
 _SHARD = ("shard",)  # the kind of a DTensor, which is sharded again once the parameters are known
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device))
 _CONTAINERS = frozenset((list, tuple, dict))
@@ -62,13 +58,7 @@ def load(path: Path, mapped: bool = False) -> Any:
     if not path.is_file():  # a pipe would block
         raise UnsafeFile(f"{path.name} is not a regular file")
     try:
-        if is_zip := _is_zip(path):
-            check_zip(path, path.stat().st_size, path.name)
-        found = torch.load(path, map_location="cpu", mmap=mapped and is_zip, weights_only=True)
-        _check_sizes(found, path.name, path.stat().st_size)
-        return found
-    except UnsafeFile:
-        raise
+        return torch.load(path, map_location="cpu", mmap=mapped and _is_zip(path), weights_only=True)
     except OSError as error:
         raise UnsafeFile(f"{path.name} can't be read: {error.strerror}") from error
     except Exception as error:  # torch raises many kinds of errors for a file that is not its own, or truncated
@@ -78,56 +68,6 @@ def load(path: Path, mapped: bool = False) -> Any:
 def _is_zip(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
-
-
-def check_zip(file: Any, most_bytes: int, name: str) -> None:
-    """Check that an archive's files are not larger than the archive.
-
-    torch does not compress, and a few compressed bytes can expand to gigabytes.
-
-    Args:
-        file: a path or an open file.
-
-    Raises:
-        UnsafeFile: they are larger, or the file is not a zip archive.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            parts = archive.infolist()
-    except (ValueError, NotImplementedError, zipfile.BadZipFile) as error:  # the second: an unsupported version
-        raise UnsafeFile(f"{name} is damaged, or was not written by torch.save") from error
-    if len(parts) > MOST_TENSORS:
-        raise UnsafeFile(f"{name} has {len(parts)} parts; a file of weights has at most {MOST_TENSORS}")
-    if (bytes_in_all := sum(part.file_size for part in parts)) > most_bytes:
-        raise UnsafeFile(f"{name} claims {bytes_in_all} bytes, but has {most_bytes}")
-
-
-def _check_sizes(found: Any, name: str, file_bytes: int) -> None:
-    """Check that no tensor has more bytes than the file, as an expanded view can, and that values are not nested deep.
-
-    Raises:
-        UnsafeFile: a tensor has more, or values are nested too deep.
-    """
-    level = [found]
-    for _ in range(_MOST_LEVELS):
-        for value in level:
-            if isinstance(value, torch.Tensor) and _stored_numbers(value) * value.element_size() > file_bytes:
-                raise UnsafeFile(f"{name} claims a tensor of {tuple(value.shape)}, but has {file_bytes} bytes")
-        level = [child for value in level for child in _children(value)]
-        if not level:
-            return
-    raise UnsafeFile(f"{name} is nested too deep")
-
-
-def _stored_numbers(tensor: torch.Tensor) -> int:
-    is_dense = tensor.layout in (torch.strided, torch.jagged)
-    return tensor.numel() if is_dense else tensor._nnz()  # all or, of a sparse one, those it has
-
-
-def _children(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list | tuple | set | frozenset) else ()
 
 
 def checked_state(state: Any, name: str) -> dict[str, Any]:
@@ -157,9 +97,7 @@ def checked_state(state: Any, name: str) -> dict[str, Any]:
     ):
         raise UnsafeFile(f"{name} has invalid states of optimizers or schedulers")
     tied = state.get("names_of_tied", {})
-    if not all(
-        isinstance(one, str) for one in (*tied, *tied.values(), *state.get("left_out", ()), *state.get("removed", ()))
-    ):
+    if not all(isinstance(one, str) for one in (*tied, *tied.values(), *state.get("left_out", ()))):
         raise UnsafeFile(f"{name} has a tensor name that is not a string")
     if not re.match(r"\d+(\.\d+)*", state.get("pytorch-lightning_version", "0")):
         raise UnsafeFile(f"{name} has no valid Lightning version")
@@ -227,42 +165,26 @@ def safe(value: Any) -> tuple[Any, dict[str, str]]:
     the entry `KINDS`, by which `checked_state` converts arrays, deques and the like back. Collective: a DTensor, such
     as a parameter's copy in a callback under fsdp, becomes whole, as only rank 0's state is written.
     """
-    left_out: dict[str, str] = {}
-    kinds: dict[_Place, tuple[Any, ...]] = {}
-    kept, marked = _plain(value, "", left_out)
-    plain = _taken(marked, (), kinds) if kept else None
-    return {**plain, KINDS: kinds} if kinds and isinstance(plain, dict) else plain, left_out
+    found = _Found({}, {})
+    kept, plain = _plain(value, (), found)
+    if kept and found.kinds and isinstance(plain, dict):
+        plain = {**plain, KINDS: found.kinds}
+    return plain, found.left_out
 
 
 @dataclass(frozen=True)
-class _Marked:
-    """Value in plain types, and the kind that it was: a key of `_OF_KIND`, and its argument."""
+class _Found:
+    """The type names of values that are left out, by their paths, and the kinds of others (see `_OF_KIND`)."""
 
-    plain: Any
-    kind: tuple[Any, ...]
-
-
-def _taken(value: Any, place: _Place, kinds: dict[_Place, tuple[Any, ...]]) -> Any:
-    """Return a value without marks, and put the kinds into a dict by place; keys and members of sets have no place."""
-    if isinstance(value, _Marked):
-        kinds[place] = value.kind
-        return _taken(value.plain, place, kinds)
-    if _is_plain(value):
-        return value
-    if type(value) is dict:
-        items = [(_taken(key, (), {}), item) for key, item in value.items()]
-        return {key: _taken(item, (*place, key), kinds) for key, item in items}
-    if type(value) is set:
-        return {_taken(item, (), {}) for item in value}
-    if type(value) in (list, tuple):
-        return type(value)(_taken(item, (*place, index), kinds) for index, item in enumerate(value))
-    return value
+    left_out: dict[str, str]
+    kinds: dict[_Place, tuple[Any, ...]]
 
 
-def _plain(value: Any, path: str, left_out: dict[str, str], levels: int = _MOST_LEVELS - 1) -> tuple[bool, Any]:
-    kept, plain = _unmarked(value, path, left_out, levels)
-    kind = _kind(value, plain) if kept else None
-    return kept, plain if kind is None else _Marked(plain, kind)
+def _plain(value: Any, place: _Place, found: _Found, levels: int = _MOST_LEVELS - 1) -> tuple[bool, Any]:
+    kept, plain = _converted(value, place, found, levels)
+    if kept and (kind := _kind(value, plain)) is not None:
+        found.kinds[place] = kind
+    return kept, plain
 
 
 def _is_plain(value: Any, levels: int = _MOST_LEVELS) -> bool:
@@ -294,10 +216,10 @@ def _kind(value: Any, plain: Any) -> tuple[Any, ...] | None:
     return next(((kind.__name__,) for kind in (Counter, frozenset) if isinstance(value, kind)), None)
 
 
-def _unmarked(value: Any, path: str, left_out: dict[str, str], levels: int) -> tuple[bool, Any]:
+def _converted(value: Any, place: _Place, found: _Found, levels: int) -> tuple[bool, Any]:
     if type(value) in _SCALARS:
         return True, value
-    inner = partial(_plain, left_out=left_out, levels=levels - 1)
+    inner = partial(_plain, levels=levels - 1)
     if levels > 0:
         if _is_plain(value, levels):
             return True, pickle.loads(pickle.dumps(value, 5))  # training may change it during the write
@@ -305,16 +227,23 @@ def _unmarked(value: Any, path: str, left_out: dict[str, str], levels: int) -> t
             return True, tensor
         for known, converted in _CONVERTED:
             if isinstance(value, known):
-                return inner(converted(value), path)
+                return inner(converted(value), place, found)
         if isinstance(value, Mapping):
-            items = [(inner(key, path), inner(item, f"{path}.{key}")) for key, item in value.items()]
-            kept = {key: item for (has_key, key), (has_item, item) in items if has_key and has_item and _is_key(key)}
+            kept: dict[Any, Any] = {}
+            for key, item in value.items():
+                has_key, plain_key = inner(key, place, _Found(found.left_out, {}))  # a key has no place
+                if has_key and _is_key(plain_key):
+                    has_item, plain = inner(item, (*place, plain_key), found)
+                    kept |= {plain_key: plain} if has_item else {}
             return True, kept
         if isinstance(value, Sequence | Set | deque):
-            found = [inner(item, f"{path}.{index}") for index, item in enumerate(value)]
-            return True, _collection(value, [plain for kept, plain in found if kept])
+            items: list[Any] = []
+            for item in value:
+                has_item, plain = inner(item, (*place, len(items)), found)
+                items += [plain] if has_item else []
+            return True, _collection(value, items)
     public = (kind for kind in type(value).__mro__ if not kind.__name__.startswith("_"))  # not Hydra's private partials
-    left_out[path.lstrip(".")] = next(public).__name__
+    found.left_out[".".join(map(str, place))] = next(public).__name__
     return False, None
 
 
@@ -340,7 +269,7 @@ def _is_readable(value: Any) -> bool:
     try:
         torch.save(value, file)
         file.seek(0)
-        _check_sizes(torch.load(file, weights_only=True), "it", len(file.getvalue()))
+        torch.load(file, weights_only=True)
     except Exception:  # torch raises many kinds of errors for what it can't write or read
         return False
     return True

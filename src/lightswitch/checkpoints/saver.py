@@ -44,11 +44,6 @@ class Saver:
         self._failure: Exception | None = None
         self._pools = {is_pinned: Pool(is_pinned) for is_pinned in (False, True)}
 
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of host memory reserved for staged tensors."""
-        return sum(pool.bytes for pool in self._pools.values())
-
     def stage(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         """Return copies on the CPU, in memory that the next checkpoint reuses. Of a DTensor, copy the local tensor.
 
@@ -237,12 +232,12 @@ class Pool:
         self._used_bytes = [0] * len(self._chunks)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor with a separate storage, as `torch.save` writes whole storages."""
+        """Return an uninitialized tensor."""
         needed_bytes = math.prod(shape) * dtype.itemsize
         number = self._chunk_with(needed_bytes)
         begin = self._used_bytes[number]
         self._used_bytes[number] += -(-needed_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        return _cut(self._chunks[number], begin, needed_bytes).view(dtype).view(tuple(shape))
+        return self._chunks[number][begin : begin + needed_bytes].view(dtype).view(tuple(shape))
 
     def _chunk_with(self, needed_bytes: int) -> int:
         for number, (chunk, used_bytes) in enumerate(zip(self._chunks, self._used_bytes, strict=True)):
@@ -265,19 +260,3 @@ class Pool:
                 str(error).partition("\n")[0],
             )
             return self._chunk(bytes)
-
-
-def with_own_storage(part: Tensor) -> Tensor:
-    """Return a contiguous CPU view as a tensor in the same memory, whose storage covers only that view.
-
-    torch's writer copies a tensor with a larger storage, and holds all the copies until its file is written.
-    """
-    begin = int(part.storage_offset()) * part.itemsize
-    whole = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage())
-    return _cut(whole, begin, part.nbytes).view(part.dtype).view(part.shape)
-
-
-def _cut(whole: Tensor, begin: int, length: int) -> Tensor:
-    """Return bytes of a byte tensor, (length,), with a storage of that size that keeps the whole alive."""
-    storage = whole.untyped_storage()[begin : begin + length]
-    return torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -7,26 +7,24 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
 from torch import Size, Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import transform_subclass
 
 from lightswitch.checkpoints.safe import PLACES_OF_SHARDS
+
+Box = tuple[tuple[int, ...], Tensor]  # offsets in the whole tensor, and the values, in the rank's own memory
 
 
 @dataclass(frozen=True)
 class Piece:
     """Shard of a tensor that is a contiguous range of its flattened elements, written and read without a collective.
 
-    A checkpoint stores boxes, so a Piece is stored as several. torch.distributed.checkpoint calls the first two dunder
-    methods; the third it calls only for tensors, so the engine's planners call it.
+    A checkpoint stores boxes, so a Piece is stored as several.
 
     Args:
         values: (elements,), in this rank's memory; empty if this rank holds no element of the tensor.
@@ -46,36 +44,32 @@ class Piece:
         """Return the same shard with other values, (elements,), for example of an optimizer's state."""
         return replace(self, values=values)
 
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.values)
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        boxes = _boxes(self.shape, self.first, self.first + self.values.numel())
-        return [ChunkStorageMetadata(Size(offsets), Size(sizes)) for offsets, sizes in boxes]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        chunks = self.__create_chunk_list__()
-        begins = accumulate((chunk.sizes.numel() for chunk in chunks), initial=0)
-        begin, sizes = next((b, c.sizes) for b, c in zip(begins, chunks, strict=False) if c.offsets == index.offset)
-        return self.values.narrow(0, begin, sizes.numel()).view(sizes)
+    def boxes(self) -> Iterator[Box]:
+        """Yield the boxes of the whole tensor that make up the shard."""
+        begin = 0
+        for offsets, sizes in _boxes(self.shape, self.first, self.first + self.values.numel()):
+            yield offsets, self.values.narrow(0, begin, prod(sizes)).view(sizes)
+            begin += prod(sizes)
 
 
 Stored = Tensor | Piece
 
 
+def boxes(stored: Stored) -> Iterator[Box]:
+    """Yield the boxes of a whole tensor that this rank holds."""
+    here = local(stored)
+    if isinstance(stored, Piece):
+        found: Any = stored.boxes()
+    elif isinstance(stored, DTensor):
+        chunks = stored.__create_chunk_list__()  # type: ignore[no-untyped-call]  # untyped in torch
+        found = ((tuple(chunk.offsets), here) for chunk in chunks)
+    else:
+        found = [((0,) * here.dim(), here)]
+    yield from (box for box in found if box[1].numel())
+
+
 def _boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield offsets and sizes of the boxes that make up elements ``first`` to ``end``, in the order of the elements."""
-    if prod(shape) == 0:  # an empty tensor has one empty box, otherwise the index would lack it
-        yield (0,) * len(shape), shape
-        return
     if first == end:
         return
     if not shape:

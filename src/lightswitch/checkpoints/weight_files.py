@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -294,9 +293,7 @@ class Weights:
         tensors = {
             name: torch.empty_like(self.like[name], dtype=self.dtype(name, dtype), device="cpu") for name in names
         }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process reads, as intended
-            self._reader.fill({_PREFIX + name: tensor for name, tensor in tensors.items()}, on_read)
+        self._reader.fill({_PREFIX + name: tensor for name, tensor in tensors.items()}, on_read)
         return tensors
 
     def on_access(self) -> dict[str, Any]:

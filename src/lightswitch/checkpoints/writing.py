@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch.distributed as dist
@@ -18,9 +19,8 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed.constants import default_pg_timeout
 
 from lightswitch.batches.metrics import OF_RANKS
-from lightswitch.batches.plan import KEY, saved_position
+from lightswitch.batches.plan import saved_position
 from lightswitch.checkpoints import directory, names, safe
-from lightswitch.checkpoints.finetuning import LEFT_OUT
 from lightswitch.checkpoints.names import TRANSIENT
 from lightswitch.checkpoints.ranks import Ranks, Steps
 from lightswitch.checkpoints.saver import Saver, fingerprint, share
@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 # Fractions of the process group's timeout: the wait for a rank in one step of a save, and the wait for all steps of a
 # write. They expire before it does, and before the watchdog ends a run that starts no batch.
 _STEP, _WRITE = 1 / 3, 2 / 3
-REMOVED = "removed"  # key of the names of entries that a hook has removed and a resume needs
-WEIGHTS = "weights (if the module brings them itself, set self.strict_loading = False in it)"  # among these names
 _TRAINED = "current_model_state"  # Lightning's key for the trained weights, if the model holds their averages
 _MODEL = ("model", "trained", TRANSIENT)  # prefixes of the names of the model's tensors in a checkpoint
 _PATHS = ("best_model_path", "last_model_path", "kth_best_model_path")  # in the state of a ModelCheckpoint
@@ -47,9 +45,9 @@ class WrittenTogether(Strategy):
     fails in a save would leave the others waiting.
     """
 
-    # True if the watchdog reports failures to all ranks: a failing save then does not use torch's store, which prints
-    # errors if rank 0 is dead
-    ranks_hear_of_failures = False
+    # Set by the watchdog, which reports failures to all ranks: a failing save then does not use torch's store, which
+    # prints errors if rank 0 is dead
+    has_lost_a_rank: Event | None = None
 
     waiting: list[Callable[[], None]] | None = None  # saves that are put off to the end of a step, in order
 
@@ -94,7 +92,6 @@ class WrittenTogether(Strategy):
         assert self.lightning_module is not None
         taken = next((f"it has {key}" for key in ("extra_state", "names_of_tied") if key in checkpoint), None)
         checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for exports, which build no model
-        self._note_removed(checkpoint)
         tensors, plain = split(checkpoint)
         state, left_out = safe.safe(plain)
         try:
@@ -107,27 +104,6 @@ class WrittenTogether(Strategy):
                 "another one in on_save_checkpoint of the module, callback or datamodule"
             )
         return tensors, state, left_out
-
-    def _note_removed(self, checkpoint: dict[str, Any]) -> None:
-        """Note what hooks have removed, as people do for small files, so that a resume is refused for its reason."""
-        assert self.lightning_module is not None
-        schedules = self.lightning_module.trainer.lr_scheduler_configs
-        counts = {"optimizer_states": len(self.optimizers), "lr_schedulers": len(schedules), "loops": 1}
-        removed = [name for name, count in counts.items() if name not in checkpoint or len(checkpoint[name]) < count]
-        removed += [WEIGHTS] if self._lacks_weights(checkpoint) else []
-        if KEY not in checkpoint or not removed:  # without a position, it was saved as weights only
-            return
-        checkpoint[REMOVED] = removed
-        if self.is_global_zero and REMOVED not in self._told:
-            log.warning("on_save_checkpoint removes %s: these checkpoints can't be resumed", listed(removed))
-        self._told |= {REMOVED}
-
-    def _lacks_weights(self, checkpoint: Mapping[str, Any]) -> bool:
-        """Return whether a checkpoint is without weights that the module's own state has, and that it has to find."""
-        module = self.lightning_module
-        assert module is not None
-        kept = {*checkpoint.get("state_dict", ()), *checkpoint.get(LEFT_OUT, ())}
-        return module.strict_loading and not names.parameters(module).keys() & names.state_of(module).keys() <= kept
 
     def of_rank_0(self, tensors: Iterable[str]) -> set[str]:
         """Return the names of the tensors that are saved from rank 0: all of the model's except parameters, as a batch
@@ -260,7 +236,7 @@ class WrittenTogether(Strategy):
         super().on_exception(exception)
         message = f"{type(exception).__name__}: {exception}".partition("\n")[0]
         ranks, self._checkpoint_ranks = self._checkpoint_ranks, None
-        others = None if self.ranks_hear_of_failures else ranks
+        others = ranks if self.has_lost_a_rank is None else None
         if others is not None:
             others.staging.fail(message)
         if self._saver.wait(_PATIENCE_SECONDS) and others is not None:
@@ -278,7 +254,7 @@ class WrittenTogether(Strategy):
 
     def _connect(self) -> None:
         if self._checkpoint_ranks is None and dist.is_available() and dist.is_initialized():
-            self._checkpoint_ranks = Ranks(self._timeout_seconds * _STEP)
+            self._checkpoint_ranks = Ranks(self._timeout_seconds * _STEP, self.has_lost_a_rank or Event())
 
     @property
     def _timeout_seconds(self) -> float:
@@ -311,16 +287,13 @@ def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]
     trained = checkpoint.pop(_TRAINED, {})  # a callback may have omitted some weights
     tensors |= {f"trained.{name}": value for name, value in trained.items() if f"model.{name}" in tensors}
     tensors |= {f"{TRANSIENT}.{name}": value for name, value in checkpoint.pop(TRANSIENT, {}).items()}
-    states = checkpoint.pop("optimizer_states", [])
-    for index, optimizer in enumerate(states):
+    for index, optimizer in enumerate(checkpoint.get("optimizer_states", ())):
         found = names.tensors_in(optimizer["state"])
         tensors |= {f"optimizer.{index}.{name}": value for name, value in found.items()}
         optimizer["state"] = {
             name: {key: value for key, value in values.items() if not names.is_stored(value)}
             for name, values in optimizer["state"].items()
         }
-    if states:
-        checkpoint["optimizer_states"] = states
     return tensors, checkpoint
 
 

@@ -5,8 +5,8 @@ python -m lightswitch.compare runs/NAME/SWEEP_ID
 python -m lightswitch.compare runs/NAME/RUN_ID runs/NAME/ANOTHER -o ddp_or_fsdp.html
 python -m lightswitch.compare runs/NAME/* --tag baseline
 
-The runs may come from different launchers, and one may have resumed from another's checkpoint. The tables are printed,
-and written to a self-contained HTML page and to a Markdown file beside it.
+The runs may be of different models, names and launchers, and one may have resumed from another's checkpoint. The tables
+are printed, and written to a self-contained HTML page with pictures of the curves.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 def _page(text: str) -> Path:
     path = Path(text)
     if path.suffix != ".html":
-        raise argparse.ArgumentTypeError(f"{text}: end it with .html; the Markdown file is written beside it")
+        raise argparse.ArgumentTypeError(f"{text}: end it with .html")
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}; make it, or name another file")
     return path

@@ -1,4 +1,4 @@
-"""Read a run, finished or not, from its directory, with the peak memory that its plan predicts."""
+"""Read a run, finished or not, from its directory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from lightswitch import regular_files
@@ -26,8 +27,8 @@ Curve = dict[int, float]  # values by step, counted from 0
 _MOST_BYTES = 1 << 30  # largest metrics.csv
 _LARGEST = 1e100
 _CALL = re.compile(r"\$\{\w+:")  # call of a resolver, whose value may differ between runs
-_PLAN = "plan.json"
-_MOST_PLANNED_BYTES = 1 << 63
+_NOT_VALUES = ("step", "samples", "epoch", "world")
+_SPEED, _OTHERS = "throughput/", ("throughput/", "memory/", "lr-")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class Run:
         times: None if its steps were not measured.
         tags: tags from its config.
         devices: number of devices of its last start; None if it has trained no step.
-        planned_bytes: peak memory of a device that a plan predicts; None if there is no plan.
     """
 
     path: Path
@@ -58,7 +58,6 @@ class Run:
     curves: dict[str, Curve] = field(default_factory=dict)
     changes: tuple[int, ...] = ()
     times: StepTimes | None = None
-    planned_bytes: int | None = None
     tags: frozenset[str] = frozenset()
     devices: int | None = None
 
@@ -79,18 +78,33 @@ class Run:
         logged = [step for name, curve in self.curves.items() if name.startswith("train/") for step in curve]
         return max(logged) + 1 if logged else finished.last_step(self.path) or None
 
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics that the module logs, which say nothing of speed, memory or learning rates."""
+        return [name for name in self.curves if not name.startswith(_OTHERS)]
 
-def find(paths: Sequence[Path]) -> list[Path]:
-    """Return the run directories among the paths and, for sweep directories, those of their jobs, without duplicates.
+    def median(self, quantity: str) -> float | None:
+        """Return the median of the logged values of a speed, so that pauses and profiled steps do not count."""
+        values = list(self.curves.get(f"{_SPEED}{quantity}", {}).values())
+        return median(values) if values else None
 
-    Pages of an earlier comparison are left out: a shell's `runs/NAME/*` includes them.
+
+def find(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Return the run directories among the paths, those of a sweep's jobs included, and the paths that are none.
+
+    A shell's `runs/NAME/*` includes plans and pages of earlier comparisons.
 
     Raises:
-        Refused: a path does not exist, or is neither a run nor a sweep.
+        Refused: a path does not exist, or there are fewer than two runs.
     """
-    given = [path for path in paths if not (path.is_file() and path.suffix in (".html", ".md"))] or paths
-    found = [run_dir for path in given for run_dir in _run_dirs(path)]
-    return list({run_dir.resolve(): run_dir for run_dir in found}.values())
+    if missing := [path for path in paths if not path.exists()]:
+        raise Refused(f"{missing[0]}: there is no such directory; give run directories, as runs/NAME/RUN_ID")
+    given = {path: _run_dirs(path) for path in paths}
+    found = {run_dir.resolve(): run_dir for run_dirs in given.values() for run_dir in run_dirs}
+    if len(found) < 2:
+        expected = "expected two or more; give run directories, as runs/NAME/RUN_ID, or a sweep's directory"
+        raise Refused(f"found {'one run' if found else 'no run'} in {', '.join(map(str, paths))}, {expected}")
+    return list(found.values()), [path for path, run_dirs in given.items() if path.is_dir() and not run_dirs]
 
 
 def read(run_dirs: Sequence[Path]) -> list[Run]:
@@ -101,16 +115,9 @@ def read(run_dirs: Sequence[Path]) -> list[Run]:
 
 
 def _run_dirs(path: Path) -> list[Path]:
-    if not path.exists():
-        raise Refused(f"{path}: there is no such directory; give run directories, as runs/NAME/RUN_ID")
     if _is_run(path):
         return [path]
     jobs = [job for job in path.iterdir() if _is_run(job) and record.read(job) is not None] if path.is_dir() else []
-    if not jobs:
-        raise Refused(
-            f"{path} is not a run directory: it has no config.yaml; give run directories, as runs/NAME/RUN_ID, or a "
-            "sweep's directory"
-        )
     return sorted(jobs, key=lambda job: (len(job.name), job.name))
 
 
@@ -134,7 +141,6 @@ def _read(run_dir: Path, label: str, job: Record | None) -> Run:
         curves=curves,
         changes=tuple(starts.changes(begun).steps),
         times=step_times.read(run_dir),
-        planned_bytes=planned_peak_bytes(run_dir),
         tags=frozenset(map(str, resolved["tags"])) if isinstance(resolved.get("tags"), list) else frozenset(),
         devices=begun[-1].size if begun else None,
     )
@@ -223,7 +229,7 @@ def _curves(path: Path) -> dict[str, Curve]:
         for name, value in row.items():
             if name and value and (number := _number(value)) is not None:
                 found[name][int(row["step"])] = number
-    return {name: curve for name, curve in found.items() if name not in ("step", "samples", "epoch", "world")}
+    return {name: curve for name, curve in found.items() if name not in _NOT_VALUES}
 
 
 def _number(text: Any) -> float | None:
@@ -260,29 +266,9 @@ def _own_overrides(jobs: Sequence[Record | None]) -> list[list[str]]:
 
 
 def _shortest_ends(paths: Sequence[tuple[str, ...]]) -> list[str]:
-    for count in range(1, max(map(len, paths)) + 1):
+    first = 1 if len({path[:-1] for path in paths}) == 1 else 2  # the name of each, if they differ
+    for count in range(first, max(map(len, paths)) + 1):
         ends = [os.path.join(*path[-count:]) for path in paths]
         if len(set(ends)) == len(ends):
             break
     return ends
-
-
-def planned_peak_bytes(run_dir: Path) -> int | None:
-    """Return the peak bytes on a device that the plan in a run's directory predicts for the run's strategy.
-
-    If the plan compares precisions, the prediction is for the run's precision. Return None if there is no plan, or it
-    does not include the strategy.
-    """
-    try:
-        planned = regular_files.read_json(run_dir / _PLAN)["strategies"]
-        choices = _planned_choices(run_dir)
-        strategy, precision = (f"{group}={choices.get(group)}" for group in ("strategy", "precision"))
-        found = [one["bytes"] for one in planned if list(one["words"]) in ([strategy], [strategy, precision])]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return found[0] if found and type(found[0]) is int and 0 <= found[0] < _MOST_PLANNED_BYTES else None
-
-
-def _planned_choices(run_dir: Path) -> Any:
-    """Return the choices by config group, as saved by Hydra."""
-    return saved.read_yaml(run_dir / ".hydra" / "hydra.yaml")["hydra"]["runtime"]["choices"]

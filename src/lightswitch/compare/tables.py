@@ -1,19 +1,21 @@
-"""Tables and a summary of a comparison, for the terminal, Markdown and the HTML page."""
+"""Tables of runs, and the most important of it in sentences, for the terminal and the page."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lightswitch.compare.comparison import Comparison, Difference, Speed, choices, differences, speeds
-from lightswitch.compare.run import Run
+from lightswitch.compare.run import Curve, Run
 from lightswitch.errors import printable
-from lightswitch.monitoring.display import aligned, compact, escaped
+from lightswitch.monitoring import objective
+from lightswitch.monitoring.display import aligned, compact
 from lightswitch.monitoring.step_times import PHASES, StepTimes
 from lightswitch.sweeps.record import FAILED
 
 NOTHING = "–"
+_NO_CHOICES = ("run_id", "compare", "trainer.default_root_dir")  # keys that only identify the run
 
 
 @dataclass(frozen=True)
@@ -32,159 +34,154 @@ class Table:
     notes: tuple[str, ...] = ()
 
 
-def tables(comparison: Comparison) -> list[Table]:
-    """Return the non-empty tables of a comparison."""
-    made = [_runs(comparison), _curves(comparison), _steps(comparison), _refused(comparison), _config(comparison)]
-    return [table for table in made if table.rows or table.notes]
+def tables(runs: Sequence[Run]) -> list[Table]:
+    """Return the non-empty tables of runs."""
+    made = [_values(runs), _speed(runs), _steps(runs), _failed(runs), _config(runs)]
+    return [table for table in made if table.rows]
 
 
-def summary(comparison: Comparison) -> list[str]:
+def summary(runs: Sequence[Run]) -> list[str]:
     """Return the most important findings in a few sentences."""
-    return [*_agreement(differences(comparison)), *_fastest(comparison), *_failures(comparison)]
+    return [*_best(runs), *_fastest(runs), *_difference(runs), *_failures(runs)]
 
 
-# The summary
+def terminal(tables: Sequence[Table], summary: Sequence[str]) -> str:
+    """Format tables in aligned columns, with the summary below them."""
+    return printable("\n\n".join([*map(_aligned, tables), "\n".join(summary)]) + "\n")
 
 
-def _agreement(found: Sequence[Difference]) -> Iterator[str]:
-    compared = [difference for difference in found if difference.step is not None]
-    if not compared:
-        yield "No curves can be compared: no metric was logged at a step that two runs have in common."
+def _aligned(table: Table) -> str:
+    texts = [index for index, side in enumerate(table.alignment) if side == "l"]
+    return "\n".join([table.title, *aligned([table.columns, *table.rows], texts), *table.notes])
+
+
+# Sentences
+
+
+def _best(runs: Sequence[Run]) -> Iterator[str]:
+    for metric in objectives(runs)[:1]:
+        values = {run.label: best(metric, run.curves[metric]) for run in runs if run.curves.get(metric)}
+        known = {label: value for label, value in values.items() if math.isfinite(value)}
+        if len(set(known.values())) > 1:
+            label = (min if objective.mode(metric) == "min" else max)(known, key=lambda label: known[label])
+            yield f"{label} has the best {metric}: {_value(known[label])}."
+
+
+def _fastest(runs: Sequence[Run]) -> Iterator[str]:
+    speeds = {run.label: speed for run in runs if (speed := run.median("samples_per_second")) is not None}
+    if len(speeds) > 1:
+        label = max(speeds, key=lambda label: speeds[label])
+        yield f"{label} is the fastest: {compact(speeds[label])} samples per second."
+
+
+def _difference(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield how far the training losses of runs of one experiment are apart at the steps that all have logged."""
+    curves = [run.curves["train/loss"] for run in runs if run.curves.get("train/loss")]
+    steps = set.intersection(*(set(curve) for curve in curves)) if len(curves) > 1 else set()
+    if not steps or len({run.name for run in runs if run.name is not None}) > 1:
         return
-    first = compared[0]
-    if first.largest == 0:
-        yield f"{first.metric} is the same at all {first.steps} common steps."
-    elif math.isfinite(first.largest):
-        yield f"{first.metric} differs by {number(first.largest)} at most, at step {first.step}."
+    apart = {step: _range([curve[step] for curve in curves]) for step in sorted(steps)}
+    step = max(apart, key=lambda step: apart[step])
+    if not math.isfinite(apart[step]):
+        yield f"train/loss is not finite in some of the runs at step {step}."
+    elif apart[step]:
+        yield f"train/loss differs by {apart[step]:.2g} at most, at step {step}."
     else:
-        yield f"{first.metric} of {first.high} is not finite at step {first.step}, but that of {first.low} is."
+        yield f"train/loss is the same at all {len(steps)} common steps."
 
 
-def _fastest(comparison: Comparison) -> Iterator[str]:
-    of_runs = [
-        (speed.samples_per_second, speed, run)
-        for run, speed in zip(comparison.runs, speeds(comparison), strict=True)
-        if speed.samples_per_second is not None
+def _range(values: Sequence[float]) -> float:
+    """Return the distance of the extremes; infinite if some, but not all, values are not finite."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < len(values):
+        return math.inf if finite else 0.0
+    return max(finite) - min(finite)
+
+
+def _failures(runs: Sequence[Run]) -> Iterator[str]:
+    if failed := [run for run in runs if run.state == FAILED]:
+        yield f"{len(failed)} of {len(runs)} runs failed."
+
+
+# Values
+
+
+def objectives(runs: Sequence[Run]) -> list[str]:
+    """Return the distinct objectives of the runs."""
+    return list(dict.fromkeys(run.objective for run in runs if run.objective is not None))
+
+
+def metrics(runs: Sequence[Run]) -> list[str]:
+    """Return all metrics: the objectives first, then by the stage that logs them."""
+    names = dict.fromkeys(name for run in runs for name in run.metrics)
+    first = [name for name in objectives(runs) if name in names]
+    stages = ("val", "test", "train")
+    stage = {name: next((at for at, one in enumerate(stages) if name.startswith(one)), len(stages)) for name in names}
+    return list(dict.fromkeys([*first, *sorted(names, key=lambda name: stage[name])]))
+
+
+def best(metric: str, curve: Curve) -> float:
+    """Return the lowest value, or the highest if the metric's name says so; not finite ones count if all are."""
+    values = [value for value in curve.values() if math.isfinite(value)] or [*curve.values()]
+    return min(values) if objective.mode(metric) == "min" else max(values)
+
+
+def _values(runs: Sequence[Run]) -> Table:
+    """Return each metric of each run; the metrics are the columns if there are more runs than metrics."""
+    rows: list[tuple[str, ...]] = [("", *(run.label for run in runs))]
+    for metric in metrics(runs):
+        curves = [run.curves.get(metric, {}) for run in runs]
+        if any(len(curve) > 1 for curve in curves) and not metric.startswith("train"):
+            rows.append((f"{metric}, best", *(_value(best(metric, curve)) if curve else NOTHING for curve in curves)))
+        rows.append((metric, *(_value(curve[max(curve)]) if curve else NOTHING for curve in curves)))
+    header, *rows = zip(*rows, strict=True) if len(runs) > len(rows) - 1 else rows
+    notes = ("The last value; best is the lowest, or the highest of a metric whose name says so, as accuracy.",)
+    return Table("Values", header, "l" + "r" * (len(header) - 1), rows if len(header) > 1 else [], notes)
+
+
+def _value(value: float) -> str:
+    return f"{value:.5g}" if math.isfinite(value) else "not finite"
+
+
+# Speed, memory, and where the time goes
+
+
+def _speed(runs: Sequence[Run]) -> Table:
+    unit = "tokens" if any(run.median("tokens_per_second") is not None for run in runs) else "samples"
+    header = ("run", "devices", "steps", f"{unit}/s", "ms/step", "peak memory", "start-up", "state")
+    rows = [
+        (
+            run.label,
+            str(run.world_size or NOTHING),
+            str(run.steps or NOTHING),
+            f"{rate:,.0f}" if (rate := run.median(f"{unit}_per_second")) is not None else NOTHING,
+            milliseconds(run.median("step_seconds")),
+            _peak(run),
+            f"{run.times.startup_seconds:.1f} s" if run.times is not None else NOTHING,
+            run.state,
+        )
+        for run in runs
     ]
-    if len(of_runs) > 1:
-        _, speed, run = max(of_runs, key=lambda found: found[0])
-        yield f"{run.label} is the fastest: {_rate(speed)} per second."
-
-
-def _failures(comparison: Comparison) -> Iterator[str]:
-    failed = [run for run in comparison.runs if run.state == FAILED]
-    if failed:
-        yield f"{len(failed)} of {len(comparison.runs)} runs failed."
-
-
-def _rate(speed: Speed) -> str:
-    if speed.tokens_per_second is not None:
-        return f"{compact(speed.tokens_per_second)} tokens"
-    return f"{compact(speed.samples_per_second or 0)} samples"
-
-
-# The tables
-
-
-def _runs(comparison: Comparison) -> Table:
-    of_runs = speeds(comparison)
-    unit = "tokens" if any(speed.tokens_per_second is not None for speed in of_runs) else "samples"
-    objective = comparison.objectives[0] if comparison.objectives else "objective"
-    memory = ("peak memory", "planned") if _is_planned(comparison) else ("peak memory",)
-    header = ("run", "devices", "steps", objective, f"{unit}/s", "ms/step", "efficiency", *memory, "start-up", "state")
-    rows = [_row(run, speed, unit, objective, len(memory)) for run, speed in zip(comparison.runs, of_runs, strict=True)]
-    alignment = "l" + "r" * (len(header) - 2) + "l"
-    return Table("Runs", header, alignment, rows, tuple(_notes_on_runs(comparison, of_runs)))
-
-
-def _is_planned(comparison: Comparison) -> bool:
-    return any(run.planned_bytes is not None for run in comparison.runs)
-
-
-def _row(run: Run, speed: Speed, unit: str, objective: str, columns_of_memory: int) -> tuple[str, ...]:
-    planned = size(run.planned_bytes) if run.planned_bytes is not None else NOTHING
-    rate = speed.tokens_per_second if unit == "tokens" else speed.samples_per_second
-    curve = run.curves.get(objective, {})
-    return (
-        run.label,
-        str(run.world_size or NOTHING),
-        str(run.steps or NOTHING),
-        f"{curve[max(curve)]:#.5g}" if curve else NOTHING,
-        f"{rate:,.0f}" if rate is not None else NOTHING,
-        milliseconds(speed.step_seconds),
-        f"{100 * speed.efficiency:.0f} %" if speed.efficiency is not None else NOTHING,
-        *(_peak(run), planned)[:columns_of_memory],
-        f"{run.times.startup_seconds:.1f} s" if run.times is not None else NOTHING,
-        run.state,
+    notes: tuple[str, ...] = (
+        "The median of the logged speeds, without validation and saves; the peak memory of the rank with the most.",
     )
+    if all(run.times is None for run in runs):
+        notes += ("compare=true measures the start-up and where a step's time goes.",)
+    return Table("Speed and memory", header, "l" + "r" * (len(header) - 2) + "l", rows, notes)
 
 
 def _peak(run: Run) -> str:
-    if run.times is not None:
-        return size(run.times.peak_bytes)
     logged = run.curves.get("memory/peak_gib", {}).values()
-    return size(max(logged) * 2**30) if logged else NOTHING
+    count = run.times.peak_bytes if run.times is not None else max(logged, default=0) * 2**30
+    if not count:
+        return NOTHING
+    return f"{count / 2**20:.0f} MiB" if count < 2**30 else f"{count / 2**30:.3g} GiB"
 
 
-def _notes_on_runs(comparison: Comparison, of_runs: Sequence[Speed]) -> Iterator[str]:
-    if len(comparison.objectives) > 1:
-        message = " and ".join(comparison.objectives)
-        yield f"The runs have different objectives, {message}; the first is shown."
-    yield "Speed: the median of the logged values, without validation and saves."
-    yield "Efficiency: samples per second and device, relative to " + _base(comparison, of_runs)
-    yield "Peak memory: " + _memory(comparison)
-    if all(run.times is None for run in comparison.runs):
-        message = "type compare=true in a sweep, or callbacks=[default,step_times] in a run"
-        yield f"Start-up and the phases of a step were not measured: {message}."
-    else:
-        yield "Start-up: from the start of the process to the first batch."
-
-
-def _base(comparison: Comparison, of_runs: Sequence[Speed]) -> str:
-    alone = [
-        (speed.samples_per_second, run)
-        for run, speed in zip(comparison.runs, of_runs, strict=True)
-        if run.world_size == 1 and speed.samples_per_second is not None
-    ]
-    if not alone:
-        return "a run on one device, but none of these runs has one device and logged its speed."
-    of_cpus = any(run.times is not None and not run.times.on_cuda for run in comparison.runs)
-    label = max(alone, key=lambda found: found[0])[1].label
-    return (
-        f"{label}{'; on CPUs, several processes share the cores that a single process uses alone' if of_cpus else ''}."
-    )
-
-
-def _memory(comparison: Comparison) -> str:
-    measured = [run.times for run in comparison.runs if run.times is not None]
-    if not measured:
-        return "of rank 0."
-    kinds = {times.on_cuda for times in measured}
-    where = {True: "on the device", False: "of the process on the host"}
-    return f"{' or '.join(where[kind] for kind in sorted(kinds))}, of the rank with the highest use."
-
-
-def _curves(comparison: Comparison) -> Table:
-    header = ("metric", "common steps", "largest difference", "at step", "lowest", "highest")
-    rows = [_difference(found) for found in differences(comparison)]
-    notes = () if rows else ("No two runs have logged the same metric: metrics.csv is written by logger.csv.",)
-    return Table("Curves", header, "lrrrll", rows, notes)
-
-
-def _difference(found: Difference) -> tuple[str, ...]:
-    if found.step is None:
-        return (found.metric, "0", *4 * (NOTHING,))
-    if found.largest == 0:
-        return (found.metric, str(found.steps), "0", *3 * (NOTHING,))
-    return (found.metric, str(found.steps), number(found.largest), str(found.step), found.low, found.high)
-
-
-def _steps(comparison: Comparison) -> Table:
-    measured = [(run, run.times) for run in comparison.runs if run.times is not None and run.times.measured_steps]
+def _steps(runs: Sequence[Run]) -> Table:
     header = ("run", *PHASES[:-1], "saving", PHASES[-1], "total", "overlapped")
-    rows = [(run.label, *_phases(times)) for run, times in measured]
-    if not rows:
-        return Table("Time per step, in ms", header, "l" + "r" * (len(header) - 1), [])
+    measured = [(run.label, run.times) for run in runs if run.times is not None and run.times.measured_steps]
+    rows = [(label, *map(milliseconds, _phases(times))) for label, times in measured]
     steps = sorted({times.measured_steps for _, times in measured})
     notes = (
         f"Measured over {' or '.join(map(str, steps))} steps of each run under torch's profiler, which slows them "
@@ -195,34 +192,13 @@ def _steps(comparison: Comparison) -> Table:
     return Table("Time per step, in ms", header, "l" + "r" * (len(header) - 1), rows, notes)
 
 
-def _phases(times: StepTimes) -> Iterator[str]:
+def _phases(times: StepTimes) -> Iterator[float]:
     saving = times.saving_seconds_a_step
-    for phase in PHASES[:-1]:
-        yield milliseconds(times.seconds.get(phase, 0.0))
-    yield milliseconds(saving)
-    yield milliseconds(times.seconds.get(PHASES[-1], 0.0))
-    yield milliseconds(sum(times.seconds.values()) + saving)
-    yield milliseconds(sum(times.overlapped_seconds.values()))
-
-
-def _refused(comparison: Comparison) -> Table:
-    rows = [(run.label, run.failure) for run in comparison.runs if run.failure is not None]
-    return Table("Refused or failed", ("run", "why"), "ll", rows)
-
-
-def _config(comparison: Comparison) -> Table:
-    labels = tuple(run.label for run in comparison.runs if run.config)
-    rows = [(key, *values) for key, values in choices(comparison)]
-    notes = () if rows or len(labels) < 2 else ("The configs are the same.",)
-    return Table("Config differences", ("key", *labels), "l" * (1 + len(labels)), rows, notes)
-
-
-# Numbers
-
-
-def number(value: float) -> str:
-    """Format a difference with two digits: 2.9e-06, 0.031, 1.4."""
-    return f"{value:.2g}" if math.isfinite(value) else "not finite"
+    yield from (times.seconds.get(phase, 0.0) for phase in PHASES[:-1])
+    yield saving
+    yield times.seconds.get(PHASES[-1], 0.0)
+    yield sum(times.seconds.values()) + saving
+    yield sum(times.overlapped_seconds.values())
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -235,31 +211,18 @@ def milliseconds(seconds: float | None) -> str:
     return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
 
 
-def size(count: float) -> str:
-    """Format bytes with a unit: 612 MiB, 12.3 GiB."""
-    return f"{count / 2**20:.0f} MiB" if count < 2**30 else f"{count / 2**30:.3g} GiB"
+# Failures and configs
 
 
-def terminal(tables: Sequence[Table], summary: Sequence[str]) -> str:
-    """Format tables in aligned columns, with the summary below them."""
-    return printable("\n\n".join([*map(_aligned, tables), "\n".join(summary)]) + "\n")
+def _failed(runs: Sequence[Run]) -> Table:
+    rows = [(run.label, run.failure) for run in runs if run.failure is not None]
+    return Table("Refused or failed", ("run", "why"), "ll", rows)
 
 
-def _aligned(table: Table) -> str:
-    texts = [index for index, side in enumerate(table.alignment) if side == "l"]
-    lines = aligned([table.columns, *table.rows], texts) if table.rows else []
-    return "\n".join([table.title, *lines, *table.notes])
-
-
-def markdown(title: str, tables: Sequence[Table], summary: Sequence[str]) -> str:
-    """Format tables and summary as a Markdown document."""
-    parts = [f"# {escaped(title)}", *map(escaped, summary)]
-    for table in tables:
-        parts += [f"## {table.title}", *(["\n".join(_rows(table))] if table.rows else []), *map(escaped, table.notes)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _rows(table: Table) -> list[str]:
-    rules = ("---:" if side == "r" else "---" for side in table.alignment)
-    cells = [table.columns, tuple(rules), *table.rows]
-    return [f"| {' | '.join(map(escaped, row))} |" for row in cells]
+def _config(runs: Sequence[Run]) -> Table:
+    """Return the config keys whose values differ; runs without a config, which were refused early, are left out."""
+    configured = [run for run in runs if run.config]
+    keys = Counter(key for run in configured for key in run.config if key not in _NO_CHOICES)
+    values = {key: [run.config.get(key, "-") for run in configured] for key in sorted(keys)}
+    rows = [(key, *of_runs) for key, of_runs in values.items() if len(set(of_runs)) > 1]
+    return Table("Config differences", ("key", *(run.label for run in configured)), "l" * (1 + len(configured)), rows)

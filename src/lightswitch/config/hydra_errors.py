@@ -7,7 +7,7 @@ import shlex
 import sys
 import traceback
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,7 +33,6 @@ _KEY = re.compile(r"[+~]*[^\W\d][\w@/-]*(\.[\w@/-]+)*( *=|$)")
 _SHOWN = 80  # characters to show of a long setting
 _DEEPEST = 32  # nested brackets: Hydra's parser is recursive
 _MOST_DIGITS = 4300  # that Python converts to an integer
-Takes = Callable[[str], Iterable[str]]
 NO_YAML = (YAMLError, UnicodeDecodeError)  # errors of reading a config file that is not valid YAML
 
 _SETS = ("callbacks", "logger")  # groups of which a run can have several choices
@@ -106,12 +105,8 @@ def _unknown_flag(flag: str, typed: list[str]) -> str:
     return f"unrecognized arguments: {flag}; {meant}, and --help lists all settings"
 
 
-def problems_of_composition(error: BaseException, takes: Takes = lambda target: ()) -> list[str]:
-    """Return messages for an error that Hydra raised while it composed the config or created the run directory.
-
-    Args:
-        takes: returns the arguments that a class or function accepts, by its dotted path.
-    """
+def problems_of_composition(error: BaseException) -> list[str]:
+    """Return messages for an error that Hydra raised while it composed the config or created the run directory."""
     if (refusal := _refusal_behind(error)) is not None:
         return refusal.problems
     if isinstance(error, NO_YAML):
@@ -139,7 +134,7 @@ def problems_of_composition(error: BaseException, takes: Takes = lambda target: 
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         root: Any = cause.parent_node._get_root()
         lacking = {str(cause.full_key): cause.parent_node, **dict.fromkeys(_others_keys(root), root)}
-        return [f"{key}: there is no such key.{_meant(key, node, takes)}" for key, node in lacking.items()]
+        return [f"{key}: there is no such key.{_meant(key, node)}" for key, node in lacking.items()]
     if added := re.match(r"Could not append to config. An item is already at '(.+?)'", str(error)):
         return [f"+{added[1]}: the config already has that key; type {added[1]}=VALUE"]
     if group := re.match(r"Could not override '(.+?)'\.", str(error)):
@@ -225,7 +220,7 @@ def _others_keys(root: Any) -> list[str]:
     return [node for node, key in nodes.items() if node not in _keys(root, at_top=True) and aliases.instead(key)]
 
 
-def _meant(key: str, node: DictConfig, takes: Takes) -> str:
+def _meant(key: str, node: DictConfig) -> str:
     """Return a hint such as ' Type X=3' for another framework's key, or an empty string.
 
     Without an equivalent, it is ' Did you mean X?' with a key of the same name elsewhere in the config, else the most
@@ -234,7 +229,7 @@ def _meant(key: str, node: DictConfig, takes: Takes) -> str:
     *above, name = key.split(".")
     root, (typed, value) = node._get_root(), _typed(key)
     known = aliases.instead(typed, value) or ""
-    if own := _of_model(root, known.partition("=")[0], takes):
+    if own := _of_model(root, known.partition("=")[0]):
         return f" Type {own}={value}"
     if above and above[0] in CONSTRUCTED:  # typed keys are added, so this one is in a sweep's params
         return f" In a sweep's params, a new key begins with +: +{key}"
@@ -252,15 +247,15 @@ def _typed(key: str) -> tuple[str, str]:
     return next(((word, value) for word, value in typed if f"{word}.".startswith(f"{key}.")), (key, "VALUE"))
 
 
-def _of_model(root: Any, key: str, takes: Takes) -> str | None:
-    """Return the model's argument for an optimizer or scheduler key, if the model takes it itself; else None."""
+def _of_model(root: Any, key: str) -> str | None:
+    """Return the key of the model's config for an optimizer or scheduler key, if it has one; else None."""
     group, _, name = key.partition(".")
     model = root.get("model")
     if not isinstance(model, DictConfig) or group not in ("optimizer", "scheduler"):
         return None
     if group in model:  # the model's config has such a node
         return f"model.{key}" if name in _raw_keys(model._get_node(group)) else None
-    own = takes(str(model.get("_target_")))
+    own = _raw_keys(model)
     return next((f"model.{one}" for one in (name, *aliases.names(key)) if one in own), None)
 
 

@@ -55,6 +55,8 @@ KINDS_OF_OTHERS: dict[str, tuple[type, ...]] = {  # a config of an older version
     "check.steps": (int,),
     "check.devices": (int,),
     "check.strategies": (str, list, _NULL),
+    "sweep.jobs_at_once": (int, _NULL),
+    "sweep.devices_per_job": (int, _NULL),
 }
 
 

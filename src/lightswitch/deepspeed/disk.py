@@ -12,7 +12,6 @@ import hashlib
 import logging
 import os
 import resource
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,10 +28,7 @@ from lightswitch.errors import Refused
 from lightswitch.regular_files import make_tree, remove_tree
 from lightswitch.strategies.units import is_compiled
 
-log = logging.getLogger(__name__)
-
 _OPERATOR = "async_io"
-_LOADING_SECONDS = 15.0  # of an operator that is up to date, at most
 _CAP_IPC_LOCK = 14  # may lock any amount of memory (linux/capability.h)
 
 
@@ -76,16 +72,11 @@ def load_operator() -> None:
 
     DeepSpeed ignores the result of a write (0.19): on a full disk, it would read back other values.
     """
-    told = threading.Timer(
-        _LOADING_SECONDS, log.warning, ["offload    async_io is out of date here: it is built again, for some minutes"]
-    )
-    told.start()
     logging.disable(logging.INFO)  # setuptools logs the commands by which it looks for libaio
     try:
         found = deepspeed.ops.op_builder.AsyncIOBuilder().load(verbose=False)
     finally:
         logging.disable(logging.NOTSET)
-        told.cancel()
     if isinstance(found, SimpleNamespace):
         return
 

@@ -42,7 +42,6 @@ from lightswitch.strategies.kernels import fuse
 from lightswitch.strategies.known_callbacks import is_on_nvme
 from lightswitch.strategies.manual_gradients import around_passes
 from lightswitch.strategies.replicas import broadcast_in_place, fill_with_nothing, placeholders
-from lightswitch.strategies.rounds import Rounds
 from lightswitch.strategies.sharded import set_timeouts
 from lightswitch.strategies.trained import Trained, Unused
 from lightswitch.strategies.units import is_compiled
@@ -72,14 +71,28 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
     _trained: Trained
     _unused: Unused
     _guard: WeightGuard | None = None  # of an engine's weights
-    _rounds: Rounds
     _hooks: Sequence[RemovableHandle] = ()
 
     # Configuration
 
     def _load_config(self, config: Any) -> dict[str, Any] | None:
-        """Return a copy of the config, because Lightning writes into it; ignore Lightning's environment variable."""
-        return zero_config.read(config) if isinstance(config, str | Path) else copy.deepcopy(config)
+        """Return a copy of the config, because Lightning writes into it; ignore Lightning's environment variable.
+
+        Raises:
+            Refused: DeepSpeed has no such key in a block, or takes no such value of it.
+        """
+        if config is None:
+            return None
+        found = zero_config.read(config) if isinstance(config, str | Path) else copy.deepcopy(config)
+        try:
+            deepspeed.DeepSpeedConfig(zero_config.of_any_run(found))
+        except ValueError as error:
+            invalid: Any = error  # pydantic's, of which DeepSpeed's classes are
+            wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in invalid.errors())
+            raise Refused(
+                f"trainer.strategy.config: {'; '.join(wrong)} ({invalid.title}); correct it, or leave it out"
+            ) from error
+        return found
 
     def _format_config(self) -> None:
         assert self.config is not None
@@ -94,12 +107,12 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
             replicas=self.world_size,
             clip_norm=float(trainer.gradient_clip_val or 0),
         )
-        given, self.config = self.config, zero_config.resolved(self.config, run)
+        self.config = zero_config.resolved(self.config, run)
         if self.config.get("fp16", {}).get("enabled"):
             self.config["fp16"] = {**self._loss_scaling, **self.config["fp16"]}
-        if self.global_rank == 0:
-            for line in zero_config.differences(given, self.config, run.precision):
-                log.warning("%s", line)
+        told = zero_config.other_precision(self.config, run.precision)
+        if told is not None and self.global_rank == 0:
+            log.warning("%s", told)
         if not self.lightning_module.automatic_optimization:
             self.config["managed_gradient_accumulation"] = False  # a step uses all backward passes since the last
             if not self.zero_stage_3 and self.config["zero_optimization"]["stage"] < 2:
@@ -207,7 +220,7 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         """Make DeepSpeed's engine over the trained parameters, and record those without a gradient. Collective."""
         if optimizer is None:  # nothing is trained
             made: tuple[deepspeed.DeepSpeedEngine, Optimizer] = super()._setup_model_and_optimizer(model, optimizer)
-            self._guard_weights(made[0], model, self.broadcast(secrets.token_hex(8)))
+            self._guard_weights(made[0], model)
             return made
         with _trained_groups(model, optimizer, self.zero_stage_3):
             engine, stepped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
@@ -219,7 +232,7 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         parameters = {name: one for name, one in names.parameters(model).items() if name in in_groups}
         key = self.broadcast(secrets.token_hex(8))
         self._unused = Unused(parameters, self._patience_seconds, key)
-        self._guard_weights(engine, model, key)
+        self._guard_weights(engine, model)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._unused.mark_used)  # type: ignore[no-untyped-call]  # untyped in torch
             for parameter in parameters.values()
@@ -231,10 +244,9 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
     def _patience_seconds(self) -> float:
         return (self._timeout or default_pg_timeout).total_seconds()
 
-    def _guard_weights(self, engine: deepspeed.DeepSpeedEngine, model: nn.Module, key: str) -> None:
+    def _guard_weights(self, engine: deepspeed.DeepSpeedEngine, model: nn.Module) -> None:
         sees_steps = "training_step" not in vars(model) and not any(map(is_compiled, model.modules()))
         self._guard = WeightGuard(engine, model, sees_steps)
-        self._rounds = Rounds(key, self._patience_seconds, "DeepSpeed's stage 3", "deepspeed_stage_2")
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         if self.zero_stage_3:
@@ -376,11 +388,9 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         if self._guard is None:
             yield
             return
-        gathering = {name: part for name, part in module.named_modules() if self.zero_stage_3 and part._parameters}
         with (
             self.looks.evaluation(step),
             self._guard.in_step(f"{step} of {type(module).__name__}", self.looks.is_due),
-            self._rounds.in_evaluation(step, module.trainer, gathering) if gathering else nullcontext(),
         ):
             yield
 

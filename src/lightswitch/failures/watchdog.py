@@ -92,7 +92,7 @@ class Watchdog(Callback):
             return
         self.run.process.join_watchdog(member)
         if isinstance(strategy, PortableCheckpoints):
-            strategy.ranks_hear_of_failures = True
+            strategy.has_lost_a_rank = self.run.process.has_lost_a_rank
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._moved()  # preparing the data may take long
@@ -348,6 +348,8 @@ class Member:
             return
         self.verdict = failure
         self.process.has_failed.set()
+        if failure.rank is None:  # no rank has raised it
+            self.process.has_lost_a_rank.set()
         # ends the process even if this thread or the main thread blocks
         self._timer = timer = Timer(_GRACE_SECONDS, self.process.leave_now, [failure.exit_code])
         timer.daemon = True

@@ -59,10 +59,10 @@ from lightswitch.runs import resume
 from lightswitch.runs.record import CleanHyperparameters, PredictionWriter, RunRecord
 from lightswitch.runs.resume import Start
 from lightswitch.strategies import known_callbacks
+from lightswitch.strategies.agreement import Agreement
 from lightswitch.strategies.ddp import auto
 from lightswitch.strategies.kernels import AttentionBackends, FusedStep, GarbageBetweenSteps, MatmulPrecision
 from lightswitch.strategies.known_callbacks import KnownCallbacks
-from lightswitch.strategies.replicas import EqualReplicas
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +270,7 @@ def callbacks_of_engine(
     engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]
     engine += [StepsByHand(), StepsAreCounted(), GarbageBetweenSteps()]
     if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1:
-        engine.append(EqualReplicas())
+        engine.append(Agreement())
     if cfg.on_nan != "ignore":
         engine.append(FiniteLoss(batch, cfg.on_nan))
     if compilation is not None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGTERM
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 import hydra._internal.hydra
@@ -38,10 +38,13 @@ from lightswitch.failures import classify, crash_report
 from lightswitch.failures.classify import full_traceback, one_line
 from lightswitch.failures.crash_report import CrashReport, print_once
 from lightswitch.launch import commands, spawn
-from lightswitch.preflight import environment, own_batch, targets
+from lightswitch.preflight import environment, own_batch
 from lightswitch.process import REQUEUED, Process, Signals, ignore_signals, stopped_with
 from lightswitch.runs import claim, starts
 from lightswitch.runs.claim import new_run_id, slurm_job
+
+if TYPE_CHECKING:
+    from lightswitch.sweeps.pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +86,7 @@ class Entry:
             if isinstance(error, BrokenPipeError):  # the reader has closed the pipe, as in `--help | head`
                 _leave_stdout()
                 return
-            exit_with(problems_of_composition(error, targets.parameters))
+            exit_with(problems_of_composition(error))
         finally:
             self.process.release_locks()
 
@@ -109,19 +112,23 @@ class Entry:
         self.typed = [str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
 
         @functools.wraps(self.main)  # so that Hydra finds the script
-        def composed(cfg: DictConfig) -> float | None:
-            return self._run_composed(cfg)
+        def composed(cfg: DictConfig, pool: Pool | None = None) -> float | None:
+            return self._run_composed(cfg, pool)
 
         with hydra_versions.any_target():
             hydra.main(**hydra_versions.VERSION, config_path=str(folder), config_name=config_name)(composed)()
 
-    def _run_composed(self, cfg: DictConfig) -> float | None:
+    def _run_composed(self, cfg: DictConfig, pool: Pool | None) -> float | None:
         found = placement.detect()  # a cluster's job runs in another process than the one that submitted it
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             from lightswitch.sweeps import job
+            from lightswitch.sweeps.pool import Pool
 
             gc.enable()
-            return job.run(self.typed, cfg, found)
+            if pool is not None:
+                return job.run(self.typed, cfg, found, pool)
+            with Pool() as own:  # in a process that a cluster started
+                return job.run(self.typed, cfg, found, own)
         self.is_composed = True
         run = RunContext.of(cfg, HydraConfig.get(), found, self.process, self.signals)
         classify.keep_disk_errors_of_threads(self.process, run.run_dir)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import shlex
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -51,7 +50,7 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
     if isinstance(trainer.accelerator, CUDAAccelerator) and "trainer.devices" not in typed_keys(run.hydra):
         for message in devices.idle(trainer.num_devices, run.placement):
             log.warning("advice     %s", message)
-    for message in versions.beyond_bounds(Path(sys.argv[0])):
+    for message in versions.beyond_bounds():
         log.warning("advice     found %s; type pip install -e . in the folder of train.py", message)
     if shards_itself(cfg):
         log.info("batch      of each device's data loader × accumulation %d", plan.accumulation)

@@ -82,10 +82,12 @@ def _refused(error: Exception, trainer: Trainer, steps: int) -> Refused | None:
     if frame is not None and _package(frame.f_globals.get("__name__")) not in _LIBRARIES:
         return None
     message = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+    gathers_parts = getattr(trainer.strategy, "gather", None) == "parts"  # of fsdp
     return _told(
         error,
         f"{name} fails in its first steps under {type(trainer.strategy).__name__}, which shards parameters over "
-        f"devices{_place(error)}: {message}; use strategy=ddp, which does not shard them. If it also fails there, the "
+        f"devices{_place(error)}: {message}; {'type trainer.strategy.gather=step, or ' if gathers_parts else ''}"
+        "use strategy=ddp, which does not shard them. If it also fails there, the "
         "error is in the module. The traceback is in train.log",
     )
 

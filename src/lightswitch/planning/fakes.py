@@ -320,6 +320,9 @@ class _DDPWithoutOtherRanks(_WithoutOtherRanks, DDPStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Do nothing: Lightning would prepare the reducer for a module with manual optimization."""
 
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Do nothing: the stand-in has no reducer that could tell which gradients it waits for."""
+
 
 class Converted(Mixin, Precision):
     """Precision plugin that skips the conversion of the module, which torch can't do with fake tensors.

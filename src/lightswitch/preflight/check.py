@@ -38,14 +38,15 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     """Check a run's config and environment, and return its batch plan.
 
     Raises:
-        RefusedRequest: with all problems found. Those of keys, types and arguments are raised first, alone and before
-            torch is imported, because they may cause the others.
+        RefusedRequest: with all problems found. Those of keys are raised first, before torch is imported, and those of
+            arguments alone, because they may cause the others.
     """
     _raise(root_keys.missing(cfg))
     moved.follow(cfg, run)
     plain: Any = _resolved(cfg, run)
     typed = typed_overrides(run.hydra)
     _raise(iter(config_problems(plain, run.hydra)))
+    plain = _resolved(cfg, run)  # with the batch size that the data's constructor has, now that it is imported
     _raise(root_keys.unread_problems(cfg, run.hydra))
     if is_planned := plain["mode"] in planned.MODES:
         _raise(planned.problems(plain, run.placement, files_of_group(run.hydra, "precision")))
@@ -78,8 +79,9 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
 def config_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
     """Return the problems of keys, values and arguments, which do not depend on the machine.
 
-    The checks run in groups: integers beyond 64 bits; names, keys and values; nodes that nobody typed, whose values may
-    follow typed ones; device counts and Trainer arguments. A group runs only if those before it find nothing.
+    The checks run in groups: integers beyond 64 bits; names, keys and values; arguments of nodes that were typed, whose
+    code is imported; arguments of other nodes, whose values may follow typed ones; device counts. A group runs only if
+    those before it find nothing.
 
     Args:
         cfg: resolved config.
@@ -89,16 +91,19 @@ def config_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
     given = {key: cfg.get(key) for key in ("name", "run_id")}
     typed_keys = {key_and_value(override)[0] for override in typed}
     typed_nodes = {key.lstrip("~").partition(".")[0] for key in typed_keys}
+    of_tools = set() if cfg["mode"] in planned.MODES else {"plan"}  # a run imports none
     return (
         [*root_keys.beyond_integers(cfg)]
         or [
             *name_problems(given),
             *root_keys.misspelt(cfg, typed),
             *root_keys.wrong(cfg),
-            *targets.problems(cfg, typed_nodes, choices),
+            *targets.unnamed(cfg, choices),
+            *trainer.problems(cfg["trainer"], typed_keys),
         ]
-        or [*targets.problems(cfg, cfg.keys() - typed_nodes, choices)]
-        or [*devices.wrong_counts(cfg["trainer"]), *trainer.problems(cfg["trainer"], typed_keys)]
+        or [*targets.problems(cfg, typed_nodes)]
+        or [*targets.problems(cfg, cfg.keys() - typed_nodes - of_tools)]
+        or [*devices.wrong_counts(cfg["trainer"])]
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
@@ -22,14 +23,14 @@ class OwnBatch(NamedTuple):
 def of(cfg: DictConfig) -> OwnBatch | None:
     """Return the batch size of the data, or of a model that has the loaders itself.
 
-    The config's value comes first, then the default of the constructor. Return None if there is neither, or if the
-    dataset splits its samples by ranks itself.
+    The config's value comes first, then the default of the constructor, once torch is imported: a mistyped key is
+    answered before. Return None if there is neither, or if the dataset splits its samples by ranks itself.
     """
     node = next((key for key in ("data", "model") if key in cfg and cfg._get_node(key)), None)
     if node is None or not isinstance(cfg[node], DictConfig) or cfg[node].get("sharded_by") == "dataset":
         return None
     raw: Any = OmegaConf.to_container(cfg[node], resolve=False)
-    defaults = parameters(str(raw.get("_target_")))
+    defaults = parameters(str(raw.get("_target_"))) if "torch" in sys.modules else {}
     for name in aliases.names(_GLOBAL):
         if name in raw:
             size = None if _GLOBAL in str(raw[name]) else cfg[node][name]  # it may refer to global_batch_size

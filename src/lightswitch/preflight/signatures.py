@@ -1,50 +1,42 @@
-"""Signatures of the code that a config names, read from its source. Nothing is imported, not even torch."""
+"""Signatures of the code that a config names, which `inspect` reads once the code is imported."""
 
 from __future__ import annotations
 
-import ast
 import functools
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
-from lightswitch.preflight.sources import (
-    Order,
-    Scope,
-    bound_names,
-    constant,
-    definition,
-    find,
-    resolution_order,
-    text_of,
-)
-
-_SIMPLE = {"int": int, "float": float, "str": str, "bool": bool, "None": type(None)}
+_NONE = inspect.Parameter.empty
+_SIMPLE = (int, float, str, bool, type(None))
+_IN_A_CONFIG = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Parameter of a function. Its annotation is resolved only on access, because that may parse many modules.
+    """Parameter of a function.
 
     Attributes:
         name: of the parameter.
-        default: source text of the default; None if there is none.
+        value: its default; `inspect.Parameter.empty` if there is none.
+        annotation: text of its annotation; empty if there is none.
+        hint: its annotation, evaluated; its text if a name in it is not bound in its module.
     """
 
     name: str
-    default: str | None
-    _scope: Scope
-    _annotation: ast.expr | None
-    _default: ast.expr | None = None
+    value: object
+    annotation: str
+    hint: object
 
     @property
-    def value(self) -> object:
-        """Value of the default if the source shows it, as `64`, `2 * 32` or a module's constant; None if not."""
-        return constant(self._scope, self._default)
-
-    @property
-    def annotation(self) -> str:
-        """Source text of its annotation."""
-        return "" if self._annotation is None else ast.unparse(self._annotation).strip("'")
+    def default(self) -> str | None:
+        """Text of the default; None if there is none."""
+        if self.value is _NONE:
+            return None
+        return str(getattr(self.value, "__name__", repr(self.value)))  # the repr of a function has its address
 
     @property
     def kinds(self) -> frozenset[type] | None:
@@ -58,11 +50,8 @@ class Parameter:
 
     @functools.cached_property
     def _accepted(self) -> _Accepted:
-        try:
-            accepted = _accepted(self._scope, self._annotation)
-        except RecursionError:  # as of `Tree = Union[int, "Tree"]`
-            return _ANYTHING
-        return _union([accepted, _NOTHING]) if self.default == "None" else accepted  # as in `limit: int = None`
+        accepted = _accepted(self.hint)
+        return _union([accepted, _accepted(type(None))]) if self.value is None else accepted  # `limit: int = None`
 
 
 @dataclass(frozen=True)
@@ -74,7 +63,7 @@ class Signature:
         required: names of the parameters without a default.
         open_ended: whether it also accepts any other keyword (**kwargs).
         docstrings: of the constructor, its class and its bases, nearest first; or of the function.
-        passed_on: names of those that a constructor passes on to a base's.
+        passed_on: names of those that a constructor with **kwargs may pass on to a base's.
     """
 
     parameters: dict[str, Parameter]
@@ -86,136 +75,114 @@ class Signature:
 
 @functools.cache
 def signature(target: str) -> Signature | None:
-    """Return the signature of the class or function at a dotted path; None if its source does not show it.
+    """Return the signature of the class or function at a dotted path.
+
+    None if importing it fails, which fails again, and says why, when it is made; or if it is not written in Python.
 
     Raises:
         LookupError: the path has no module, the module does not exist, or it does not define the name.
     """
+    found = _located(target)
+    try:
+        return _of_class(found) if isinstance(found, type) else _of_functions([found], 0, [found.__doc__])
+    except (TypeError, ValueError):
+        return None
+
+
+def _located(target: str) -> Any:
+    """Return what a dotted path names; None if importing its module fails."""
     module, _, name = target.rpartition(".")
     if not module:
         raise LookupError(f"it names no module; expected MODULE.CLASS, as in {name or 'my'}.Module")
-    found = find(module, name)
-    if found is None:
+    try:
+        owner = _imported(module)
+        return owner and getattr(owner, name)
+    except AttributeError:
+        raise LookupError(f"{module} has no {name}") from None
+
+
+def _imported(path: str) -> Any:
+    """Return the module at a dotted path, or the class in a module; None if the import fails."""
+    try:
+        return import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            return None  # a module that it imports
+    except SyntaxError as error:
+        raise LookupError(f"Python can't read {error.filename}: {error}") from error
+    except Exception:
         return None
-    scope, node = found
-    if isinstance(node, ast.ClassDef):
-        return _of_constructor(resolution_order(scope, node))
-    decorators = [ast.unparse(one) for one in node.decorator_list] if isinstance(node, ast.FunctionDef) else []
-    is_bound = any(name.endswith("classmethod") for name in decorators)  # Python gives it the class
-    return _of_function(scope, node, skip=is_bound)
+    try:
+        return _located(path)
+    except LookupError:
+        raise LookupError(f"there is no module {path}") from None
 
 
-def _of_constructor(order: Order) -> Signature | None:
-    """Return the signature of the first constructor of a class and its ancestors, with what it passes on to the next.
+def _of_class(found: type) -> Signature:
+    classes = [one for one in found.__mro__ if one is not object]
+    constructors = [vars(one)["__init__"] for one in classes if "__init__" in vars(one)]
+    docstrings = [one.__doc__ for one in (*constructors[:1], *classes)]
+    return _of_functions(constructors or [found], skip=1 if constructors else 0, docstrings=docstrings)
 
-    It stays open-ended: the source does not show for certain which of its **kwargs are left for the next one.
+
+def _of_functions(functions: Sequence[Callable[..., Any]], skip: int, docstrings: Sequence[str | None]) -> Signature:
+    """Return the signature of the first function, with the parameters of each next one that may get its **kwargs.
+
+    Args:
+        skip: number of parameters that Python gives, as `self`.
     """
-    for index, one in enumerate(order):
-        if one is None:
-            return None
-        of, ancestor = one
-        if (item := bound_names(ancestor.body).get("__init__")) is not None:
-            own = _of_function(of, item, skip=1, classes=order)
-            call = _passing_on(item)
-            passed = _of_constructor(order[index + 1 :]) if call else None
-            if own is None or passed is None or call is None:
-                return own
-            given = own.parameters.keys() | {keyword.arg for keyword in call.keywords}
-            taken = {name: of_base for name, of_base in passed.parameters.items() if name not in given}
-            docstrings = tuple(dict.fromkeys((*own.docstrings, *passed.docstrings)))
-            return Signature({**own.parameters, **taken}, own.required, True, docstrings, frozenset(taken))
-        if ancestor.decorator_list:  # it may make the constructor, as dataclass does
-            return None
-    return None
-
-
-def _passing_on(constructor: ast.stmt) -> ast.Call | None:
-    """Return the call of `super().__init__` to which a constructor passes its **kwargs, and nothing by place."""
-    kwargs = constructor.args.kwarg if isinstance(constructor, ast.FunctionDef) else None
-    for call in ast.walk(constructor):
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__" and not call.args:
-            unpacked = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is None]
-            if kwargs is not None and kwargs.arg in unpacked:
-                return call
-    return None
-
-
-def _of_function(
-    scope: Scope, node: ast.stmt, skip: int, classes: Iterable[tuple[Scope, ast.ClassDef] | None] = ()
-) -> Signature | None:
-    if not isinstance(node, ast.FunctionDef):
-        return None
-    positional = [*node.args.posonlyargs, *node.args.args]
-    without = len(positional) - len(node.args.defaults)
-    arguments = [*positional, *node.args.kwonlyargs][skip:]
-    defaults = [*[None] * without, *node.args.defaults, *node.args.kw_defaults][skip:]
-    parameters = [
-        Parameter(argument.arg, None if default is None else ast.unparse(default), scope, argument.annotation, default)
-        for argument, default in zip(arguments, defaults, strict=True)
-    ]
+    own, is_open_ended = _parameters(functions[0], skip)
+    found, goes_on = own, is_open_ended
+    for function in functions[1:]:
+        if goes_on:
+            of_base, goes_on = _parameters(function, skip)
+            found = found | {name: one for name, one in of_base.items() if name not in found}
     return Signature(
-        parameters={parameter.name: parameter for parameter in parameters},
-        required=frozenset(parameter.name for parameter in parameters if parameter.default is None),
-        open_ended=node.args.kwarg is not None,
-        docstrings=tuple(filter(None, (ast.get_docstring(node), *(_docstring(*one) for one in classes if one)))),
+        parameters=found,
+        required=frozenset(name for name, one in own.items() if one.default is None),
+        open_ended=is_open_ended,
+        docstrings=tuple(dict.fromkeys(inspect.cleandoc(one) for one in docstrings if one)),
+        passed_on=frozenset(found.keys() - own.keys()),
     )
 
 
-def _docstring(scope: Scope, node: ast.ClassDef) -> str:
-    """Return a class's docstring, which its module may also assemble and assign, as for torch's optimizers."""
-    if docstring := ast.get_docstring(node):
-        return docstring
-    assigned = scope.names.get(f"{node.name}.__doc__")
-    return text_of(scope, assigned.value) if isinstance(assigned, ast.Assign) else ""
+def _parameters(function: Callable[..., Any], skip: int) -> tuple[dict[str, Parameter], bool]:
+    """Return the parameters of a function that a config can give, and whether it takes any other keyword."""
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    every = [*inspect.signature(function).parameters.values()][skip:]
+    given = {one.name: _parameter(one, names) for one in every if one.kind in _IN_A_CONFIG}
+    return given, any(one.kind is inspect.Parameter.VAR_KEYWORD for one in every)
+
+
+def _parameter(of: inspect.Parameter, names: dict[str, Any]) -> Parameter:
+    if of.annotation is _NONE:
+        return Parameter(of.name, of.default, "", None)
+    if not isinstance(of.annotation, str):
+        return Parameter(of.name, of.default, inspect.formatannotation(of.annotation), of.annotation)
+    try:
+        hint = eval(of.annotation, names)
+    except Exception:  # a description, or a name that is bound for type checkers alone
+        hint = of.annotation
+    return Parameter(of.name, of.default, of.annotation, hint)
 
 
 _Accepted = tuple[frozenset[type] | None, frozenset[object] | None]
 _ANYTHING: _Accepted = (None, None)
-_NOTHING: _Accepted = (frozenset({type(None)}), frozenset())
 
 
-def _accepted(scope: Scope, node: ast.expr | None) -> _Accepted:
+def _accepted(hint: object) -> _Accepted:
     """Return the types and the literals that an annotation allows."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        try:
-            node = ast.parse(node.value, mode="eval").body
-        except SyntaxError:  # a description
-            return _ANYTHING
-    if isinstance(node, ast.Constant) and node.value is None:
-        return _NOTHING
-    if isinstance(node, ast.Name):
-        return _accepted_name(scope, node)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return _union([_accepted(scope, node.left), _accepted(scope, node.right)])
-    if isinstance(node, ast.Subscript):
-        return _accepted_subscript(scope, node)
-    return _ANYTHING
-
-
-def _accepted_name(scope: Scope, node: ast.Name) -> _Accepted:
-    if node.id in _SIMPLE:
-        return frozenset({_SIMPLE[node.id]}), frozenset()
-    found = definition(scope, node)
-    if found is not None and isinstance(found[1], ast.Assign):
-        return _accepted(found[0], found[1].value)
-    return _ANYTHING
-
-
-def _accepted_subscript(scope: Scope, node: ast.Subscript) -> _Accepted:
-    name = ast.unparse(node.value).rpartition(".")[2]
-    inner = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
-    if name == "Literal":
-        try:
-            return frozenset(), frozenset(map(ast.literal_eval, inner))
-        except (ValueError, TypeError):  # a member of an Enum
-            return _ANYTHING
-    if name in ("list", "List", "Sequence", "tuple", "Tuple"):
+    origin, inner = get_origin(hint), get_args(hint)
+    if isinstance(hint, type) and hint in _SIMPLE:
+        return frozenset({hint}), frozenset()
+    if origin in (Union, UnionType):
+        return _union([_accepted(one) for one in inner])
+    if origin is Literal:
+        return frozenset(), frozenset(inner)
+    if origin in (list, tuple, Sequence):
         return frozenset({list}), frozenset()
-    if name in ("dict", "Dict", "Mapping"):
+    if origin in (dict, Mapping):
         return frozenset({dict}), frozenset()
-    if name in ("Optional", "Union"):
-        parts = [_accepted(scope, part) for part in inner]
-        return _union([*parts, _NOTHING] if name == "Optional" else parts)
     return _ANYTHING
 
 

@@ -84,28 +84,6 @@ def _ddp(request: Request) -> Iterator[str]:
     if options.get("start_method") == "spawn" and request.nodes > 1:
         yield f"strategy=ddp_spawn starts the ranks of one machine, not of {request.nodes} nodes; use strategy=ddp"
     yield from _process_group(request)
-    yield from _powersgd(request)
-
-
-def _powersgd(request: Request) -> Iterator[str]:
-    options = request.strategy
-    if options.get("comm_hook") != "powersgd":
-        for name in ("matrix_approximation_rank", "start_powerSGD_iter"):
-            if name in options:
-                yield f"trainer.strategy.{name} is an option of PowerSGD; also type trainer.strategy.comm_hook=powersgd"
-        return
-    if options.get("matrix_approximation_rank", 1) < 1:
-        yield f"trainer.strategy.matrix_approximation_rank={options['matrix_approximation_rank']}: use 1 or more"
-    if options.get("start_powerSGD_iter", 2) < 2:
-        yield (
-            f"trainer.strategy.start_powerSGD_iter={options['start_powerSGD_iter']}: ddp rebuilds its buckets after "
-            "the first step, and PowerSGD can only start after that; use 2 or more"
-        )
-    if request.precision == "16-mixed":
-        yield (
-            "trainer.strategy.comm_hook=powersgd adds the errors of each step to the next, including the infinities of "
-            "16-mixed; use precision=bf16-mixed"
-        )
 
 
 def _fsdp(request: Request) -> Iterator[str]:

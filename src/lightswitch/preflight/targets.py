@@ -1,4 +1,4 @@
-"""Checks of the arguments in config nodes against the signatures of the code that the nodes name."""
+"""Checks of config nodes that name code: that they name some, and its arguments by its signature, once imported."""
 
 from __future__ import annotations
 
@@ -20,30 +20,37 @@ _STRATEGIES = {  # strategies with options, simplest first
     "deepspeed_stage_2": "lightswitch.deepspeed.strategy.DeepSpeed",
 }
 Choices = Mapping[str, Container[str]]  # by group
-_NO_CHOICES: Choices = {}
 GIVEN = ("optimizer", "scheduler")  # groups of the config that a model may take as an argument of the same name
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 
 
-def problems(cfg: dict[str, Any], keys: Set[str], choices: Choices = _NO_CHOICES) -> Iterator[str]:
+def unnamed(cfg: dict[str, Any], choices: Choices) -> Iterator[str]:
+    """Yield the nodes of a resolved config that name no code, which needs no import of any.
+
+    Args:
+        choices: those of the groups callbacks and logger.
+    """
+    needed = ("model",) if cfg.get("data") is None else ("model", "data")
+    for key in needed:
+        if not (isinstance(cfg[key], dict) and "_target_" in cfg[key]):
+            yield f"{key}: it names no class; type {key}._target_=my.Class, or choose another config"
+    for group in choices.keys() & cfg.keys():
+        yield from _unfinished_nodes(group, cfg[group] or {}, choices[group])
+
+
+def problems(cfg: dict[str, Any], keys: Set[str]) -> Iterator[str]:
     """Yield the arguments that the code named by a config does not accept, and the required ones that are missing.
 
     Args:
         cfg: resolved config.
-        keys: top-level nodes to check.
-        choices: those of the groups callbacks and logger.
+        keys: top-level nodes to check, whose code is imported.
     """
     for key in (key for key in cfg if key in keys):
         yield from _node_problems(key, cfg[key], cfg)
-        is_needed = key == "model" or (key == "data" and cfg[key] is not None)
-        if is_needed and not (isinstance(cfg[key], dict) and "_target_" in cfg[key]):
-            yield f"{key}: it names no class; type {key}._target_=my.Class, or choose another config"
-        if key in ("callbacks", "logger"):
-            yield from _unfinished_nodes(key, cfg[key] or {}, choices.get(key, ()))
 
 
 def parameters(target: str) -> dict[str, Parameter]:
-    """Return the parameters of the code at a dotted path; empty if its source does not show them."""
+    """Return the parameters of the code at a dotted path, which is imported; empty if there is no such code."""
     try:
         found = signature(target)
     except LookupError:

@@ -1,1 +1,1 @@
-"""Help, completion and schemas, made from the config folder and from the code that it names."""
+"""Help and schemas, made from the config folder and from the code that it names."""

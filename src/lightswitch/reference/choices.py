@@ -197,7 +197,7 @@ _PURPOSES = {
     "What it runs on": "strategy precision num_nodes compile cluster matmul_precision watch meet_timeout_seconds",
     "Duration and starting point": "trainer name run_id resume init_from init_names ckpt_path",
     "What it shows": "callbacks logger tags compare objective",
-    "Instead of a fit": "mode plan dry_run check device",
+    "Instead of a fit": "mode plan dry_run check device sweep",
     "Complete recipes": "experiment debug",
 }
 _OTHER = "Other"

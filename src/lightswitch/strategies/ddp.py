@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import cached_property, partial
 from inspect import signature
 from itertools import chain
 from typing import Any, Literal
@@ -14,26 +13,19 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.device_parser import _select_auto_accelerator
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused, listed
-from lightswitch.mixins import Mixin, with_mixin
-from lightswitch.strategies.manual_gradients import ManualGradients, own_weight
 from lightswitch.strategies.replicas import broadcast_in_place
 from lightswitch.strategies.trained import Trained
 from lightswitch.strategies.writes import WatchedWeights, refuse_bounded_rows
-
-log = logging.getLogger(__name__)
 
 
 class Single(PortableCheckpoints, SingleDeviceStrategy):
@@ -55,7 +47,7 @@ class Single(PortableCheckpoints, SingleDeviceStrategy):
 
 _NAMES = ("forward_sync_buffers", "broadcast_buffers")  # from torch 2.13, which warns of the other, and before
 _BROADCASTS_BUFFERS = next(name for name in _NAMES if name in signature(DistributedDataParallel).parameters)
-_UNFINISHED = "Expected to have finished reduction in the prior iteration"  # from torch's long error message
+_WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")  # in torch's long error message
 
 
 class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
@@ -71,10 +63,7 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         broadcast_buffers: broadcast rank 0's buffers before each forward pass; without that, only before an evaluation.
         bucket_cap_mb: size of the buckets in which gradients are sent, in MiB; None for torch's 25.
         process_group_backend: backend of torch.distributed; None for the device's default.
-        comm_hook: compression of the gradients that are sent: fp16 and bf16 round them, powersgd sends products of two
-            thin matrices. PowerSGD: Vogels et al. 2019, arXiv:1905.13727.
-        matrix_approximation_rank: rank of PowerSGD's matrices.
-        start_powerSGD_iter: the first step that uses PowerSGD.
+        comm_hook: 16-bit format to which the gradients that are sent are rounded; None to send them as they are.
         timeout_seconds: how long a rank waits for another in a collective.
         start_method: popen starts each other rank by the command of the run, spawn all ranks by torch.multiprocessing
             (lightswitch.launch.spawn, which reads it from the config).
@@ -89,9 +78,7 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         static_graph: bool = False,
         broadcast_buffers: bool = True,
         bucket_cap_mb: float | None = None,
-        comm_hook: Literal["fp16", "bf16", "powersgd"] | None = None,
-        matrix_approximation_rank: int = 1,
-        start_powerSGD_iter: int = 1000,
+        comm_hook: Literal["fp16", "bf16"] | None = None,
         process_group_backend: Literal["nccl", "gloo", "mpi"] | None = None,
         timeout_seconds: float = default_pg_timeout.total_seconds(),
         start_method: Literal["popen", "spawn"] = "popen",
@@ -108,12 +95,7 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         if not broadcast_buffers:
             self._ddp_kwargs[_BROADCASTS_BUFFERS] = False
         self.comm_hook = comm_hook
-        self.matrix_approximation_rank = matrix_approximation_rank
-        self.start_powersgd_iter = start_powerSGD_iter
         self.find_unused_parameters = find_unused_parameters
-        self._copes_with_unused = find_unused_parameters or static_graph
-        self._named: list[tuple[str, nn.Parameter]] = []
-        self._before: dict[str, tuple[Tensor, int]] = {}  # gradients before the last backward pass, and their versions
 
     def configure_ddp(self) -> None:
         """Wrap the model in DistributedDataParallel.
@@ -156,9 +138,8 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
-        if changed := self._trained.changes():  # DDP averages gradients of what was trained when it was made
-            if batch_idx % self.lightning_module.trainer.accumulate_grad_batches:  # gradients have accumulated
-                _average_gradients(parameter for parameter in changed.values() if not parameter.requires_grad)
+        is_first = batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0
+        if is_first and self._trained.changes():  # DDP averages gradients of what was trained when it was made
             self._trained.refuse_none(self.lightning_module)
             self._wrap_anew()
 
@@ -188,11 +169,7 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         """
         super().pre_backward(closure_loss)
         assert self.lightning_module is not None
-        self._by_hand.expect_pass()
         self._trained.refuse_changes(self.lightning_module)
-        self._named = self._named or list(self.lightning_module.named_parameters())
-        gradients = ((name, parameter.grad) for name, parameter in self._named if self._waits_for_all)
-        self._before = {name: (grad, grad._version) for name, grad in gradients if grad is not None}
 
     def _register_ddp_hooks(self) -> None:
         """Register the hook on every device: Lightning silently ignores it on devices other than CUDA."""
@@ -202,15 +179,6 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         elif self.comm_hook == "bf16":
             # In a lambda: torch refuses the hook by its name without NCCL, although gloo adds bfloat16 as well.
             self.model.register_comm_hook(None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
-        elif self.comm_hook == "powersgd":
-            state = powerSGD_hook.PowerSGDState(
-                process_group=None,
-                matrix_approximation_rank=self.matrix_approximation_rank,
-                start_powerSGD_iter=self.start_powersgd_iter,
-            )
-            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-            if self.is_global_zero:
-                log.warning("PowerSGD approximates gradients, and its accumulated errors are not saved in checkpoints")
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -224,99 +192,26 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         with nullcontext() if first else self.model.no_sync():
             yield
 
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Call the module's training step.
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Check that the backward pass has averaged all gradients that DDP waits for.
 
         Raises:
-            Refused: a backward pass did not reach every parameter, under manual optimization, or where gradients are
-                views of buckets: `refuse_unused` sees neither.
+            Refused: a parameter took no part in the loss. torch fails in the next forward pass alone, after a step.
         """
+        super().post_backward(closure_loss)
         assert self.lightning_module is not None
-        try:
-            with self._in_manual_step():
-                return super().training_step(*args, **kwargs)
-        except RuntimeError as error:
-            if _UNFINISHED not in str(error):
-                raise
-            raise Refused(
-                f"a backward pass of {type(self.lightning_module).__name__} did not reach every parameter, but ddp "
-                "waits for all gradients; type trainer.strategy.find_unused_parameters=true"
-            ) from error
-
-    def _in_manual_step(self) -> AbstractContextManager[None]:
-        model = self._averages_by_hand
-        return nullcontext() if model is None else self._by_hand.in_step(model)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        is_manual = self._averages_by_hand is not None
-        with self._by_hand.in_optimizer_step(optimizer) if is_manual else nullcontext():
-            return super().optimizer_step(optimizer, closure, *args, **kwargs)
-
-    @cached_property
-    def _by_hand(self) -> ManualGradients:
-        return ManualGradients(self.pre_backward, self.post_backward, partial(own_weight, self), self._optimized)
-
-    @property
-    def _averages_by_hand(self) -> DistributedDataParallel | None:
-        """The model under manual optimization, which may compute gradients in any way; None under automatic."""
-        assert self.lightning_module is not None
-        is_manual = not self.lightning_module.automatic_optimization
-        return self.model if is_manual and isinstance(self.model, DistributedDataParallel) else None
-
-    def setup_precision_plugin(self) -> None:
-        self.precision_plugin = plugin = with_mixin(_ChecksGradients, self.precision_plugin)
-        plugin.ask(self)
-        super().setup_precision_plugin()
-
-    def refuse_unused(self) -> None:
-        """Check that the backward pass has set or changed the gradient of every parameter of an optimizer.
-
-        Raises:
-            Refused: one took no part in the loss, so DDP did not average the gradients of the others.
-        """
-        if not self._waits_for_all:
+        if self._ddp_kwargs["static_graph"] or not isinstance(self.model, DistributedDataParallel):
             return
-        found = {name: one for name, one in self._named if one.requires_grad and self._is_as_before(name, one.grad)}
-        self._before.clear()
-        # DDP looks for unused ones if some have no optimizer
-        kept = self._optimized() if found and self._ddp_kwargs["find_unused_parameters"] else {*found.values()}
-        unused = [name for name, one in found.items() if one in kept]
-        if unused:
+        try:
+            self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]  # torch has no types for it
+        except RuntimeError as error:
+            waits = [name for name, parameter in self.lightning_module.named_parameters() if parameter.requires_grad]
+            indices = _WITHOUT_GRADIENT.search(str(error))
+            unused = [waits[int(index)] for index in indices[1].split()] if indices else waits
             raise Refused(
                 f"{listed(unused, 'parameters')} did not contribute to the loss, but ddp waits for every gradient; "
                 "freeze unused parameters (requires_grad=False), or type trainer.strategy.find_unused_parameters=true"
-            )
-
-    def _is_as_before(self, name: str, gradient: Tensor | None) -> bool:
-        before, version = self._before.get(name, (None, 0))
-        return gradient is before and (gradient is None or gradient._version == version)
-
-    @property
-    def _waits_for_all(self) -> bool:
-        """True if the next backward pass averages gradients, and so needs those of all trained parameters."""
-        assert self.lightning_module is not None
-        copes = self._copes_with_unused or not self.lightning_module.automatic_optimization
-        return not copes and isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync
-
-
-class _ChecksGradients(Mixin, Precision):
-    """Precision plugin that checks gradients in `post_backward`, before it calls hooks that may delete them."""
-
-    def ask(self, strategy: DDP) -> None:
-        self.strategy = strategy
-
-    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]  # Lightning's
-        self.strategy.refuse_unused()
-        return super().post_backward(tensor, module)
-
-
-def _average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Average the accumulated gradients of parameters that were frozen before DDP averaged them. Collective."""
-    for parameter in parameters:
-        if parameter.grad is None:  # another rank may have a gradient
-            parameter.grad = torch.zeros_like(parameter)
-        parameter.grad /= dist.get_world_size()
-        dist.all_reduce(parameter.grad)
+            ) from error
 
 
 def _refuse_unsendable(model: nn.Module, device: torch.device) -> None:

@@ -11,7 +11,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -54,7 +54,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Stepped:
-    """Parameters after some steps, and the floats in the optimizer's groups at that time.
+    """Parameters after some steps.
 
     Attributes:
         other_shapes: names of states that hold DTensors of other shapes than their parameter, as of several parameters
@@ -62,7 +62,6 @@ class Stepped:
     """
 
     parameters: list[Tensor]
-    numbers: list[float]
     other_shapes: list[str] = field(default_factory=list)
 
 
@@ -99,11 +98,11 @@ def _refuse_if_otherwise(make: Make, optimizer: Optimizer, mesh: DeviceMesh) -> 
     problem = problem.changed(lambda tensor: tensor.to(mesh.device_type))
     try:
         sharded = _stepped(make, problem.changed(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])))
-        found = replace(sharded, parameters=[_whole(parameter) for parameter in sharded.parameters])
+        found = [_whole(parameter) for parameter in sharded.parameters]
     except Exception as error:
         message = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         raise Refused(f"{name} fails with sharded parameters: {message}; use strategy=ddp") from error
-    if not _are_alike(_stepped(make, problem), found, problem.starts, _HALF_ROUNDING):
+    if not _are_alike(_stepped(make, problem).parameters, found, problem.starts, _HALF_ROUNDING):
         raise Refused(f"{name} would train differently with sharded parameters; use strategy=ddp")
     if sharded.other_shapes:  # a resume lays states out like the parameters of their shape
         raise Refused(
@@ -174,7 +173,7 @@ def _is_elementwise(make: Make) -> bool:
         return False
     pairs = zip(one.parameters, other.parameters, problem.starts, strict=True)
     joined = [torch.cat(halves).view_as(start) for *halves, start in pairs]
-    return all(_are_alike(whole, Stepped(joined, half.numbers), problem.starts, _ROUNDING) for half in (one, other))
+    return _are_alike(whole.parameters, joined, problem.starts, _ROUNDING)
 
 
 def _problem(rows: int, other_rows: int) -> Problem:
@@ -211,21 +210,17 @@ def _stepped(make: Make, problem: Problem) -> Stepped:
         for _ in range(_STEPS):
             closure()
             optimizer.step(*[closure] if "closure" in inspect.signature(optimizer.step).parameters else [])
-    numbers = [value for group in optimizer.param_groups for value in group.values() if isinstance(value, float)]
     other_shapes = {
         str(key)
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
         if any(isinstance(leaf, DTensor) and leaf.shape != parameter.shape for leaf in tree_leaves(value))
     }
-    return Stepped([parameter.detach() for parameter in parameters], numbers, sorted(other_shapes))
+    return Stepped([parameter.detach() for parameter in parameters], sorted(other_shapes))
 
 
-def _are_alike(one: Stepped, other: Stepped, starts: list[Tensor], tolerance: float) -> bool:
-    same_numbers = len(one.numbers) == len(other.numbers) and all(
-        math.isclose(number, its, rel_tol=tolerance) for number, its in zip(one.numbers, other.numbers, strict=True)
-    )
-    return same_numbers and all(
-        bool((its - parameter).norm() <= tolerance * (parameter - start).norm())
-        for parameter, its, start in zip(one.parameters, other.parameters, starts, strict=True)
+def _are_alike(own: list[Tensor], others: list[Tensor], starts: list[Tensor], tolerance: float) -> bool:
+    return all(
+        bool((other - one).norm() <= tolerance * (one - start).norm())
+        for one, other, start in zip(own, others, starts, strict=True)
     )

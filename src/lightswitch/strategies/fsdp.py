@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -38,29 +37,33 @@ from lightswitch.mixins import with_mixin
 from lightswitch.strategies.elementwise import refuse_sharded
 from lightswitch.strategies.gathered_writes import (
     GatheredCopies,
-    WholeBesideShards,
+    ShardsInHook,
     let_data_be_assigned,
     let_numbers_be_read,
     of_fsdp,
     reduce_as_if_trained,
+    refuse_pickles,
 )
-from lightswitch.strategies.replicas import broadcast_metric_states, broadcast_weights
-from lightswitch.strategies.rounds import FIRST, MOST_ASKED, Rounds
+from lightswitch.strategies.lone_reads import LoneReads
+from lightswitch.strategies.manual_gradients import around_passes, own_weight, weighted
+from lightswitch.strategies.replicas import broadcast_in_place, broadcast_metric_states, broadcast_weights, left_on_meta
 from lightswitch.strategies.sharded import (
     ClipsOverMeshes,
     Originals,
-    Sharded,
     UnscalesOverMeshes,
     checkpoint_activations,
+    first_name,
     gathered_parts,
     is_mostly_rounded,
     refuse_hooks,
+    refuse_scripted,
     replicated_parameters,
     set_timeouts,
 )
 from lightswitch.strategies.trained import Trained, WatchedForward
 from lightswitch.strategies.uneven import UnevenUse
 from lightswitch.strategies.units import called_parts, find_units
+from lightswitch.strategies.writes import WatchedWeights, refuse_bounded_rows
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +73,7 @@ Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
+class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
     """Sharding of parameters, gradients and optimizer state (FSDP2), with one unit of the model gathered at a time.
 
     Runs on CUDA and on the CPU. Modules built in `configure_model` are built once, on the CPU of global rank 0, and
@@ -100,6 +103,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         process_group_backend: backend of torch.distributed; None for the device's default.
         timeout_seconds: how long a rank waits for another in a collective.
     """
+
+    _is_in_backward = False  # a backward pass of Lightning's is running
 
     def __init__(
         self,
@@ -179,6 +184,12 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
 
     # The model
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Build on the CPU on rank 0, and on the meta device on other ranks, whose values would be discarded."""
+        with torch.device("cpu" if self.global_rank == 0 else "meta"):
+            yield
+
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -210,7 +221,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
                 originals.restore_when_gathered(module)
         self._shard_roots = [root for root in roots if isinstance(root, FSDPModule)]
         originals.restore_attributes()
-        originals.replace_elsewhere(model)
+        originals.refuse_uses()
         self._replicated |= {one for one in model.parameters() if not isinstance(one, DTensor)}
         if self.prefetch is not None:
             _gather_ahead([*roots, *units.values()], self.prefetch)
@@ -227,11 +238,10 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         self._forward_redirection = WatchedForward(self._trained)
         let_data_be_assigned()
         let_numbers_be_read()
+        refuse_pickles()
         instead = "" if self._gathers_parts else "type trainer.strategy.gather=parts, "
         GatheredCopies(of_fsdp(model, own_names), self.looks, instead)
-        seconds = (self._timeout or default_pg_timeout).total_seconds()
-        self._rounds = Rounds(self.broadcast(secrets.token_hex(8)), seconds, "fsdp", "ddp")
-        self._calls: Counter[str] = Counter()
+        self._lone_reads = LoneReads(self.broadcast(secrets.token_hex(8)), self._timeout or default_pg_timeout)
         return model
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
@@ -252,15 +262,26 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         """Return the module, ready to be sharded.
 
         Raises:
-            Refused: the module shards itself, or a sharded strategy does not support it.
+            Refused: the module shards itself, a tensor attribute that is neither parameter nor buffer has no values on
+                ranks other than 0, or a sharded strategy does not support a part of it.
         """
-        assert self.lightning_module is not None
-        if any(isinstance(parameter, DTensor) for parameter in self.lightning_module.parameters()):
+        module = self.lightning_module
+        assert module is not None
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise Refused(
-                f"{type(self.lightning_module).__name__} shards itself in configure_model; leave fully_shard and "
-                "parallelize_module to the strategy"
+                f"{type(module).__name__} shards itself in configure_model; leave fully_shard and parallelize_module "
+                "to the strategy"
             )
-        return super().prepared()
+        refuse_hooks(module.named_parameters())
+        refuse_scripted(module)
+        refuse_bounded_rows(module)
+        if lost := self.broadcast(left_on_meta(module), src=self.world_size - 1):
+            raise Refused(
+                f"{', '.join(lost)}: a tensor made in configure_model that is neither parameter nor buffer has no "
+                "values on ranks other than 0; use register_buffer"
+            )
+        model = self.precision_plugin.convert_module(module)
+        return self._layer_sync.apply(model) if self._layer_sync else model
 
     def _shard_unit(self, module: nn.Module, parts: Sequence[nn.Module], is_root: bool) -> None:
         """Shard the direct parameters of `parts`, which a module gathers before its forward pass."""
@@ -328,19 +349,8 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         refuse_hooks(self._in_shards)  # of a hook such as on_fit_start
-        is_first = batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0
-        # the gradients of a parameter frozen within a step would not be summed over replicas
-        if (is_first or self.accumulate_gradients != "within_replica") and self._trained.changes():
-            self._gather_once()
-
-    def _gather_once(self) -> None:
-        """Gather and free every unit, so that torch sets the dtype of its gradient sums, which it leaves unset for
-        units without trained parameters."""
-        assert self.model is not None
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-                module.reshard()
+        if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:
+            self._trained.changes()  # from here on, the step may make none
 
     @contextmanager
     def whole_weights(self, hook: str) -> Iterator[None]:
@@ -350,13 +360,11 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             Refused: a rank reads a weight alone.
         """
         self.free_gathered()  # what is still gathered after a forward pass is a copy, and writes to it would be lost
-        self._calls[hook] += 1
-        is_asked = self._calls[hook] <= FIRST and self.world_size <= MOST_ASKED
-        together = partial(self._rounds.together, hook) if is_asked else None
-        with WholeBesideShards(hook, together):
+        compare = self._lone_reads.checked(hook)
+        with ShardsInHook(hook, self._in_shards, compare):
             yield
-        if together is not None:
-            together(None)
+        if compare is not None:
+            compare(False)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context(), self.looks.step(), self.in_passes():
@@ -375,10 +383,7 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
             return self._evaluated("predict_step", *args, **kwargs)
 
     def _evaluated(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        assert self.model is not None
-        assert self.lightning_module is not None
-        parts = {name: part for name, part in self.model.named_modules() if FSDPModule in type(part).__mro__}
-        with self.looks.evaluation(step), self._rounds.in_evaluation(step, self.lightning_module.trainer, parts):
+        with self.looks.evaluation(step):
             return self._redirected(step, *args, **kwargs)
 
     def _redirected(self, step: str, *args: Any, **kwargs: Any) -> Any:
@@ -387,6 +392,51 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
         if self._gathers_parts:
             return getattr(self.lightning_module, step)(*args, **kwargs)
         return self._forward_redirection(self.model, self.lightning_module, step, *args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        is_within_step = not self.lightning_module.automatic_optimization
+        self._is_in_backward = True
+        with nullcontext() if is_within_step else self.in_passes():
+            output = super().backward(*args, **kwargs)
+        self._is_in_backward = False  # no try/finally: an error ends the run
+        return output
+
+    def in_passes(self) -> AbstractContextManager[None]:
+        """Context whose backward passes may use other parameters on other ranks, and may not differentiate twice
+        (`create_graph=True`).
+
+        Hooks gather a unit's parameters once for its forward and once for its backward pass: a third pass finds shards,
+        or loses part of a gradient.
+
+        Raises:
+            Refused: the module differentiates a gradient.
+        """
+        return around_passes(self._run_pass)
+
+    def _run_pass(
+        self,
+        run: Callable[..., Any],
+        accumulates: bool,
+        outputs: Any,
+        gradients: Any,
+        keep: bool,
+        create_graph: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if create_graph:
+            assert self.lightning_module is not None
+            raise Refused(
+                f"{first_name(self.lightning_module)} differentiates a gradient (create_graph=True), which needs "
+                "each parameter a third time, when it is no longer gathered; use strategy=ddp"
+            )
+        is_own = accumulates and not self._is_in_backward  # `loss.backward()`, whose loss Lightning does not get
+        with (
+            self.uses.in_pass() if accumulates else nullcontext(),
+            weighted(outputs, own_weight(self) if is_own else 1.0),
+        ):
+            return run(outputs, gradients, keep, create_graph, *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -405,16 +455,33 @@ class FSDP(PortableCheckpoints, Sharded, ModelParallelStrategy):
                 root.set_requires_all_reduce(reduces)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        assert self.model is not None
+        with self.outside_of_hooks():
+            output = super().optimizer_step(optimizer, closure, *args, **kwargs)
+            # as under ddp: batch norm statistics depend on a rank's samples
+            broadcast_in_place(self.model.buffers())
         self.free_gathered()  # after a step without a backward pass, the old values are still gathered
         return output
+
+    def on_validation_end(self) -> None:
+        self.free_gathered()
+
+    def on_test_end(self) -> None:
+        self.free_gathered()
+
+    def on_predict_end(self) -> None:
+        self.free_gathered()
 
     def local_parameters(self) -> dict[str, Stored]:
         self.free_gathered()
         return super().local_parameters()
 
     def free_gathered(self) -> None:
-        """Free the gathered parameters of every unit and the root."""
+        """Free the gathered parameters of every unit and the root.
+
+        Without a backward pass, the root stays gathered, and with SHARD_GRAD_OP every unit. Loading a checkpoint makes
+        gathered values stale.
+        """
         assert self.model is not None
         for module in self.model.modules():
             if isinstance(module, FSDPModule):

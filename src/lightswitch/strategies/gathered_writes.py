@@ -5,11 +5,10 @@ Outside the forward pass, parameters are shards: DTensors. Writes to them need n
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
-from weakref import WeakValueDictionary
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightswitch import patches
@@ -68,29 +68,40 @@ def _number(read: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return read(args[0].full_tensor(), **kwargs)
 
 
-class WholeBesideShards(TorchFunctionMode):
-    """Mode that gives a hook the results of one process for DTensors: reductions, and what torch can't compute on them.
+def refuse_pickles() -> None:
+    """Refuse to pickle a DTensor in this process, as `torch.save` does in a hook: a file would hold a rank's shard."""
+    copyreg.pickle(DTensor, _refuse_pickle)
 
-    It gathers DTensors if the first tensor is whole, if torch fails with shards, and if an element is set, which torch
-    would do in a copy. A result of which each rank has a part, such as a sum, is reduced at once: torch would read the
-    rank's part of it as a number, and computes wrong values with some of them.
+
+def _refuse_pickle(tensor: DTensor) -> NoReturn:
+    raise Refused(
+        f"a weight of shape {tuple(tensor.shape)}, of which each rank holds a shard, is pickled, as by torch.save; use "
+        "trainer.save_checkpoint, or strategy=ddp"
+    )
+
+
+class ShardsInHook(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Mode in which a hook computes with shards: a plain tensor counts as equal on all ranks, and a result that ranks
+    have to add up, such as a norm, is whole.
 
     Args:
         hook: description of the hook, for messages.
-        together: called with a name before this rank reads with the others, to check that they do; None for no check.
+        weights: names and shards of the weights.
+        compare: called with True before this rank reads with the others, to check that they do; None for no check.
     """
 
-    def __init__(self, hook: str, together: Callable[[str], None] | None = None) -> None:
-        super().__init__()
-        self._hook, self._together = hook, together
-        self._copies = WeakValueDictionary[int, Tensor]()  # by id, what is a view of a parameter in one process
+    def __init__(
+        self, hook: str, weights: Iterable[tuple[str, DTensor]], compare: Callable[[bool], None] | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self._hook, self._weights, self._compare = hook, weights, compare
         self._forwards = 0  # forward passes that the hook is in, whose modules compute with their own shards
         self._handles: list[RemovableHandle] = []
 
-    def __enter__(self) -> WholeBesideShards:
+    def __enter__(self) -> ShardsInHook:
         begin = register_module_forward_pre_hook(self._begin_forward)
         self._handles = [begin, register_module_forward_hook(self._end_forward, always_call=True)]
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
+        super().__enter__()  # type: ignore[no-untyped-call]  # likewise
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -104,153 +115,46 @@ class WholeBesideShards(TorchFunctionMode):
     def _end_forward(self, module: nn.Module, *_: Any) -> None:
         self._forwards -= _has_parameters(module)
 
-    def __torch_function__(
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if self._forwards:
-            return func(*args, **kwargs)
-        tensors = [one for value in (*args, *kwargs.values()) for one in _flat(value) if isinstance(one, Tensor)]
-        name = getattr(func, "__name__", "")
-        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if writes and self._copies and tensors and self._is_copy(tensors[0]):
+        given = (args, kwargs or {})
+        if self._forwards or not any(isinstance(one, DTensor) for one in tree_leaves(given)):
+            return func(*args, **given[1])
+        written = tree_leaves(args[0]) if func._schema.is_mutable else []
+        if written and not any(isinstance(one, DTensor) for one in written):  # such as an average in a buffer
+            return self._on_whole(func, given)
+        with implicit_replication():
+            result = func(*args, **given[1])
+        made = [one for one in tree_leaves(result) if isinstance(one, DTensor) and not written]
+        if any(getattr(placement, "reduce_op", None) == "avg" for one in made for placement in one.placements):
+            return self._on_whole(func, given)  # torch averages unequal shards as if they were equal
+        if func.is_view and isinstance(args[0], DTensor) and any(not _shares(one, args[0]) for one in made):
             raise Refused(
-                f"{self._hook} writes to a slice of a parameter with {name}, but under fsdp the slice is a copy; write "
-                "to the parameter itself (p[…] = …), or use strategy=ddp"
+                f"{self._hook} takes a part of {self._name(args[0])}, of which each rank holds a shard: the part would "
+                "be a copy, and a write to it lost; compute with the whole weight, or use strategy=ddp"
             )
-        if not any(isinstance(one, DTensor) for one in tensors):
-            return func(*args, **kwargs)
-        if name == "__reduce_ex__":  # a hook saves it in a file of its own
-            self._wait_for_others()
-            whole = args[0].full_tensor().detach().requires_grad_(args[0].requires_grad)
-            return whole.__reduce_ex__(*args[1:])
-        if name == "__set__" and isinstance(args[0], DTensor):  # an attribute, such as a gradient
-            return func(args[0], *(_as_shards(one, args[0]) if isinstance(one, Tensor) else one for one in args[1:]))
-        if not isinstance(tensors[0], DTensor) or name == "__setitem__":
-            return self._whole(func, args, kwargs, writes)
-        if (
-            not writes
-            and name not in _OF_OBJECTS
-            and any(map(_may_be_empty, tensors))
-            and _computes(func, args, kwargs)
-        ):
-            return self._whole(func, args, kwargs, writes)  # an empty shard has no maximum: one rank alone would fail
-        try:
-            with implicit_replication():
-                result = func(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            raise
-        except (NotImplementedError, RuntimeError, TypeError):  # torch can't compute it on shards
-            return self._whole(func, args, kwargs, writes)
-        if not writes and any(_is_in_parts(one, tensors[0]) for one in _flat(result)):
-            # torch averages unequal shards as if they were equal
-            if not all(map(_is_even, tensors)):
-                return self._whole(func, args, kwargs, writes)
-            self._wait_for_others()
-            return _gathered(result)
-        self._copies.update((id(one), one) for one in _flat(result) if _is_copied(one, tensors[0], name))
-        return result
+        return result if written else tree_map_only(DTensor, self._added_up, result)
 
-    def _is_copy(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._copies or id(_base(tensor)) in self._copies
+    def _on_whole(self, func: Any, given: tuple[Sequence[Any], Mapping[str, Any]]) -> Any:
+        args, kwargs = tree_map_only(DTensor, self._gathered, given)
+        return func(*args, **kwargs)
 
-    def _wait_for_others(self) -> None:
-        if self._together is not None:
-            self._together("a weight")
+    def _added_up(self, result: DTensor) -> Tensor:
+        return result if any(placement.is_shard() for placement in result.placements) else self._gathered(result)
 
-    def _whole(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], writes: bool) -> Any:
-        self._wait_for_others()
-        whole = [_gathered(value) for value in args]
-        result = func(*whole, **{key: _gathered(value) for key, value in kwargs.items()})
-        if not writes:
-            pairs = zip(chain(*map(_flat, args)), chain(*map(_flat, whole)), strict=True)
-            copies = [copy for one, copy in pairs if isinstance(one, DTensor)]
-            parts = [one for one in _flat(result) if isinstance(one, Tensor) and any(_shares(one, of) for of in copies)]
-            self._copies.update((id(one), one) for one in [*map(_base, copies), *parts])
-            return result
-        for parameter, its_whole in zip(_flat(args[0]), _flat(whole[0]), strict=True):
-            if isinstance(parameter, DTensor):
-                parameter.data = its_whole
-        return args[0] if isinstance(args[0], DTensor) else result
+    def _gathered(self, tensor: DTensor) -> Tensor:
+        if self._compare is not None:
+            self._compare(True)
+        return tensor.full_tensor()
+
+    def _name(self, part: DTensor) -> str:
+        return next((name for name, weight in self._weights if _shares(weight, part)), "a tensor")
 
 
-_OF_OBJECTS = ("__get__", "__deepcopy__")  # attributes and copies, which stay what they are
-# functions whose results are views in one process, also where autograd does not record them
-_PARTS = ("__getitem__", "narrow", "select", "chunk", "split", "unbind", "view", "reshape", "flatten")
-
-
-def _is_copied(part: Any, of: DTensor, name: str) -> bool:
-    """Return whether a DTensor that is a view of another for autograd, or by the name of its function, is none."""
-    if not isinstance(part, DTensor) or not (part._is_view() or name in _PARTS):
-        return False
-    return not _shares(part._local_tensor, of._local_tensor)
-
-
-def _shares(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _base(tensor: Tensor) -> Tensor:
-    return tensor if tensor._base is None else tensor._base
-
-
-def _is_in_parts(result: Any, of: DTensor) -> bool:
-    """Return whether a result has to be reduced over ranks, or has left the devices that gather it, as by `cpu`."""
-    if not isinstance(result, DTensor):
-        return False
-    has_left = result._local_tensor.device.type != of._local_tensor.device.type
-    return has_left or any(placement.is_partial() for placement in result.placements)
-
-
-def _is_even(tensor: Tensor) -> bool:
-    """Return whether the ranks' shards of a tensor have one size."""
-    return not any(size % ranks for size, ranks in _cuts(tensor))
-
-
-def _may_be_empty(tensor: Tensor) -> bool:
-    """Return whether a rank's shard of a tensor may have no element: a dimension of 5 is cut in 2, 2, 1 and 0."""
-    return any((ranks - 1) * -(-size // ranks) >= size for size, ranks in _cuts(tensor) if ranks > 1)
-
-
-def _cuts(tensor: Tensor) -> list[tuple[int, int]]:
-    """Return the size of each dimension, and the number of ranks that it is cut over."""
-    ranks = [1] * tensor.ndim
-    if isinstance(tensor, DTensor):
-        for placement, count in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
-            if placement.is_shard():
-                ranks[placement.dim] *= count  # type: ignore[attr-defined]  # a Shard's
-    return [*zip(tensor.shape, ranks, strict=True)]
-
-
-def _computes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function reads the values of its tensors: it returns neither views nor what shapes tell."""
-    there = [_mapped(value, _without_values) for value in args]
-    try:
-        result = func(*there, **{key: _mapped(value, _without_values) for key, value in kwargs.items()})
-    except Exception:  # whatever it needs values for
-        return True
-    own = {one.untyped_storage()._cdata for value in there for one in _flat(value) if isinstance(one, Tensor)}
-    return any(isinstance(one, Tensor) and one.untyped_storage()._cdata not in own for one in _flat(result))
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _flat(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else (value,)
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a value, or the items of a list or tuple, with tensors changed."""
-    if isinstance(value, list | tuple):
-        return type(value)([_mapped(one, change) for one in value])
-    return change(value) if isinstance(value, Tensor) else value
-
-
-def _gathered(value: Any) -> Any:
-    """Return a value, or the items of a list or tuple, with DTensors gathered. Collective."""
-    return _mapped(value, lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+def _shares(one: DTensor, other: DTensor) -> bool:
+    """Return whether two tensors have this rank's elements in the same memory."""
+    return one._local_tensor.untyped_storage().data_ptr() == other._local_tensor.untyped_storage().data_ptr()
 
 
 @dataclass(frozen=True)

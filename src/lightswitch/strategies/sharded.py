@@ -1,22 +1,18 @@
-"""Base of sharded strategies, for modules without code for sharding, with clipping over devices and timeouts."""
+"""What fsdp makes of a module and its tensors, clipping over devices, and timeouts."""
 
 from __future__ import annotations
 
-import gc
 import weakref
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Container, Iterable
 from datetime import timedelta
 from functools import partial
-from types import CellType, FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed import Backend, ProcessGroup
@@ -24,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_timeout, _world
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric
 
@@ -32,10 +29,6 @@ from lightswitch.checkpoints import names
 from lightswitch.errors import Refused, listed
 from lightswitch.mixins import Mixin
 from lightswitch.monitoring.grad_norm import by_mesh, gradient_norm
-from lightswitch.strategies.manual_gradients import around_passes, own_weight, weighted
-from lightswitch.strategies.replicas import broadcast_in_place, left_on_meta
-from lightswitch.strategies.uneven import UnevenUse
-from lightswitch.strategies.writes import WatchedWeights, refuse_bounded_rows
 
 # Forward methods whose weights autocast rounds to 16 bits at each use: linear and convolution (torch, automatic mixed
 # precision)
@@ -48,113 +41,6 @@ _ROUNDED = {
 }
 _CONV1D = "transformers.pytorch_utils.Conv1D"  # the linear layer of transformers' GPT-2
 _LEAST_ROUNDED_SHARE = 0.9  # of a unit's parameters: the root gathers the others, and they stay gathered for longer
-
-
-class Sharded(WatchedWeights, ParallelStrategy):
-    """Base of sharded strategies; among the bases of a class, list it before Lightning's strategy."""
-
-    uses: UnevenUse  # of a strategy whose model is sharded
-    _is_in_backward = False  # a backward pass of Lightning's is running
-
-    @abstractmethod
-    def free_gathered(self) -> None:
-        """Free the gathered parameters.
-
-        Without a backward pass, the root stays gathered, and with SHARD_GRAD_OP every unit. Loading a checkpoint makes
-        gathered values stale.
-        """
-
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Build on the CPU on rank 0, and on the meta device on other ranks, whose values would be discarded."""
-        with torch.device("cpu" if self.global_rank == 0 else "meta"):
-            yield
-
-    def prepared(self) -> nn.Module:
-        """Return the module, ready to be sharded.
-
-        Raises:
-            Refused: a tensor attribute that is neither parameter nor buffer has no values on ranks other than 0, or a
-                sharded strategy does not support a part of it.
-        """
-        module = self.lightning_module
-        assert module is not None
-        refuse_hooks(module.named_parameters())
-        refuse_scripted(module)
-        refuse_bounded_rows(module)
-        if lost := self.broadcast(left_on_meta(module), src=self.world_size - 1):
-            raise Refused(
-                f"{', '.join(lost)}: a tensor made in configure_model that is neither parameter nor buffer has no "
-                "values on ranks other than 0; use register_buffer"
-            )
-        model = self.precision_plugin.convert_module(module)
-        return self._layer_sync.apply(model) if self._layer_sync else model
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.in_passes():
-            return super().training_step(*args, **kwargs)
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        is_within_step = not self.lightning_module.automatic_optimization
-        self._is_in_backward = True
-        with nullcontext() if is_within_step else self.in_passes():
-            output = super().backward(*args, **kwargs)
-        self._is_in_backward = False  # no try/finally: an error ends the run
-        return output
-
-    def in_passes(self) -> AbstractContextManager[None]:
-        """Context whose backward passes may use other parameters on other ranks, and may not differentiate twice
-        (`create_graph=True`).
-
-        Hooks gather a unit's parameters once for its forward and once for its backward pass: a third pass finds shards,
-        or loses part of a gradient.
-
-        Raises:
-            Refused: the module differentiates a gradient.
-        """
-        return around_passes(self._run_pass)
-
-    def _run_pass(
-        self,
-        run: Callable[..., Any],
-        accumulates: bool,
-        outputs: Any,
-        gradients: Any,
-        keep: bool,
-        create_graph: bool,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if create_graph:
-            assert self.lightning_module is not None
-            raise Refused(
-                f"{first_name(self.lightning_module)} differentiates a gradient (create_graph=True), which needs "
-                "each parameter a third time, when it is no longer gathered; use strategy=ddp"
-            )
-        is_own = accumulates and not self._is_in_backward  # `loss.backward()`, whose loss Lightning does not get
-        with (
-            self.uses.in_pass() if accumulates else nullcontext(),
-            weighted(outputs, own_weight(self) if is_own else 1.0),
-        ):
-            return run(outputs, gradients, keep, create_graph, *args, **kwargs)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        with self.outside_of_hooks():
-            output = super().optimizer_step(optimizer, closure, *args, **kwargs)
-            assert self.model is not None
-            # as under ddp: batch norm statistics depend on a rank's samples
-            broadcast_in_place(self.model.buffers())
-        return output
-
-    def on_validation_end(self) -> None:
-        self.free_gathered()
-
-    def on_test_end(self) -> None:
-        self.free_gathered()
-
-    def on_predict_end(self) -> None:
-        self.free_gathered()
 
 
 def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -194,18 +80,18 @@ class Originals:
 
     def __init__(self, module: nn.Module) -> None:
         self._of = [
-            (part, name, weakref.ref(parameter), _attributes(parameter))
-            for part in module.modules()
-            for name, parameter in part._parameters.items()
+            (part, key, names.own_name(f"{path}.{key}"), weakref.ref(parameter), _attributes(parameter))
+            for path, part in module.named_modules()
+            for key, parameter in part._parameters.items()
             if parameter is not None
         ]
 
     def restore_attributes(self) -> None:
         """Set what a module's code has set on its parameters, such as `weight._no_weight_decay = True`, on the tensors
         that are the parameters now."""
-        for part, name, _, attributes in self._of:
+        for part, key, *_, attributes in self._of:
             if attributes:
-                vars(getattr(part, name)).update(attributes)
+                vars(getattr(part, key)).update(attributes)
 
     def restore_when_gathered(self, module: nn.Module) -> None:
         """Set the attributes on the gathered parameters as well, which exist from a module's first forward pass on."""
@@ -219,51 +105,34 @@ class Originals:
         if any(attributes for *_, attributes in self._of):
             hook = module.register_forward_pre_hook(restore_once)
 
-    def replace_elsewhere(self, model: nn.Module) -> None:
-        """Let lists, dicts, optimizers and closures that still hold an original, as those of a constructor, hold the
-        parameter that stands in its place.
+    def refuse_uses(self) -> None:
+        """Let any use raise an error of what a list, an optimizer or a closure of a constructor still holds."""
+        for part, key, name, ref, _ in self._of:
+            original = ref()
+            if original is not None and original is not part._parameters[key] and type(original) is nn.Parameter:
+                original.__class__ = _Original
+                vars(original)["own_name"] = name
+
+
+class _Original(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to compute with a parameter that does not train.
 
         Raises:
-            Refused: something that can't be changed holds one.
+            Refused: in any case.
         """
-        pairs = [(ref(), part._parameters[name]) for part, name, ref, _ in self._of]
-        old = tuple(one for one, now in pairs if one is not None and one is not now)  # of a list, `*` makes another
-        new = {id(one): now for one, now in pairs if one is not None}
-        del pairs
-        if not old:
-            return
-        gc.collect()
-        for holder in gc.get_referrers(*old):
-            if holder is not old and not isinstance(holder, FrameType) and not _replace(holder, new):
-                held = {id(new.get(id(one))) for one in gc.get_referents(holder)}
-                found = [name for name, one in names.parameters(model).items() if id(one) in held]
-                raise Refused(
-                    f"a {type(holder).__name__} holds {listed(found)}, of which a sharded strategy makes another "
-                    "tensor; hold it in a list, look it up in the module when it is needed, or use strategy=ddp"
-                )
+        original = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
+        raise Refused(
+            f"{vars(original)['own_name']} is used as the constructor held it, in an optimizer or a list, but a "
+            "sharded strategy trains another tensor; make optimizers in configure_optimizers, look weights up in the "
+            "module when they are needed, or use strategy=ddp"
+        )
 
 
 def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
     """Return what code has set on a parameter, unless its attributes are its data."""
     return {} if hasattr(parameter, "__tensor_flatten__") else dict(vars(parameter))
-
-
-def _replace(holder: Any, new: Mapping[int, nn.Parameter | None]) -> bool:
-    """Replace parameters among the values of a list, a dict, an object or a closure, and return whether it was
-    possible.
-
-    Args:
-        new: what to put in the place of a parameter, by its `id`.
-    """
-    if isinstance(holder, CellType):
-        holder.cell_contents = new[id(holder.cell_contents)]
-        return True
-    values = holder if isinstance(holder, list | dict) else getattr(holder, "__dict__", {})
-    items = [*(enumerate(values) if isinstance(values, list) else values.items())]
-    found = [(key, new[id(one)]) for key, one in items if id(one) in new]
-    for key, parameter in found:
-        values[key] = parameter
-    return bool(found)
 
 
 def first_name(owner: object) -> str:

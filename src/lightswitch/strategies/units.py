@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
 
@@ -17,7 +15,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch._logging import _internal as torch_logs
 
 from lightswitch import patches
 from lightswitch.errors import Refused, nearest
@@ -109,9 +106,6 @@ def _classes(model: nn.Module) -> str:
     return f"its classes are {', '.join(classes)}"
 
 
-_EXPECTED = 4  # recompilations of a function: no gradients, inference mode, a smaller last batch, any batch size
-
-
 class Compilation(Callback):
     """Callback that compiles a model after it is built, and before a strategy shards it.
 
@@ -185,7 +179,6 @@ class Compilation(Callback):
         if not units:
             patches.replace(model, "training_step", torch.compile(model.training_step, **self._arguments))
         if trainer.is_global_zero:
-            tell_recompilations()
             log.info("compiles   %s by %s", _described(units.values()), self.backend)
 
     @property
@@ -247,38 +240,6 @@ def is_compiled(module: nn.Module) -> bool:
 def _described(units: Iterable[nn.Module]) -> str:
     kinds = Counter(type(unit).__name__ for unit in units)
     return ", ".join(f"{count} {name}" for name, count in kinds.items()) or "the training step"
-
-
-def tell_recompilations() -> None:
-    """Log each recompilation of a function beyond the expected ones, from now on.
-
-    If TORCH_LOGS is set, do nothing: torch then logs only what that variable selects.
-    """
-    if "TORCH_LOGS" in os.environ:
-        return
-    torch_logs.set_logs(recompiles=True)
-    logger = torch_logs.getArtifactLogger("torch._dynamo.guards", "recompiles")
-    logger.propagate = False  # torch's handler prints each, including the expected ones
-    logger.addHandler(_Recompilations())
-
-
-class _Recompilations(logging.Handler):
-    """Handler of torch's recompilation records: `Recompiling function NAME in FILE:LINE`, then one reason a line."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._counts: Counter[str] = Counter()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Count a function's recompilations, and log those beyond the expected ones."""
-        first, *reasons = record.getMessage().splitlines()
-        name, _, place = first.removeprefix("Recompiling function ").partition(" in ")
-        self._counts[first] += 1
-        if self._counts[first] > _EXPECTED:
-            reason = next((line.strip(" -") for line in reasons if line.strip().startswith("-")), "unknown")
-            log.warning(
-                "recompiled %d times: %s of %s; reason: %s", self._counts[first], name, Path(place).name, reason
-            )
 
 
 _WITH_FLOAT8 = (8, 9)  # compute capability of Ada

@@ -21,7 +21,7 @@ FIRST_STEP_ALONE = (
     "train the first step in one process (strategy=single trainer.devices=1 trainer.max_steps=1 run_id=NAME), and go "
     "on with the same run_id"
 )
-_FIRST, EVERY = 3, 128  # examine the first 3 steps, one in 128, and those before a save: each look reads every weight
+_FIRST = 3  # steps that are examined at first; later, those before a save: each look reads every weight
 
 
 class WatchedWeights(Strategy):
@@ -85,8 +85,8 @@ _AFTER = ", after the step"
 class Looks:
     """Record of the steps that are examined for writes to weights that a strategy would lose.
 
-    A look is the examination of one step. The first steps, those that a save may follow, and a few others are examined:
-    so writes that begin later are found, and refused before they are saved.
+    A look is the examination of one step. The first steps and those that a save may follow are examined: so writes that
+    begin later are found, and refused before they are saved.
 
     Attributes:
         is_at_work: a step is running.
@@ -112,7 +112,7 @@ class Looks:
     def step(self) -> Iterator[None]:
         """Context of a training step."""
         self._steps += 1
-        self.is_due, self._is_asked = self._is_asked or self._steps <= _FIRST or self._steps % EVERY == 0, False
+        self.is_due, self._is_asked = self._is_asked or self._steps <= _FIRST, False
         if self.is_due and detect_fake_mode() is not None:  # a simulated step has no values
             self.is_due = False
         self.is_at_work = True

@@ -1,18 +1,16 @@
-"""Run one job of a sweep: an ordinary run in its own process session."""
+"""One job of a sweep: an ordinary run in a process of its own."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -21,30 +19,33 @@ from lightswitch.cluster.placement import Placement
 from lightswitch.config.overrides import flags_of_a_job, quoted, typed_overrides
 from lightswitch.errors import ExitCode, RefusedRequest
 from lightswitch.monitoring.objective import find
-from lightswitch.process import CAUGHT, REQUEUED, heard
+from lightswitch.process import REQUEUED
 from lightswitch.runs import finished
 from lightswitch.sweeps import record
+from lightswitch.sweeps.pool import Pool, ProcessEnd
 from lightswitch.sweeps.record import FAILED, FINISHED, STOPPED, Record
 
 _OF_THE_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")
-_ENOUGH = 3  # interrupts until SIGKILL; the run saves at the first and ends without saving at the second
-_LOOK_EVERY_SECONDS = 1
-_GRACE_SECONDS = 10
+_OUTPUT = "output.txt"
 
 
-def run(typed: list[str], cfg: DictConfig, placement: Placement) -> float | None:
-    """Run one job. Hydra calls this for each job, in this process or in each task of a cluster job.
+def run(typed: list[str], cfg: DictConfig, placement: Placement, pool: Pool) -> float | None:
+    """Start one job, and wait for its end unless several run at once.
+
+    Hydra calls this for each job, in this process or in each task of a cluster job.
 
     Args:
         typed: script and arguments of the sweep; those of this process differ in a cluster job.
 
     Returns:
-        The objective, for Optuna; None if the job failed or did not log it. The sweep continues in either case.
+        The objective, for Optuna; None if the job failed, did not log it, or still runs. The sweep continues in each
+        case.
 
     Raises:
         RefusedRequest: the directory belongs to another job, whose checkpoints this job must not reuse.
         SystemExit: a signal stopped the job, or any signal but the notice of a time limit arrived; this ends the sweep.
     """
+    pool.wait_for_slot()
     hydra = HydraConfig.get()
     folder, cwd = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd)
     directory = str(folder.relative_to(cwd)) if folder.is_relative_to(cwd) else str(folder)
@@ -70,7 +71,18 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement) -> float | None
         record.write(job, folder)
         chosen = (override for override in job.overrides if override not in typed and not override.startswith("~"))
         print(f"job {job.number:<6} {' '.join(chosen)}", flush=True)
-    return _run([sys.executable, script, *own, *job.overrides], cwd, job, folder, str(cfg.objective), placement)
+    failure_file(folder, placement).unlink(missing_ok=True)
+    pool.start(
+        [sys.executable, script, *own, *job.overrides],
+        cwd,
+        partial(_end, job, folder, str(cfg.objective), placement, pool),
+        folder / _OUTPUT if pool.is_shared else None,
+        _failure_elsewhere(job, folder, placement.is_external),
+    )
+    if pool.is_shared:
+        return None
+    pool.wait()
+    return ended.objective if (ended := record.read(folder)) is not None and ended.is_comparable else None
 
 
 def _are_of_one_job(one: str, other: str) -> bool:
@@ -88,12 +100,9 @@ def start_id(placement: Placement, environ: Mapping[str, str] = os.environ) -> s
     return f"{job}.{restarts}.{step}" if placement.is_external else f"{job}.{secrets.token_hex(4)}"
 
 
-def _run(
-    command: list[str], cwd: Path, job: Record, folder: Path, objective: str, placement: Placement
-) -> float | None:
+def _end(job: Record, folder: Path, objective: str, placement: Placement, pool: Pool, ended: ProcessEnd) -> None:
+    """Write the job's record if this task is the first one or failed, and stop the sweep if a signal ended the job."""
     failure = failure_file(folder, placement)
-    failure.unlink(missing_ok=True)
-    ended = run_to_its_end(command, cwd, is_lost=_failure_elsewhere(job, folder, placement.is_external))
     if ended.exit_code == 0:
         found = finished.read_results(folder)
         job = replace(job, state=FINISHED, objective=found.get(find(found, objective) or objective))
@@ -102,11 +111,13 @@ def _run(
     else:
         job = replace(job, state=FAILED, error=_read(failure) or _how(ended.exit_code))
     failure.unlink(missing_ok=True)
-    value = _end(job, folder, placement.rank)
+    if placement.rank == 0 or job.state == FAILED:
+        record.write(job, folder)
+    if pool.is_shared:
+        value = "" if job.objective is None else f", {objective} {job.objective:.5g}"
+        print(f"job {job.number:<6} {job.state}{value}; its output: {job.directory}/{_OUTPUT}", flush=True)
     if job.state == STOPPED or set(ended.signals) - set(REQUEUED):  # a time-limit notice ends only the job
-        code = ended.exit_code if ended.exit_code > 0 else ExitCode.of_signal(ended.signals[0])
-        raise SystemExit(code)
-    return value
+        pool.stop(ended.exit_code if ended.exit_code > 0 else ExitCode.of_signal(ended.signals[0]))
 
 
 def failure_file(folder: Path, placement: Placement) -> Path:
@@ -130,77 +141,3 @@ def _failure_elsewhere(job: Record, folder: Path, has_tasks: bool) -> Callable[[
 
 def _how(exit_code: int) -> str:
     return f"exit code {exit_code}" if exit_code > 0 else f"killed by {signal.Signals(-exit_code).name}"
-
-
-def _end(job: Record, folder: Path, rank: int) -> float | None:
-    """Write the job's record if this task is the first one or failed, and return the objective for Optuna."""
-    if rank == 0 or job.state == FAILED:
-        record.write(job, folder)
-    return job.objective if job.is_comparable else None
-
-
-@dataclass(frozen=True)
-class ProcessEnd:
-    """End of a job's process.
-
-    Args:
-        exit_code: exit code; the negative signal number if a signal killed the process.
-        signals: signals received while it ran.
-    """
-
-    exit_code: int
-    signals: list[int]
-
-
-def run_to_its_end(command: list[str], cwd: Path, is_lost: Callable[[], bool]) -> ProcessEnd:
-    """Run a command in a new session, and kill any processes that it leaves behind.
-
-    Slurm and the terminal signal only this process, which forwards the signals.
-
-    Args:
-        is_lost: returns whether the command can no longer succeed and must be killed; called every second.
-    """
-    with _started(command, cwd) as (child, signals):
-        exit_code = _wait(child, is_lost)
-    _signal_all(child, signal.SIGKILL)
-    return ProcessEnd(exit_code, signals)
-
-
-@contextlib.contextmanager
-def _started(command: list[str], cwd: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
-    """Start the command; forward SIGINT to all of its processes, as a terminal does, and other signals to the first."""
-    received: list[int] = []
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if number != signal.SIGINT:
-            child.send_signal(number)
-        else:
-            _signal_all(child, signal.SIGKILL if received.count(number) >= _ENOUGH else number)
-
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)  # the run inherits the mask and unblocks what it handles
-    child = subprocess.Popen(command, cwd=cwd, start_new_session=True)
-    wakeup = signal.set_wakeup_fd(-1)  # else its reader would end this process before its child
-    before = {number: signal.signal(number, pass_on) for number in heard()}
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    try:
-        yield child, received
-    finally:
-        signal.set_wakeup_fd(wakeup)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _wait(child: subprocess.Popen[bytes], is_lost: Callable[[], bool]) -> int:
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return child.wait(_LOOK_EVERY_SECONDS)
-        if is_lost():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return child.wait(_GRACE_SECONDS)
-            _signal_all(child, signal.SIGKILL)
-
-
-def _signal_all(child: subprocess.Popen[bytes], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, number)

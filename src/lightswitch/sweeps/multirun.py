@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from hydra.core.utils import JobStatus
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from lightswitch import patches
 from lightswitch.cluster import placement
 from lightswitch.config import moved
 from lightswitch.config.confidential import Cleaner
@@ -27,6 +33,8 @@ from lightswitch.preflight import check, devices, root_keys
 from lightswitch.process import Process
 from lightswitch.runs import claim, finished
 from lightswitch.sweeps import record
+from lightswitch.sweeps.pool import Pool
+from lightswitch.sweeps.record import FINISHED, NOT_BEGUN, Record
 
 _SWEEPERS = ("BasicSweeper", "OptunaSweeper")  # they take jobs from the command line and hydra.sweeper.params
 _SAMPLES = ("search_space", "custom_search_space")  # other sources of jobs in OptunaSweeper
@@ -59,18 +67,83 @@ def run(
     except RefusedRequest as refused:
         raise RefusedRequest(Cleaner.of(cfg).cleaned(refused.problems)) from refused
     pinned = f"hydra.sweep.dir={quoted(str(folder))}"  # a job on another machine can't resolve the time or id in it
+    planned: list[Record] = []
     try:
-        _run_jobs(partial(walk, [*overrides, pinned]), folder)
+        with Pool(slots(cfg)) as pool:
+            _launch_in(pool, planned)
+            _run_jobs(partial(walk, [*overrides, pinned]), folder)
     finally:
         process.release_locks()
         claim.remove_if_empty(folder)
-        jobs = record.read_all(folder)
+        there = {job.number: job for job in record.read_all(folder)}
+        jobs = [*({job.number: job for job in planned} | there).values()]
         logged = {name for file in folder.glob(f"*/{finished.RESULTS}") for name in finished.read_results(file.parent)}
         print(record.table(jobs, str(cfg.objective), logged), end="", flush=True)
+        if any(job.state != FINISHED for job in jobs):
+            print(f"\ngo on      {_go_on(cfg)}", flush=True)
     for text in of_jobs(cfg, folder) if jobs else ():
         print(f"\n{text}" if text.endswith("\n") else text, flush=True)
     if any(job.has_failed for job in jobs):
         raise SystemExit(ExitCode.FAILED)
+
+
+def _launch_in(pool: Pool, planned: list[Record]) -> None:
+    """Let Hydra's own launcher start jobs in a pool, wait for them, and note all that it is to start."""
+    original = BasicLauncher.launch
+
+    def launch(self: BasicLauncher, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
+        numbered = enumerate(job_overrides, initial_job_idx)
+        planned.extend(Record(number, list(overrides), "", NOT_BEGUN) for number, overrides in numbered)
+        task: Callable[..., Any] | None = self.task_function
+        assert task is not None
+        self.task_function = partial(task, pool=pool)
+        returned = original(self, job_overrides, initial_job_idx)
+        pool.wait()
+        for one in (one for one in returned if one.status == JobStatus.COMPLETED):  # others raise their error
+            assert one.hydra_cfg is not None
+            ended = record.read(Path(one.hydra_cfg.hydra.runtime.output_dir))
+            one.return_value = ended.objective if ended is not None and ended.is_comparable else None
+        return returned
+
+    patches.replace(BasicLauncher, "launch", launch)
+
+
+def slots(cfg: DictConfig) -> list[dict[str, str]]:
+    """Return the environment variables of each slot of a sweep's pool, of its node `sweep`."""
+    asked = cfg.get("sweep") or {}
+    at_once, each = asked.get("jobs_at_once"), asked.get("devices_per_job")
+    if each is None:
+        return [{} for _ in range(at_once or 1)]
+    gpus = visible_gpus()
+    groups = [gpus[at : at + each] for at in range(0, len(gpus) - each + 1, each)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups[:at_once]]
+
+
+def visible_gpus() -> list[str]:
+    """Return the indices or names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES lists them."""
+    count = devices.present().cuda
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] if named else [str(index) for index in range(count)]
+
+
+def _wrong_slots(sweep: Mapping[str, Any], is_local: bool) -> Iterator[str]:
+    for key in ("jobs_at_once", "devices_per_job"):
+        if (value := sweep.get(key)) is not None and (type(value) is not int or value < 1):
+            yield f"sweep.{key}={value}: use a number from 1, or null"
+            return
+        if value is not None and not is_local:
+            yield f"sweep.{key}={value} is for jobs on this machine; a launcher of Hydra's has hydra.launcher options"
+            return
+    if (each := sweep.get("devices_per_job")) and len(found := visible_gpus()) < each:
+        yield f"sweep.devices_per_job={each}: found {len(found)} GPUs; on CPUs type sweep.jobs_at_once=2"
+
+
+def _go_on(cfg: DictConfig) -> str:
+    """Return the command that starts the sweep again; what has finished is not run again."""
+    hydra = [word for word in cfg.hydra.overrides.hydra if not word.startswith("hydra.mode=")]
+    typed = typed_overrides(cfg.hydra)
+    named = [] if any(word.startswith(("run_id=", "++run_id=")) for word in typed) else [f"run_id={cfg.run_id}"]
+    return shlex.join(["python", sys.argv[0], "-m", *hydra, *typed, *named])
 
 
 def _check(cfg: DictConfig, compose: Compose) -> None:
@@ -138,6 +211,7 @@ def _problems(cfg: DictConfig) -> Iterator[str]:
             "type python train.py -m … with trainer.devices=N, or with hydra/launcher=submitit_slurm on a cluster"
         )
     launcher = cfg.hydra.launcher
+    yield from _wrong_slots(cfg.get("sweep") or {}, str(launcher._target_).endswith(".BasicLauncher"))
     if str(launcher._target_).endswith("submitit_launcher.SlurmLauncher") and shutil.which("sbatch") is None:
         yield (
             "hydra/launcher=submitit_slurm: this machine has no sbatch; start the sweep on a machine of the cluster, "

@@ -21,7 +21,7 @@ from lightswitch.runs import saved
 _FILE = "job.json"
 # A job may be started again with others of these: a higher limit continues it, and the last two do not change the run
 _MAY_CHANGE = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time", "resume", "tags")
-RUNNING, FINISHED, FAILED, STOPPED = "running", "finished", "failed", "stopped"
+RUNNING, FINISHED, FAILED, STOPPED, NOT_BEGUN = "running", "finished", "failed", "stopped", "not begun"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Record:
         number: number of the job in the sweep, from 0.
         overrides: overrides with which its run was started.
         directory: directory of its run.
-        state: running, finished, failed or stopped.
+        state: running, finished, failed, stopped or not begun.
         objective: value of the metric by which jobs are compared; None until it is known.
         error: first line of its failure.
         start: identifies the start of the job; all tasks of one start write the same record.

@@ -26,11 +26,14 @@ def test_a_batch_that_was_cut_for_other_devices_is_refused(tmp_path: Path) -> No
         trainer.fit(PlainModel(), PlainData())
 
 
-def test_a_fraction_of_less_than_a_step_is_refused(tmp_path: Path) -> None:
-    batch = GlobalBatch(BatchPlan.derive(global_batch=12, micro_batch=None, replicas=1), seed=0)
-    trainer = local_trainer(tmp_path, batch, max_epochs=1, limit_train_batches=0.4)
-    with pytest.raises(Refused, match=r"trainer.limit_train_batches=0.4 of 2 steps an epoch is less than one step"):
-        trainer.fit(PlainModel(), PlainData(24))
+@pytest.mark.parametrize(("fraction", "steps"), [(0.2, 1), (0.9, 2)])
+def test_a_fraction_that_ends_within_a_step_is_refused(fraction: float, steps: int, tmp_path: Path) -> None:
+    batch = GlobalBatch(BatchPlan.derive(global_batch=12, micro_batch=4, replicas=1), seed=0)
+    trainer = local_trainer(
+        tmp_path, batch, max_epochs=1, limit_train_batches=fraction, accumulate_grad_batches=batch.plan.accumulation
+    )
+    with pytest.raises(Refused, match=f"3 are a step; type a number of steps, as trainer.limit_train_batches={steps}"):
+        trainer.fit(PlainModel(), PlainData(36))
 
 
 class FiveBatches(PlainData):

@@ -199,7 +199,7 @@ def test_a_validation_draws_the_same_where_it_is_run_again(drawn: Finished, trai
 @pytest.mark.parametrize("fraction", ["limit_train_batches", *at_night("overfit_batches")])
 def test_a_fraction_of_an_epoch_is_of_its_steps(fraction: str, train: Train) -> None:
     run = (*PLAIN, *RUN, "data.samples=66", "trainer.max_epochs=2", f"+trainer.{fraction}=0.5")
-    run = (*run, "trainer.val_check_interval=0.4", "trainer.check_val_every_n_epoch=1")
+    run = (*run, "trainer.val_check_interval=0.5", "trainer.check_val_every_n_epoch=1")
     whole, cut = train(*run), train(*run, "micro_batch_size=3", "run_id=cut")
     for name in ("train/loss", "samples"):
         assert largest_difference(whole, cut, name) <= 1e-5, name

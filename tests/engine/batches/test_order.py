@@ -12,10 +12,10 @@ from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampl
 from torch.utils.data.distributed import DistributedSampler
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.evaluation import EvaluationSlices
+from lightswitch.batches.evaluation import shares
 from lightswitch.batches.order import TrainingSlices, epoch_order
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
-from lightswitch.errors import BatchError
+from lightswitch.errors import BatchError, Refused
 
 
 def slices(plan: BatchPlan, samples: int, rank: int, drop_last: bool = False, epoch: int = 0, step: int = 0):
@@ -84,21 +84,20 @@ def test_position_is_read_at_the_first_batch_not_when_the_iterator_is_made() -> 
     ],
     ids=lambda sampler: type(sampler).__name__,
 )
-def test_a_random_order_is_a_function_of_seed_and_epoch_alone(sampler: object) -> None:
+def test_a_random_order_is_a_function_of_its_seed_alone(sampler: object) -> None:
     torch.manual_seed(3)
-    first = list(epoch_order(sampler, 30, seed=1, key=2))
+    first = list(epoch_order(sampler, 30, seed=1, epoch=2))
     state = torch.get_rng_state()
     random.seed(9), np.random.seed(9), torch.rand(5)
-    assert list(epoch_order(sampler, 30, seed=1, key=2)) == first
-    assert list(epoch_order(sampler, 30, seed=1, key=3)) != first
-    assert list(epoch_order(sampler, 30, seed=2, key=2)) != first
+    assert list(epoch_order(sampler, 30, seed=1, epoch=2)) == first
+    assert list(epoch_order(sampler, 30, seed=2, epoch=2)) != first
     assert len(first) == 30
     assert len(state)
 
 
 @pytest.mark.parametrize("drawn", [10, 30, 70])
 def test_a_random_sampler_draws_its_number_from_the_whole_set(drawn: int) -> None:
-    order = list(epoch_order(RandomSampler(range(30), num_samples=drawn), drawn, seed=1, key=2))
+    order = list(epoch_order(RandomSampler(range(30), num_samples=drawn), drawn, seed=1, epoch=2))
     assert len(order) == drawn
     assert len(set(order)) == min(drawn, 30)
     assert max(order) < 30
@@ -114,16 +113,16 @@ def test_the_samples_of_passes_beside_a_longer_loader_are_counted() -> None:
 
 def test_drawing_an_order_leaves_the_generator_of_torch_alone() -> None:
     torch.manual_seed(5)
-    epoch_order(WeightedRandomSampler([1.0, 2.0], 2), 2, seed=1, key=0)
+    epoch_order(WeightedRandomSampler([1.0, 2.0], 2), 2, seed=1, epoch=0)
     drawn = torch.rand(1)
     torch.manual_seed(5)
     assert torch.rand(1) == drawn
 
 
 def test_a_loader_that_does_not_shuffle_keeps_its_order() -> None:
-    assert list(epoch_order(SequentialSampler(range(7)), 7, seed=1, key=2)) == list(range(7))
+    assert list(epoch_order(SequentialSampler(range(7)), 7, seed=1, epoch=2)) == list(range(7))
     plain = DistributedSampler(range(7), num_replicas=2, rank=1, shuffle=False)
-    assert list(epoch_order(plain, 7, seed=1, key=2)) == list(range(7))
+    assert list(epoch_order(plain, 7, seed=1, epoch=2)) == list(range(7))
 
 
 @given(samples=st.integers(1, 60), replicas=st.integers(1, 5), batch=st.integers(1, 9))
@@ -131,11 +130,12 @@ def test_evaluation_reads_each_sample_once_in_equally_many_batches_a_rank(
     samples: int, replicas: int, batch: int
 ) -> None:
     order = SequentialSampler(range(samples))
-    slices = [EvaluationSlices(order, samples, batch, replicas, rank, seed=1) for rank in range(replicas)]
-    assert not slices[0].repeats(0)
-    assert sum(not one.repeats(0) for one in slices) == min(samples, replicas)
-    assert {(len(one), len(next(iter(one)))) for one in slices if one.repeats(0)} <= {(1, 1)}
-    ranks = [list(one) for one in slices if not one.repeats(0)]
+    if samples < replicas:
+        with pytest.raises(Refused, match=f"{samples} samples of a set, which {replicas} devices can't share"):
+            shares(order, samples, batch, replicas, 0, seed=1)
+        return
+    slices = [shares(order, samples, batch, replicas, rank, seed=1) for rank in range(replicas)]
+    ranks = [list(one) for one in slices]
     assert len({len(batches) for batches in ranks}) == 1
     assert [index for rank in ranks for part in rank for index in part] == list(range(samples))
     assert all(part for rank in ranks for part in rank)

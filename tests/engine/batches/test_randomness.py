@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, WeightedRandomSampler
 
-from lightswitch.batches.generators import mix, own_generators, seed_generators
+from lightswitch.batches.generators import mix, mix_each, own_generators, seed_generators
 from lightswitch.batches.loaders import training_loader
-from lightswitch.batches.order import SeededSamples
 from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.stand_ins import SeededSamples
 from tests.engine.conftest import PLAIN_DATA, Train
 from tests.engine.plain import PlainModel
 from tests.runs import context
@@ -115,14 +115,29 @@ def test_generators_that_a_dataset_keeps_are_seeded_as_the_global_ones(made: Cal
         assert other.__getitems__((1, 0, [4, 5])) == first
 
 
-def test_a_generator_that_a_hook_puts_into_a_dataset_is_seeded() -> None:
-    samples = [SeededSamples(Keeping(), seed=3) for _ in range(2)]
-    read = []
-    for one in samples:
-        one.__getitems__((1, 0, [4]))
-        one.generator = torch.Generator().manual_seed(len(read))
-        read.append(one.__getitems__((1, 0, [5])))
-    assert read[0] == read[1]
+def _drawing() -> Callable[[], float]:
+    rng = np.random.default_rng()
+    return lambda: float(rng.random())
+
+
+class OutOfReach(Noisy):
+    """Draws by a generator in the closure of a function."""
+
+    draw = staticmethod(_drawing())
+
+    def __getitem__(self, index: int) -> tuple[float, float, float]:
+        return (*super().__getitem__(index)[:2], self.draw())
+
+
+@pytest.mark.parametrize(("dataset", "lines"), [(OutOfReach, 1), (Noisy, 0), (Keeping, 0), (Batched, 0)])
+def test_a_generator_that_is_out_of_reach_is_reported_once(
+    dataset: type[Dataset], lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = SeededSamples(dataset(), seed=3)
+    for epoch in range(2):
+        samples.__getitems__((epoch, 0, [4, 5]))
+    told = "OutOfReach draws from a random generator that is not seeded: "
+    assert [line.startswith(told) for line in caplog.messages] == [True] * lines
 
 
 def test_only_what_belongs_to_a_dataset_is_seeded() -> None:
@@ -176,6 +191,8 @@ def test_a_wrapped_dataset_still_answers_for_itself() -> None:
 
 def test_the_hash_is_that_of_every_process_and_version() -> None:
     assert mix(1, 2, 3) == 7_702_586_659_592_502_839
+    numbers = [0, 3, (1 << 64) - 1, -5]
+    assert mix_each(numbers, 1, 2) == [mix(1, 2, number) for number in numbers]
 
 
 def test_neighbouring_places_get_unlike_seeds() -> None:

@@ -207,7 +207,7 @@ def test_workers_whose_worker_init_fn_splits_the_dataset_are_refused() -> None:
 
 def test_an_evaluation_set_smaller_than_the_world_is_refused() -> None:
     loader = evaluation_stream(DataLoader(Stream(range(3)), 2), BatchPlan(4, 1, 4, 1), 0, 1, _alike)
-    with pytest.raises(Refused, match="3 samples can't be shared by 4 devices"):
+    with pytest.raises(Refused, match="3 samples of a set, which 4 devices can't share"):
         next(iter(loader))
 
 

@@ -11,6 +11,12 @@ from random import Random
 Damage = Callable[[Random, Path], None]
 
 
+def flip_one(random: Random, path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    path.write_bytes(content)
+
+
 def flip(random: Random, path: Path) -> None:
     content = bytearray(path.read_bytes())
     for _ in range(random.choice((1, 1, 1, 2, 50))):
@@ -53,7 +59,7 @@ def swap(random: Random, path: Path) -> None:
 
 
 def rename(random: Random, path: Path) -> None:
-    path.rename(path.with_name(random.choice((f"{path.name}.bak", "__7_0.distcp", "x"))))
+    path.rename(path.with_name(random.choice((f"{path.name}.bak", "tensors_7.bin", "x"))))
 
 
 def take_that_of_another(random: Random, path: Path) -> None:

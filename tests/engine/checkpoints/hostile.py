@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +16,8 @@ import torch
 from lightswitch.batches.plan import KEY, Position
 from lightswitch.checkpoints import directory, manifest
 from tests.engine.plain import PlainModel
+
+BEFORE = Path(__file__).parents[1] / "before/runs_of_0ddfbcd/ddp/checkpoints/step_20.ckpt"
 
 
 class Payload:
@@ -40,14 +44,10 @@ def sign(path: Path) -> Path:
 
 
 def edit_index(path: Path, edit: Callable[[Any], None]) -> Path:
-    index = pickle.loads((path / ".metadata").read_bytes())
-    edit(index)
-    (path / ".metadata").write_bytes(pickle.dumps(index))
+    index = json.loads((path / "index.json").read_text())
+    edit(index["tensors"])
+    (path / "index.json").write_text(json.dumps(index))
     return sign(path)
-
-
-def index(path: Path, ran: Path) -> Path:
-    return edit_index(ours(path), lambda found: setattr(found, "planner_data", Payload(ran)))
 
 
 def state(path: Path, ran: Path) -> Path:
@@ -55,36 +55,30 @@ def state(path: Path, ran: Path) -> Path:
     return sign(path)
 
 
+def edit_pickled_index(path: Path, edit: Callable[[Any], None]) -> Path:
+    """One from before the JSON index."""
+    shutil.copytree(BEFORE, path)
+    index = pickle.loads((path / ".metadata").read_bytes())
+    edit(index)
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    return sign(path)
+
+
+def index(path: Path, ran: Path) -> Path:
+    return edit_pickled_index(path, lambda found: setattr(found, "planner_data", Payload(ran)))
+
+
 def tensors(path: Path, ran: Path) -> Path:
     """The index is a good one; the parts of tensors are not."""
-    torch.save({"payload": Payload(ran), "filling": bytes(500)}, ours(path) / "__0_0.distcp")
-    return fill(path, (path / "__0_0.distcp").read_bytes())
-
-
-def fill(path: Path, content: bytes) -> Path:
-    """Put a copy of some content in the place of each tensor."""
+    torch.save({"payload": Payload(ran), "filling": bytes(5000)}, path.with_name("content"))
+    content = path.with_name("content").read_bytes()
 
     def point_to_copies(found: Any) -> None:
         for number, info in enumerate(found.storage_data.values()):
-            info.offset, info.length = number * len(content), len(content)
+            info.relative_path, info.offset, info.length = "__0_0.distcp", number * len(content), len(content)
         (path / "__0_0.distcp").write_bytes(content * len(found.storage_data))
 
-    return edit_index(path, point_to_copies)
-
-
-def objects(path: Path, ran: Path) -> Path:
-    """What should be tensors is bytes, which torch's planner unpickles."""
-    torch.save(Payload(ran), ours(path) / "__0_0.distcp")
-
-    def call_them_bytes(found: Any) -> None:
-        kind = torch.distributed.checkpoint.metadata.BytesStorageMetadata
-        index_of = torch.distributed.checkpoint.metadata.MetadataIndex
-        info = next(iter(found.storage_data.values()))
-        info.offset, info.length = 0, (path / "__0_0.distcp").stat().st_size
-        found.storage_data = {index_of(name): info for name in found.state_dict_metadata}
-        found.state_dict_metadata = {name: kind() for name in found.state_dict_metadata}
-
-    return edit_index(path, call_them_bytes)
+    return edit_pickled_index(path, point_to_copies)
 
 
 def file(path: Path, ran: Path) -> Path:
@@ -103,5 +97,5 @@ def pickled(path: Path, ran: Path) -> Path:
     return path
 
 
-DIRECTORIES = (index, state, tensors, objects)
+DIRECTORIES = (index, state, tensors)
 FILES = (file, file_of_old, pickled)

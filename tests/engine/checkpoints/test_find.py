@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from lightswitch.batches.plan import KEY, Position
-from lightswitch.checkpoints import directory
-from lightswitch.checkpoints.index import read as index_of
+from lightswitch.checkpoints import before, directory
 from lightswitch.checkpoints.last import checkpoints_up_to, first_whole, newest
 from lightswitch.errors import UnfitCheckpoint
 from tests.engine.checkpoints import damages, hostile
@@ -56,12 +55,12 @@ class _PythonBefore3_11_4(pickle.Pickler):
 
 
 def test_a_checkpoint_that_an_older_python_has_written_is_read(tmp_path: Path) -> None:
-    path = write(tmp_path / "checkpoints/last.ckpt", global_step=3)
+    path = Path(shutil.copytree(hostile.BEFORE, tmp_path / "last.ckpt"))
     index = pickle.loads((path / ".metadata").read_bytes())
     with (path / ".metadata").open("wb") as file:
         _PythonBefore3_11_4(file).dump(index)
     assert b"getattr" in (path / ".metadata").read_bytes()
-    assert index_of(path).tensors().keys() == {"model.w"}
+    assert "model.seen" in before.read(path).like
 
 
 def test_of_two_at_a_step_the_validated_one_is_taken(tmp_path: Path) -> None:
@@ -79,7 +78,7 @@ HARMS: list[Damage] = [
 
 
 @pytest.mark.parametrize("harm", HARMS)
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "trainer.pt", "SHA256SUMS"])
+@pytest.mark.parametrize("name", ["tensors_0.bin", "index.json", "trainer.pt", "SHA256SUMS"])
 def test_a_harmed_checkpoint_is_passed_over_with_a_word(
     name: str, harm: Damage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,40 +94,51 @@ def test_a_harmed_checkpoint_is_passed_over_with_a_word(
 def edited(path: Path, what: str) -> Path:
     """A checkpoint whose checksums are right, and whose index is not."""
 
-    def edit(index: Any) -> None:
-        info = next(iter(index.storage_data.values()))
-        described = index.state_dict_metadata["model.w"]
+    def edit(tensors: Any) -> None:
+        (shard,) = tensors["model.w"]["shards"]
         if what == "a file elsewhere":
-            shutil.copy(path / info.relative_path, path.parent / "x.distcp")
-            info.relative_path = "../x.distcp"
+            shutil.copy(path / "tensors_0.bin", path.parent / "x.bin")
+            shard["file"] = "../x.bin"
         if what == "a file at an absolute path":
-            info.relative_path = str(path / info.relative_path)
+            shard["file"] = str(path / "tensors_0.bin")
         if what == "a file without a checksum":
-            shutil.copy(path / info.relative_path, path / "__9_0.distcp")
-            info.relative_path = "__9_0.distcp"
+            shutil.copy(path / "tensors_0.bin", path / "tensors_9.bin")
+            shard["file"] = "tensors_9.bin"
         if what == "2^44 numbers":
-            described.size = described.chunks[0].sizes = torch.Size([1 << 44])
+            tensors["model.w"]["shape"] = shard["shape"] = [1 << 44]
         if what == "a part of the numbers":
-            described.size = torch.Size([1001])
+            tensors["model.w"]["shape"] = [1001]
         if what == "a part that lies outside":
-            described.chunks[0].offsets = torch.Size([1])
+            shard["offset"] = [1]
         if what == "a place beyond the file":
-            info.offset = 1 << 40
+            shard["bytes"] = [1 << 40, (1 << 40) + 4000]
         if what == "no place":
-            index.storage_data = {}
+            tensors["model.w"]["shards"] = []
+        if what == "the same bytes twice":
+            tensors["model.v"] = tensors["model.w"]
+        if what in ODD:
+            tensors["model.w"] |= ODD[what]
 
     return hostile.edit_index(path, edit)
 
 
+ODD: dict[str, dict[str, Any]] = {
+    "a negative size": {"shape": [-1000]},
+    "a size that torch can't hold": {"shape": [0, 1 << 70]},
+    "no dtype": {"dtype": "nn"},
+    "no list": {"shards": {"file": "tensors_0.bin"}},
+}
 EDITED = {
-    "a file elsewhere": ".metadata names a file outside of the checkpoint: ../x.distcp",
-    "a file at an absolute path": ".metadata names a file outside of the checkpoint: /",
-    "a file without a checksum": "SHA256SUMS has no checksum of __9_0.distcp",
-    "2^44 numbers": "__0_0.distcp is shorter than .metadata says",
-    "a part of the numbers": ".metadata has 1000 of the 1001 elements of model.w",
-    "a part that lies outside": ".metadata has a chunk outside of model.w",
-    "a place beyond the file": "__0_0.distcp is shorter than .metadata says",
-    "no place": ".metadata does not say where a chunk of model.w is stored",
+    **dict.fromkeys(ODD, "index.json is not an index of tensors"),
+    "a file elsewhere": "index.json names a file outside of the checkpoint: ../x.bin",
+    "a file at an absolute path": "index.json names a file outside of the checkpoint: /",
+    "a file without a checksum": "SHA256SUMS has no checksum of tensors_9.bin",
+    "2^44 numbers": "tensors_0.bin is shorter than index.json says",
+    "a part of the numbers": "index.json has 1000 of the 1001 elements of model.w",
+    "a part that lies outside": "index.json has a shard outside of model.w",
+    "a place beyond the file": "tensors_0.bin is shorter than index.json says",
+    "no place": "index.json has 0 of the 1000 elements of model.w",
+    "the same bytes twice": "index.json refers to a part of a file for several shards",
 }
 
 

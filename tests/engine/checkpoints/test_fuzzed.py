@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from lightswitch.checkpoints.last import checkpoints_up_to, first_whole, newest
+from lightswitch.checkpoints.manifest import SUMS
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.errors import UnfitCheckpoint
 from tests.engine.checkpoints import hostile
-from tests.engine.checkpoints.damages import OF_A_FILE, damage
+from tests.engine.checkpoints.damages import OF_A_FILE, damage, flip_one
 from tests.engine.conftest import PLAIN, Train, runs_in
 from tests.night import at_night
 
@@ -57,6 +58,26 @@ def test_a_damaged_checkpoint_is_passed_over_or_it_is_what_was_written(
                 assert (reader.path / "trainer.pt").read_bytes() == states[reader.path.name]
                 passed_over = "step_4.ckpt can't be read as a checkpoint: " in caplog.text
                 assert passed_over == (reader.path.name == "step_2.ckpt"), "it is passed over without a word"
+
+
+FLIPS = 264
+
+
+@pytest.mark.parametrize("is_signed", [False, True])
+def test_no_flipped_bit_is_read_as_what_was_written(is_signed: bool, tmp_path: Path) -> None:
+    """Its checksum finds it; of whoever signs what he has changed, what is wrong is refused, and no more happens."""
+    good, path = hostile.ours(tmp_path / "good.ckpt"), tmp_path / "x.ckpt"
+    names = [
+        file.name for file in sorted(good.iterdir()) if file.stat().st_size and (not is_signed or file.name != SUMS)
+    ]
+    for seed in range(FLIPS):
+        shutil.copytree(good, path, dirs_exist_ok=True)
+        flip_one(Random(seed), path / names[seed % len(names)])
+        with (
+            told(seed, names),
+            pytest.raises(UnfitCheckpoint) if not is_signed else contextlib.suppress(UnfitCheckpoint),
+        ):
+            whole(Reader(hostile.sign(path) if is_signed else path, group=None))
 
 
 @pytest.mark.parametrize("kind", ["ours", "file", "file of old"])

@@ -1,13 +1,11 @@
-"""No way in runs what a checkpoint names, or takes more memory than its bytes: each is refused in a line."""
+"""No way in runs what a checkpoint names: each is refused in a line."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import pickle
 import shutil
-import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,10 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import lightswitch
-from lightswitch.checkpoints import safe
 from lightswitch.checkpoints.last import position_of
 from lightswitch.checkpoints.reader import Reader
 from lightswitch.checkpoints.weight_files import Weights
@@ -107,7 +103,7 @@ def test_a_run_started_again_passes_it_over(tmp_path: Path, ran: Path, train: Tr
     assert "resumes    runs/plainmodel/mine/checkpoints/step_3.ckpt, at step 3" in again.out
 
 
-KINDS = [build for build in (*hostile.DIRECTORIES, *hostile.FILES) if build not in (hostile.objects, hostile.pickled)]
+KINDS = [build for build in (*hostile.DIRECTORIES, *hostile.FILES) if build != hostile.pickled]
 
 
 def read_all(path: Path) -> dict[str, torch.Tensor]:
@@ -122,11 +118,6 @@ def test_reading_weights_runs_none(build: Build, read: Callable[[Path], Any], tm
     path = build(tmp_path / "x.ckpt", ran)
     with pytest.raises(UnfitCheckpoint, match=r"x\.ckpt can't be read as a checkpoint: .*which would run code$"):
         read(path)
-    assert not ran.exists()
-
-
-def test_what_an_index_calls_bytes_is_not_read(tmp_path: Path, ran: Path) -> None:
-    assert read_all(hostile.objects(tmp_path / "x.ckpt", ran)) == {}
     assert not ran.exists()
 
 
@@ -160,7 +151,7 @@ def test_load_of_a_state_dict_runs_none(build: Build, tmp_path: Path, ran: Path)
 
 def test_a_class_that_an_index_may_name_stays_as_it_is(tmp_path: Path) -> None:
     """Pickle can set attributes of what it names, of a class for all who use it."""
-    path = hostile.ours(tmp_path / "x.ckpt")
+    path = Path(shutil.copytree(hostile.BEFORE, tmp_path / "x.ckpt"))
     metadata = torch.distributed.checkpoint.metadata.Metadata
     setting = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(S'seen'\nI1\ndtb."
     (path / ".metadata").write_bytes(setting)
@@ -169,73 +160,16 @@ def test_a_class_that_an_index_may_name_stays_as_it_is(tmp_path: Path) -> None:
     assert not hasattr(metadata, "seen")
 
 
-# Checkpoints that are made to mislead: each is refused in a line, and none takes more memory than it has bytes
-
-WEIGHT = "model.net.0.weight"  # 16 × 2
+# Checkpoints that are made to mislead: each is refused in a line
 
 
-def the_same_half_twice(found: Any) -> None:
-    tensor = found.state_dict_metadata[WEIGHT]
-    tensor.chunks = 2 * [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((8, 2)))]
+def test_an_index_of_thousands_of_tensors_in_the_same_bytes_is_refused(tmp_path: Path) -> None:
+    def add(tensors: Any) -> None:
+        tensors |= dict.fromkeys(map(str, range(20_000)), tensors["model.net.0.weight"])
 
-
-def rows_over_columns(found: Any) -> None:
-    tensor = found.state_dict_metadata[WEIGHT]
-    tensor.chunks = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size(size)) for size in ((8, 1), (8, 1), (16, 1))]
-
-
-def many_of_one_part(found: Any) -> None:
-    described, stored = found.state_dict_metadata, found.storage_data
-    info = stored[MetadataIndex(WEIGHT, torch.Size((0, 0)))]
-    for number in range(20_000):
-        described[f"model.{number}"] = described[WEIGHT]
-        stored[MetadataIndex(f"model.{number}", torch.Size((0, 0)))] = info
-
-
-def quantized(found: Any) -> None:
-    found.state_dict_metadata[WEIGHT].properties.dtype = torch.qint8
-
-
-@pytest.mark.parametrize(
-    ("edit", "why"),
-    [
-        (the_same_half_twice, f"has overlapping chunks of {WEIGHT}"),
-        (rows_over_columns, f"has overlapping chunks of {WEIGHT}"),
-        (many_of_one_part, "refers to a part of a file for several chunks"),
-        (quantized, f"has {WEIGHT} as torch.qint8, which lightswitch"),
-    ],
-)
-def test_an_index_that_misleads_is_refused(edit: Callable[[Any], None], why: str, tmp_path: Path) -> None:
-    path = hostile.edit_index(hostile.ours(tmp_path / "x.ckpt"), edit)
-    with pytest.raises(UnfitCheckpoint, match=why):
+    path = hostile.edit_index(hostile.ours(tmp_path / "x.ckpt"), add)
+    with pytest.raises(UnfitCheckpoint, match=r"index\.json refers to a part of a file for several shards"):
         Reader(path, group=None)
-
-
-def bomb(path: Path) -> Path:
-    """The same archive with a tensor of 256 MB, in some hundred kilobytes."""
-    torch.save({"state_dict": {"w": torch.zeros(64 << 20)}}, path)
-    packed = path.with_name("packed")
-    with zipfile.ZipFile(path) as whole, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as small:
-        for part in whole.infolist():
-            small.writestr(part.filename, whole.read(part))
-    packed.replace(path)
-    return path
-
-
-@pytest.mark.nightly
-def test_a_compressed_archive_is_not_unpacked(tmp_path: Path) -> None:
-    path = bomb(tmp_path / "x.ckpt")
-    assert path.stat().st_size < 1 << 20
-    with pytest.raises(UnfitCheckpoint, match=r"x\.ckpt claims 268\d{6} bytes, but has \d{6}"):
-        Reader(path, group=None)
-
-
-@pytest.mark.nightly
-def test_nor_is_a_part_of_a_tensor(tmp_path: Path) -> None:
-    path = hostile.ours(tmp_path / "x.ckpt")
-    content = bomb(tmp_path / "bomb").read_bytes()
-    with pytest.raises(UnfitCheckpoint, match=r"__0_0\.distcp claims 268\d{6} bytes, but has"):
-        Reader(hostile.fill(path, content), group=None).read(WEIGHT)
 
 
 ODD: tuple[tuple[str, Any], ...] = (
@@ -243,7 +177,7 @@ ODD: tuple[tuple[str, Any], ...] = (
     *(("hyper_parameters", ["a"]), ("loops", 5), ("callbacks", []), ("epoch", "x")),
     *(("global_step", -1), ("optimizer_states", {}), ("optimizer_states", [5]), ("lr_schedulers", [None])),
     *(("pytorch-lightning_version", "new"), ("extra_state", None), ("position", {"step": -1})),
-    *(("position", {"step": 1 << 63}), ("position", {"more": 1}), ("view", torch.zeros(1).expand(1 << 40))),
+    *(("position", {"step": 1 << 63}), ("position", {"more": 1})),
 )
 
 
@@ -283,21 +217,6 @@ def test_a_pipe_in_the_place_of_weights_is_not_waited_for(name: str, tmp_path: P
     path = tmp_path if name.startswith("model") else tmp_path / name
     with pytest.raises(UnfitCheckpoint, match=f"{name} is a pipe, expected a regular file"):
         Reader(path, group=None)
-
-
-def test_files_of_more_tensors_than_a_model_has_are_refused_before_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(safe, "MOST_TENSORS", 1000)
-    empty = {str(number): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(1001)}
-    header = json.dumps(empty).encode()
-    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with zipfile.ZipFile(tmp_path / "x.ckpt", "w") as archive:
-        for number in range(1001):
-            archive.writestr(f"x/data/{number}", b"")
-    for name, found in (("x.safetensors", "1001 tensors"), ("x.ckpt", "1001 parts")):
-        with pytest.raises(UnfitCheckpoint, match=f"{name} has {found}; a file of weights has at most 1000"):
-            Reader(tmp_path / name, group=None)
 
 
 def test_an_export_is_written_to_a_disk_without_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 from torchmetrics import SumMetric
 
 import lightswitch
+from lightswitch.checkpoints import index
 from lightswitch.checkpoints.portable import TransientBuffers
 from lightswitch.export.__main__ import main
 from tests.engine.conftest import PLAIN_DATA, Finished, Train, once
@@ -143,7 +143,7 @@ def test_it_goes_on_under_any_strategy(begun: str, ended: str, whole: Finished, 
 
 
 def test_of_buffers_that_are_not_persistent_a_checkpoint_has_those_that_training_changes(whole: Finished) -> None:
-    saved = FileSystemReader(whole.run_dir / "checkpoints/last.ckpt").read_metadata().state_dict_metadata
+    saved = index.read(whole.run_dir / "checkpoints/last.ckpt").like
     assert {name for name in saved if name.startswith("transient")} == {"transient.seen", "transient.queue"}
 
 

@@ -150,7 +150,7 @@ def test_the_best_few_are_kept_and_the_best_has_the_name_of_the_one(strategy: st
 
 
 LARGE = ("model.width=20000", "trainer.max_steps=8", "callbacks.last_checkpoint.every_n_steps=2")  # 1.7 MB with Adam's
-REASON = "the checkpoint could not be written: rank 0: the disk is full: [Errno 28] No space left on device"
+REASON = r"the checkpoint could not be written: rank [01]: the disk is full: \[Errno 28\] No space left on device"
 
 
 @pytest.mark.parametrize("ranks", [2, *at_night(0)])
@@ -161,10 +161,10 @@ def test_a_full_disk_is_called_so_nothing_stays_of_what_it_did_not_take_and_the_
     fill = (f"callbacks.fill._target_={__name__}.Full", f"callbacks.fill.folder={folder}", "callbacks.fill.left=200000")
     run = train(*RUN, *LARGE, *fill, "strategy=ddp", folder=folder, ranks=ranks, check=False)
     assert run.returncode == 2
-    assert f"{REASON}; " in run.out
+    assert re.search(f"{REASON}; ", run.out)
     assert "; training continues, and earlier checkpoints are kept" in run.out
     # a checkpoint, or the metrics, whichever is written first once nothing is left
-    assert any(line.startswith((f"error: {REASON}", "error: the disk is full: ")) for line in run.err.splitlines())
+    assert re.search(f"^error: ({REASON}|the disk is full: )", run.err, re.MULTILINE)
     assert "Traceback" not in run.err
     checkpoints = run.run_dir / "checkpoints"
     assert {path.name for path in checkpoints.iterdir()} == {"last.ckpt", "step_2.ckpt"}
@@ -184,7 +184,7 @@ def test_a_disk_that_is_full_to_the_last_byte_ends_a_run_in_a_line(logger: str, 
     run = train(*RUN, *LARGE, *fill, f"logger={logger}", "trainer.log_every_n_steps=1", folder=folder, check=False)
     assert run.returncode == 2
     full = r"error: the disk is full: No space left on device: \S*runs/\S+; fix it, then start the run again"
-    assert re.fullmatch(f"{full}|error: {re.escape(REASON)}.*", run.err.splitlines()[-1])
+    assert re.fullmatch(f"{full}|error: {REASON}.*", run.err.splitlines()[-1])
     assert "Traceback" not in run.err
 
 

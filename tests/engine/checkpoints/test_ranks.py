@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Timer
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightswitch.checkpoints.boundary import StepBoundary
 from lightswitch.checkpoints.last import LastCheckpoints
-from lightswitch.checkpoints.shards import Piece
+from lightswitch.checkpoints.ranks import Ranks
+from lightswitch.checkpoints.shards import Box, Piece
 from lightswitch.errors import LostRank
 from lightswitch.loop.loops import replace_loops
 from lightswitch.strategies.ddp import DDP
 from tests.engine.conftest import PLAIN, Train
 from tests.engine.plain import PlainData, PlainModel
+from tests.night import at_night
 from tests.pool import Pool
 
 
@@ -61,7 +68,7 @@ class FailsAndStalls(DDP):
 
 
 class Failing(Piece):
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
+    def boxes(self) -> Iterator[Box]:
         raise TypeError("no such device")
 
 
@@ -69,9 +76,9 @@ class Failing(Piece):
 class Stalling(Piece):
     seconds: float = 0
 
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
+    def boxes(self) -> Iterator[Box]:
         time.sleep(self.seconds)
-        return super().__get_tensor_shard__(index)
+        return super().boxes()
 
 
 TWO = (*PLAIN, "strategy=ddp", "run_id=mine", "trainer.max_steps=8", "callbacks.last_checkpoint.every_n_steps=2")
@@ -102,6 +109,61 @@ def _told(folder: Path) -> str | None:
     except (LostRank, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def test_no_rank_is_waited_for_once_one_is_known_to_be_dead(pool: Pool) -> None:
+    told = pool(2, timeout_seconds=60)(_waits_for_a_dead_rank)
+    assert told == ["rank 1 did not write its shard before the run failed", None]
+
+
+def _waits_for_a_dead_rank() -> str | None:
+    dist.init_process_group("gloo")
+    is_lost = Event()
+    ranks = Ranks(timeout_seconds=300, has_lost_a_rank=is_lost)
+    if dist.get_rank() == 1:
+        return None
+    Timer(0.1, is_lost.set).start()
+    with pytest.raises(LostRank) as lost:
+        ranks.writing.take("write its shard", lambda: None)
+    return str(lost.value)
+
+
+class Killed(DDP):
+    """Rank 1 is killed in its second save."""
+
+    def __init__(self, moment: str) -> None:
+        super().__init__()
+        self.moment, self._saves = moment, 0
+
+    def written(self, checkpoint: dict[str, Any]) -> Any:
+        self._saves += 1
+        self._perhaps_die("before the ranks meet")
+        return super().written(checkpoint)
+
+    def stage(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:
+        staged = super().stage(tensors)
+        self._perhaps_die("before it writes")
+        is_last = (self._saves, dist.get_rank(), self.moment) == (2, 1, "while it writes")
+        return {**staged, "model.dies": Dying(torch.zeros(2), torch.Size([2]), 0)} if is_last else staged
+
+    def _perhaps_die(self, moment: str) -> None:
+        if (self._saves, dist.get_rank(), moment) == (2, 1, self.moment):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Dying(Piece):
+    def boxes(self) -> Iterator[Box]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().boxes()
+
+
+@pytest.mark.parametrize("moment", at_night("before the ranks meet", "before it writes", "while it writes"))
+def test_a_rank_killed_in_a_save_is_named_and_what_resumes_the_run(moment: str, train: Train) -> None:
+    killed = ("trainer.strategy._target_=tests.engine.checkpoints.test_ranks.Killed", "trainer.devices=2")
+    run = train(*TWO, *killed, f"+trainer.strategy.moment='{moment}'", check=False)
+    assert re.fullmatch(r"rank 1 of 2 on \S+ failed: process \d+ was killed by SIGKILL", run.err.splitlines()[0])
+    assert re.search("^go on      .* run_id=mine$", run.out, re.MULTILINE)
+    assert not (run.run_dir / "checkpoints/step_4.ckpt").exists()
 
 
 @pytest.mark.nightly

@@ -8,12 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from lightswitch.compare import tables
-from lightswitch.compare.comparison import Comparison, choices, difference, differences, speeds
 from lightswitch.compare.run import Curve, Run, read
-from lightswitch.errors import Refused
 from lightswitch.monitoring.step_times import StepTimes
 from lightswitch.runs import starts
 
@@ -40,28 +36,44 @@ def losses(**curves: Curve) -> list[Run]:
     return [run(label, curves={"train/loss": curve}) for label, curve in curves.items()]
 
 
-def test_the_largest_difference_is_between_the_extremes_of_a_step_that_two_have() -> None:
-    """At 19 the three are 3.0, 3.25 and 2.5, 0.75 apart; at 29, two are 0.125 apart, then 0.875; at 39, one is left."""
-    curves = {"a": {9: 4.0, 19: 3.0, 29: 1.0}, "b": {9: 4.25, 19: 3.25}, "c": {9: 4.0, 19: 2.5, 29: 1.125, 39: 9.0}}
-    found = difference("train/loss", losses(**curves))
-    assert (found.steps, found.largest, found.step, found.low, found.high) == (3, 0.75, 19, "c", "b")
-    found = difference("train/loss", losses(**{**curves, "c": {**curves["c"], 29: 1.875}}))
-    assert (found.steps, found.largest, found.step, found.low, found.high) == (3, 0.875, 29, "a", "c")
-    runs = losses(whole={0: 4.0, 1: 3.0, 2: 2.0}, short={0: 4.0}, resumed={2: 2.0})
-    assert tables.summary(Comparison(tuple(runs)))[0] == "train/loss is the same at all 2 common steps."
-
-
-def test_curves_without_a_common_step_have_no_difference() -> None:
-    comparison = Comparison(tuple(losses(a={0: 1.0}, b={1: 1.0})))
-    assert [(found.steps, found.step) for found in differences(comparison)] == [(0, None)]
-    assert tables.summary(comparison)[0].startswith("No curves can be compared")
+def test_the_largest_difference_is_between_the_extremes_of_a_step_that_all_have() -> None:
+    """At 9 the three are 0.25 apart, at 19 3.0, 3.25 and 2.5, which is 0.75; at 29, one has no value."""
+    runs = losses(a={9: 4.0, 19: 3.0, 29: 1.0}, b={9: 4.25, 19: 3.25}, c={9: 4.0, 19: 2.5, 29: 9.0})
+    assert tables.summary(runs) == ["train/loss differs by 0.75 at most, at step 19."]
+    assert tables.summary(losses(a={0: 4.0, 1: 3.0}, b={0: 4.0})) == ["train/loss is the same at all 1 common steps."]
+    assert tables.summary(losses(a={0: 1.0}, b={1: 1.0})) == []
+    assert tables.summary([runs[0], run("vit", name="vit", curves=runs[1].curves)]) == []
 
 
 def test_a_loss_that_is_no_number_is_the_largest_difference() -> None:
     for lost in (math.nan, math.inf):
-        found = difference("train/loss", losses(sound={0: 1.0, 1: 1.0, 2: 1.0}, broken={0: 5.0, 1: lost, 2: lost}))
-        assert (found.largest, found.step, found.low, found.high) == (math.inf, 1, "sound", "broken")
-    assert difference("train/loss", losses(a={0: math.nan}, b={0: math.nan})).largest == 0
+        runs = losses(sound={0: 1.0, 1: 1.0, 2: 1.0}, broken={0: 5.0, 1: lost, 2: lost})
+        assert tables.summary(runs) == ["train/loss is not finite in some of the runs at step 1."]
+    assert "the same" in tables.summary(losses(a={0: math.nan}, b={0: math.nan}))[0]
+
+
+def test_values_of_any_metrics_stand_beside_one_another_the_best_by_the_direction_of_the_name() -> None:
+    """Accuracy is best at its highest, a loss at its lowest; a run of another model lacks what it does not log."""
+    first = run("a", curves={"train/loss": {0: 1.0, 9: 0.5}, "val/acc": {4: 0.975, 9: 0.95}, "test/acc": {9: 0.9}})
+    other = run("b", name="vit", curves={"val/acc": {4: 0.5, 9: math.nan}, "val/loss": {4: 0.25, 9: 0.5}})
+    values = tables.tables([first, other])[0]
+    assert values.columns == ("", "a", "b")
+    assert values.rows == [
+        ("val/loss, best", "–", "0.25"),
+        ("val/loss", "–", "0.5"),
+        ("val/acc, best", "0.975", "0.5"),
+        ("val/acc", "0.95", "not finite"),
+        ("test/acc", "0.9", "–"),
+        ("train/loss", "0.5", "–"),
+    ]
+    many = tables.tables([run(str(number), curves={"test/acc": {0: number / 4}}) for number in range(3)])[0]
+    assert (many.columns, many.rows) == (("", "test/acc"), [("0", "0"), ("1", "0.25"), ("2", "0.5")])
+    judged = [run(label, objective="val/acc", curves={"val/acc": curve}) for label, curve in first_and_second()]
+    assert tables.summary(judged) == ["second has the best val/acc: 0.9."]
+
+
+def first_and_second() -> list[tuple[str, Curve]]:
+    return [("first", {0: 0.5, 1: 0.8}), ("second", {0: 0.9, 1: 0.7})]
 
 
 def test_a_run_that_goes_on_after_a_failure_has_not_failed(tmp_path: Path) -> None:
@@ -78,61 +90,40 @@ def test_a_run_that_goes_on_after_a_failure_has_not_failed(tmp_path: Path) -> No
     assert found == [[("failed", "RuntimeError: lost", 8)], [("not finished", None, 8)]]
 
 
-def test_a_plan_is_that_of_the_runs_own_strategy_and_precision(tmp_path: Path) -> None:
-    (tmp_path / ".hydra").mkdir()
-    choices = "hydra: {runtime: {choices: {strategy: ddp, precision: 32-true}}}"
-    (tmp_path / ".hydra/hydra.yaml").write_text(choices)
-    found = [read([tmp_path])[0].planned_bytes]
-    for words in (["strategy=fsdp"], ["strategy=ddp"]), (["strategy=ddp", "precision=bf16-mixed"], ["strategy=ddp"]):
-        strategies = [{"words": one, "bytes": number} for number, one in enumerate(words)]
-        (tmp_path / "plan.json").write_text(json.dumps({"strategies": strategies}))
-        found.append(read([tmp_path])[0].planned_bytes)
-    assert found == [None, 1, 1]
-
-
-def timed(label: str, devices: int, *samples_per_second: float) -> Run:
-    logged = dict(enumerate(samples_per_second))
+def test_speed_is_the_median_of_what_was_logged() -> None:
+    """Of 90, 100 and 500 samples a second, 100: 6,400 tokens of 64, and 320 ms for 32 samples."""
+    logged = {0: 90.0, 1: 100.0, 2: 500.0}
     curves = {
-        "samples_per_second": logged,
-        "tokens_per_second": {step: 64 * speed for step, speed in logged.items()},
-        "step_seconds": {step: 32 / speed for step, speed in logged.items()},
+        "throughput/samples_per_second": logged,
+        "throughput/tokens_per_second": {step: 64 * speed for step, speed in logged.items()},
+        "throughput/step_seconds": {step: 32 / speed for step, speed in logged.items()},
     }
-    return run(label, devices, curves={f"throughput/{name}": curve for name, curve in curves.items()})
-
-
-def test_efficiency_is_the_speed_for_each_device_against_one_device() -> None:
-    """Medians 100, 110, 320, 300: of the two on one device the faster counts; 320 / (4 × 110) = 0.727."""
-    runs = (timed("slow", 1, 90, 100, 500), timed("fast", 1, 110), timed("ddp", 4, 320), timed("fsdp", 4, 280, 320))
-    found = speeds(Comparison(runs))
-    assert [speed.samples_per_second for speed in found] == [100, 110, 320, 300]
-    assert [speed.efficiency for speed in found] == pytest.approx([100 / 110, 1.0, 320 / 440, 300 / 440])
-    assert Comparison(runs).metrics == []
-    (_, _, ddp, _) = tables.tables(Comparison(runs))[0].rows
-    assert ddp == ("ddp", "4", "–", "–", "20,480", "100", "73 %", "–", "–", "finished")
-    assert [speed.efficiency for speed in speeds(Comparison(runs[2:]))] == [None, None]
+    slower = {"throughput/samples_per_second": {0: 50.0}}
+    runs = [run("slow", curves=slower), run("fast", 4, curves=curves)]
+    (speeds, *_) = tables.tables(runs)
+    assert speeds.rows[1] == ("fast", "4", "–", "6,400", "320", "–", "–", "finished")
+    assert tables.summary(runs) == ["fast is the fastest: 100 samples per second."]
 
 
 def test_saving_is_spread_over_all_steps_and_what_is_overlapped_takes_no_time() -> None:
     """0.25 s of saves over 100 steps are 2.5 ms; 1 + 10 + 20 + 6 + 2 + 2.5 + 0.5 = 42 ms; 4 + 1 = 5 ms beside."""
-    comparison = Comparison((run("a", times=TIMES, planned_bytes=2 * 2**30), run("b")))
-    runs, steps = (table for table in tables.tables(comparison) if table.title in ("Runs", "Time per step, in ms"))
+    speeds, steps, _ = tables.tables([run("a", times=TIMES), run("b", 2)])
     assert steps.columns[1:] == (
         *("data", "forward", "backward", "communication", "optimizer", "saving", "rest", "total", "overlapped"),
     )
     assert steps.rows == [("a", "1.00", "10.0", "20.0", "6.00", "2.00", "2.50", "0.50", "42.0", "5.00")]
-    assert runs.rows[0][-4:] == ("3 GiB", "2 GiB", "4.2 s", "finished")
+    assert speeds.rows[0][-3:] == ("3 GiB", "4.2 s", "finished")
 
 
 def test_configs_are_beside_one_another_where_they_differ() -> None:
     first = run("a", 1, config={"optimizer.lr": "0.001", "seed": "1", "run_id": "a"})
     second = run("b", 2, config={"seed": "1", "run_id": "b"})
     failed = Run(Path("runs/gpt/c"), "c", "failed", failure="error: no")
-    comparison = Comparison((first, second, failed))
-    assert dict(choices(comparison)) == {"trainer.devices": ["1", "2"], "optimizer.lr": ["0.001", "-"]}
-    by_title = {table.title: table for table in tables.tables(comparison)}
+    by_title = {table.title: table for table in tables.tables([first, second, failed])}
     assert by_title["Config differences"].columns == ("key", "a", "b")
+    assert by_title["Config differences"].rows == [("optimizer.lr", "0.001", "-"), ("trainer.devices", "1", "2")]
     assert by_title["Refused or failed"].rows == [("c", "error: no")]
-    assert "1 of 3 runs failed." in tables.summary(comparison)
+    assert tables.summary([first, second, failed]) == ["1 of 3 runs failed."]
 
 
 def test_the_judged_metric_is_found_by_the_name_that_the_module_logs(tmp_path: Path) -> None:
@@ -140,13 +131,7 @@ def test_the_judged_metric_is_found_by_the_name_that_the_module_logs(tmp_path: P
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text("name: resnet\nobjective: val/loss\n")
         (tmp_path / name / "metrics.csv").write_text("step,train/loss,val_loss\n0,2.0,\n9,1.0,0.125\n10,0.")
-    comparison = Comparison(tuple(read([tmp_path / "a/x", tmp_path / "b/x"])))
-    assert comparison.metrics == ["train/loss", "val_loss"]
-    runs = tables.tables(comparison)[0]
-    judged = runs.columns.index("val_loss")
-    assert [(row[0], row[judged]) for row in runs.rows] == [("a/x", "0.12500"), ("b/x", "0.12500")]
-
-
-def test_runs_of_several_names_are_refused() -> None:
-    with pytest.raises(Refused, match="runs/gpt/a of gpt, runs/gpt/b of vit; compare runs with the same name"):
-        Comparison((run("a"), run("b", name="vit")))
+    runs = read([tmp_path / "a/x", tmp_path / "b/x"])
+    assert tables.metrics(runs) == ["val_loss", "train/loss"]
+    assert tables.tables(runs)[0].columns == ("", "a/x", "b/x")
+    assert tables.tables(runs)[0].rows == [("val_loss", "0.125", "0.125"), ("train/loss", "1", "1")]

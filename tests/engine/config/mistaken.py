@@ -118,9 +118,7 @@ def main() -> None:
 
     import lightswitch.launch.hydra_entry
     import lightswitch.preflight.check  # noqa: F401  # once, for all that are forked
-    from lightswitch.preflight.signatures import signature
 
-    signature("lightning.pytorch.Trainer")  # its source is read once for all
     with initialize_config_dir(str(TRAIN.with_name("conf")), version_base="1.3"):
         compose("config", ["trainer.max_steps=3", "+trainer.list=[1]"], return_hydra_config=True)  # and Hydra's grammar
     gc.freeze()  # no child looks at what all have

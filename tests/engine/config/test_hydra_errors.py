@@ -1,4 +1,4 @@
-"""What is refused by train.py: one line for each mistake, exit code 2, before torch is imported."""
+"""What is refused by train.py: one line for each mistake, exit code 2, those of keys before torch is imported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _lines(told: str | list[str]) -> str:
     return "\nerror: ".join([told] if isinstance(told, str) else told).replace("{strategies}", _choices("strategy"))
 
 
-MISTAKES = {typed: _lines(told) for typed, told in TABLE["commands"].items()} | {
+MISTAKES = {typed: _lines(told) for typed, told in (TABLE["commands"] | TABLE["later"]).items()} | {
     f"seed={'9' * 5000}": f"seed={'9' * 75}…: found a number of more than 4300 digits; type a smaller one",
     f"+data.x={'[' * 500}{']' * 500}": f"data.x={'[' * 73}…: found brackets nested deeper than 32 levels; type a "
     "flatter value",
@@ -71,7 +71,8 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
 
 @pytest.mark.parametrize("typed", MISTAKES, ids=lambda typed: typed[:100])
 def test_a_mistake_is_told_in_a_line_before_torch_is_imported(typed: str, answered: dict[str, Answer]) -> None:
-    assert answered[typed] == Answer(2, "", f"error: {MISTAKES[typed]}\n", imported=[], left=[])
+    imported = ["lightning", "torch"] if typed in TABLE["later"] else []
+    assert answered[typed] == Answer(2, "", f"error: {MISTAKES[typed]}\n", imported, left=[])
 
 
 def test_a_file_of_the_config_that_cannot_be_used_is_named_with_its_line(answered: dict[str, Answer]) -> None:

@@ -162,7 +162,7 @@ def test_another_model_in_the_config_and_a_truncated_file_are_told(run_of: RunOf
 
 
 def spoiled_by(harm: Damage) -> Callable[[Path], None]:
-    return lambda run_dir: harm(Random(3), run_dir / "checkpoints/last.ckpt/__0_0.distcp")
+    return lambda run_dir: harm(Random(3), run_dir / "checkpoints/last.ckpt/tensors_0.bin")
 
 
 def written(name: str, text: str) -> Callable[[Path], object]:
@@ -176,8 +176,8 @@ NO_CHECKPOINT = "can't be read as a checkpoint"
 @pytest.mark.parametrize(
     ("spoil", "words", "told"),
     [
-        (spoiled_by(truncate), LAST, f"last.ckpt {NO_CHECKPOINT}: __0_0.distcp is shorter than .metadata says"),
-        (spoiled_by(flip), LAST, f"last.ckpt {NO_CHECKPOINT}: __0_0.distcp differs from its checksum"),
+        (spoiled_by(truncate), LAST, f"last.ckpt {NO_CHECKPOINT}: tensors_0.bin is shorter than index.json says"),
+        (spoiled_by(flip), LAST, f"last.ckpt {NO_CHECKPOINT}: tensors_0.bin differs from its checksum"),
         (lambda run: (run / "config.yaml").unlink(), LAST, "last.ckpt has no config.yaml next to it, which defines"),
         (written("config.yaml", "model: ["), LAST, "config.yaml can't be read as a config"),
         (written("config.yaml", "seed: 1\n"), LAST, "config.yaml names no model: it has no model._target_"),

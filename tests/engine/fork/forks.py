@@ -28,9 +28,17 @@ def clone_into(folder: Path) -> Path:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(CHECKOUT / path, folder / path, follow_symlinks=False)
     git(folder, "init", "--quiet", "--initial-branch=main")
-    git(folder, "add", "--all")
-    git(folder, "commit", "--quiet", "--message=All")
+    commit(folder, "All")
+    python = folder / ".venv/bin/python"  # with which the engine is built, as `make` would leave it
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
     return folder
+
+
+def commit(folder: Path, message: str) -> None:
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", f"--message={message}")
 
 
 def fork(clone: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -38,7 +46,7 @@ def fork(clone: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-S", "-m", "lightswitch.fork", *arguments],
         cwd=clone,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(clone / "src"), "HOME": str(clone)},
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(clone / "src"), "HOME": str(clone.parent)},
         capture_output=True,
         text=True,
     )

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.checkpoint import FileSystemReader
 
+from lightswitch.checkpoints import index
 from lightswitch.planning.collectives import Collective, exchanges
 from lightswitch.planning.tracking import Tracking
 from tests.engine.conftest import Finished, Train
@@ -98,8 +98,7 @@ def _told(run: Finished) -> dict[str, Any]:
 
 
 def _tensor_bytes(checkpoint: Path) -> int:
-    tensors = FileSystemReader(checkpoint).read_metadata().state_dict_metadata.values()
-    return sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
+    return sum(tensor.nbytes for tensor in index.read(checkpoint).like.values())
 
 
 def _contents(loaders: list[dict[str, Any]]) -> list[Any]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import shlex
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from importlib import import_module
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -54,8 +51,9 @@ def test_a_request_that_cannot_be_met_is_refused_in_a_line(typed: str, ask: Ask)
     assert problems(ask(*words(typed))) == set(lines)
 
 
-def test_all_problems_are_told_at_once(ask: Ask) -> None:
-    lines = {tuple(shlex.split(typed)): line for typed, line in TABLE["together"].items()}
+@pytest.mark.parametrize("what", ["keys", "arguments"])
+def test_all_problems_are_told_at_once(what: str, ask: Ask) -> None:
+    lines = {tuple(shlex.split(typed)): line for typed, line in TABLE[what].items()}
     for several in joined(lines):
         expected = {line for typed, line in lines.items() if {*typed} <= {*several}}
         assert problems(ask(*words(""), *several)) == expected
@@ -229,77 +227,98 @@ def test_what_stands_in_an_experiment_is_told_with_its_name(text: str, tmp_path:
     assert [line[: len(text)] for line, text in zip(told, EXPERIMENTS[text], strict=True)] == EXPERIMENTS[text]
 
 
-# Signatures read from source, with nothing imported
+# Signatures of imported code
 
 
-SIGNATURES = yaml.safe_load(Path(__file__).with_name("signatures.yaml").read_text())
+Mode = Literal["fast", "slow"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("sources")
-    for name, text in SIGNATURES["files"].items():
-        (path := folder / "package" / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="latin-1")
-    with pytest.MonkeyPatch.context() as patching:
-        patching.syspath_prepend(folder)
-        yield
+class Part:
+    """Its sizes.
+
+    Args:
+        width: of the part.
+    """
+
+    def __init__(
+        self, width: int, mode: Mode = "fast", rate: float | None = None, *, sizes: Sequence[int] = ()
+    ) -> None: ...
+
+    class Inner:
+        def __init__(self, depth: "a number of layers", sign: Literal[-1, 1] = 1) -> None: ...  # type: ignore  # noqa
+
+    @classmethod
+    def small(cls, limit: int = None) -> None: ...  # type: ignore[assignment]  # noqa: RUF013  # as many write it
 
 
-@pytest.mark.parametrize("target", SIGNATURES["read"])
-def test_a_signature_tells_what_its_source_shows(target: str) -> None:
-    found = signature(f"package.{target}")
-    assert found is not None
-    assert shown(found) == SIGNATURES["read"][target]
+class Open(Part):
+    def __init__(self, mode: str = "own", layer=1, **kwargs: Any) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(**kwargs)
 
 
-def shown(found: Signature) -> list[str]:
-    """Return a signature as the table has it: a line a parameter."""
-    lines = []
-    for name, of in found.parameters.items():
-        kinds = [*sorted(kind.__name__ for kind in of.kinds or ()), *sorted(map(repr, of.literals or ()))]
-        default = "" if of.default is None else " = ?" if of.value is None else f" = {of.value!r}"
-        is_ = ", required" * (name in found.required) + ", passed on" * (name in found.passed_on)
-        lines.append((f"{name}: {' | '.join(kinds)}" if kinds else name) + default + is_)
-    return lines + ["**"] * found.open_ended
+@dataclass
+class Made:
+    table: dict[str, int]
+    path: Path = Path()
 
 
-@pytest.mark.parametrize(
-    "target", [*SIGNATURES["unknown"], "math.sqrt", "os.path.join", "torch.nn.Linear", "numpy.array"]
-)
-def test_what_the_source_does_not_show_tells_nothing(target: str) -> None:
-    """Which it does not of what is bound to something unknown or by code, has no Python source, or came by a star."""
-    assert signature(f"package.{target}" if target in SIGNATURES["unknown"] else target) is None
-
-
-@pytest.mark.parametrize("target", SIGNATURES["errors"])
-def test_what_is_not_there_is_an_error(target: str) -> None:
-    with pytest.raises(LookupError, match=SIGNATURES["errors"][target]):
-        signature(target)
-
-
-REAL = {
-    "lightning.pytorch.Trainer": {"max_steps", "limit_val_batches", "use_distributed_sampler"},
-    "lightning.pytorch.callbacks.ModelCheckpoint": {"monitor", "save_last", "enable_version_counter"},
-    "lightning.pytorch.loggers.TensorBoardLogger": {"save_dir", "default_hp_metric"},
-    "lightning.pytorch.strategies.DDPStrategy": {"start_method", "process_group_backend"},
-    "torch.optim.AdamW": {"params", "lr", "betas", "weight_decay"},
-    "torch.optim.lr_scheduler.CosineAnnealingLR": {"optimizer", "T_max"},
+SIGNATURES = {  # parameters with the types and values that they allow and their defaults; ** takes any other keyword
+    "Part": [
+        "width: int, required",
+        "mode: 'fast' | 'slow' = 'fast'",
+        "rate: NoneType | float = None",
+        "sizes: list = ()",
+    ],
+    "Part.Inner": ["depth, required", "sign: -1 | 1 = 1"],
+    "Part.small": ["limit: NoneType | int = None"],
+    "Open": [
+        "mode: str = 'own'",
+        "layer = 1",
+        "width: int, passed on",
+        "rate: NoneType | float = None, passed on",
+        "sizes: list = (), passed on",
+        "**",
+    ],
+    "Made": ["table: dict, required", f"path = {Path()!r}"],
 }
 
 
-def test_real_classes_tell_the_parameters_that_python_sees_and_nothing_is_imported() -> None:
-    script = (
-        "import json, sys\nfrom lightswitch.preflight.signatures import signature\n"
-        f"found = {{target: sorted(signature(target).parameters) for target in {list(REAL)}}}\n"
-        "assert signature('__main__.Net') is None\n"
-        "assert not {'torch', 'lightning', 'numpy', 'torchmetrics'} & sys.modules.keys()\n"
-        "print(json.dumps(found))"
-    )
-    for target, found in json.loads(subprocess.check_output([sys.executable, "-c", script])).items():
-        module, _, name = target.rpartition(".")
-        seen = inspect.signature(getattr(import_module(module), name)).parameters.values()
-        assert REAL[target] <= {*found} == {p.name for p in seen if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_signature_has_what_python_sees_and_what_a_base_may_get(name: str) -> None:
+    found = signature(f"{__name__}.{name}")
+    assert found is not None
+    assert [*_shown(found)] == SIGNATURES[name]
+    assert ("width: of the part." in "".join(found.docstrings)) == (name in ("Part", "Open"))
+
+
+def _shown(found: Signature) -> Iterator[str]:
+    for name, of in found.parameters.items():
+        kinds = [*sorted(kind.__name__ for kind in of.kinds or ()), *sorted(map(repr, of.literals or ()))]
+        default = "" if of.default is None else f" = {of.default}"
+        is_ = ", required" * (name in found.required) + ", passed on" * (name in found.passed_on)
+        yield (f"{name}: {' | '.join(kinds)}" if kinds else name) + default + is_
+    yield from ["**"] * found.open_ended
+
+
+ABSENT = {  # what is not there, and the error; none where an import fails, which the run then meets
+    "tests.engine.plain.Prat": "tests.engine.plain has no Prat",
+    "tests.engine.plain.PlainModel.smal": "tests.engine.plain.PlainModel has no smal",
+    "tests.engine.plian.PlainModel": "there is no module tests.engine.plian",
+    "tests.engine.plain.PlainModl.small": "there is no module tests.engine.plain.PlainModl",
+    "nowhere_at_all.Part": "there is no module nowhere_at_all",
+    "broken.make": r"Python can't read \S+broken.py: '\(' was never closed \(broken.py, line 1\)",
+    "lacking.make": None,
+    "failing.make": None,
+}
+
+
+@pytest.mark.parametrize("target", ABSENT)
+def test_what_is_not_there_is_an_error(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"broken": "def make(\n", "lacking": "import torchvison\n", "failing": "{}['key']\n"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(LookupError, match=ABSENT[target]) if ABSENT[target] else nullcontext():
+        assert signature(target) is None
 
 
 def test_the_precisions_of_a_trainer_are_known() -> None:

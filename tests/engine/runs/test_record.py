@@ -170,7 +170,7 @@ def test_a_logger_that_can_not_connect_leaves_an_earlier_runs_files(copied: Fini
 
 
 def test_a_start_that_finds_only_harmed_checkpoints_leaves_them(copied: Finished, train: Train) -> None:
-    for path in copied.run_dir.glob("checkpoints/*/*.distcp"):
+    for path in copied.run_dir.glob("checkpoints/*/*.bin"):
         path.write_bytes(path.read_bytes()[:-1] + b"!")
     before = _state(copied.run_dir)
     refused = train(*RUN, MORE, folder=copied.folder, check=False)

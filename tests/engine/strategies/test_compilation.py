@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,11 +13,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch._logging import _internal as torch_logs
 
 import lightswitch
 from lightswitch.preflight import devices
-from lightswitch.strategies.units import Compilation, CompiledForward, tell_recompilations
+from lightswitch.strategies.units import Compilation, CompiledForward
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE as LANGUAGE_FIT
@@ -43,7 +40,6 @@ WHOLE = (partial(Compilation, scope="whole", backend="aot_eager"),)
 def test_a_compiled_run_is_the_eager_one(strategy: str, fits: Fits) -> None:
     (eager,), run = fits(LANGUAGE_FIT), fits(replace(LANGUAGE_FIT, strategy=strategy, callbacks=AOT), 2)[0]
     assert "compiles   2 Block by aot_eager" in run.told
-    assert "recompiled" not in run.told
     for metric in ("train/loss", "val/loss", "test/loss"):
         assert largest_difference(run, eager, metric) <= 1e-5, metric
 
@@ -100,14 +96,6 @@ def test_cuda_graphs_evaluate_in_a_start_of_their_own(train: Train) -> None:
 
 
 # The pieces
-
-
-@pytest.fixture(autouse=True)
-def logs_as_before() -> Iterator[None]:
-    """Leave torch's log of recompilations, which a compiled run in this process is told of, as it was."""
-    yield
-    torch_logs.getArtifactLogger("torch._dynamo.guards", "recompiles").handlers.clear()
-    torch_logs.set_logs()
 
 
 class Generations(pl.Callback):
@@ -169,17 +157,6 @@ def test_a_copy_of_a_compiled_module_has_its_own_forward_pass() -> None:
     copied.factor.data.fill_(3.0)
     one = torch.ones(())
     assert (module(one).item(), copied(one).item()) == (2.0, 3.0)
-
-
-def test_recompilations_beyond_the_first_few_are_told_with_their_reason(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "lightswitch")
-    tell_recompilations()
-    compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
-    for size in range(2, 8):
-        compiled(torch.ones(size))
-    (line,) = caplog.messages
-    assert line.startswith("recompiled 5 times: <lambda> of test_compilation.py:")
-    assert "size mismatch at index 0. expected 6, actual 7" in line
 
 
 @pytest.mark.nightly
@@ -279,7 +256,6 @@ def test_a_compiled_run_is_the_eager_one_under_every_strategy(way: str, eager: F
     compiled = ("compile=true", "compile.backend=aot_eager")
     run = train(*LANGUAGE, *SHORT, *WAYS[way].switches, *compiled, ranks=WAYS[way].ranks)
     assert "compiles   2 Block by aot_eager" in run.out
-    assert "recompiled" not in run.out
     _is_the_run_of(eager, run)
 
 

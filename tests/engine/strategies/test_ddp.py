@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightswitch.errors import Refused
+from lightswitch.strategies.agreement import Agreement
 from lightswitch.strategies.ddp import DDP, auto
 from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE, PLAIN, Fit, Fits
@@ -83,18 +83,6 @@ def test_gradients_rounded_to_16_bits_change_the_losses_a_little(hook: str, fits
     assert 0 < largest_difference(run, in_32_bits) < 1e-2  # 0: the hook was not there
 
 
-@pytest.mark.nightly
-def test_powersgd_starts_at_the_step_it_is_told(fits: Fits) -> None:
-    twenty = replace(LANGUAGE, steps=20)
-    (alone,), run = fits(twenty), fits(replace(twenty, strategy="ddp comm_hook=powersgd start_powerSGD_iter=10"), 2)[0]
-    expected, found = alone.column("train/loss"), run.column("train/loss")
-    differences = [abs(found[step] - expected[step]) for step in sorted(expected)]
-    assert max(differences[:11]) <= 1e-5 < differences[11]  # the 11th gradient is seen in the 12th loss
-    assert math.isfinite(found[19])
-    assert found[19] < found[0] - 1
-    assert run.told.count("PowerSGD approximates gradients, and its accumulated errors are not saved in check") == 1
-
-
 def test_unused_parameters_are_named_with_what_to_type(fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
         fits(replace(UNUSED, strategy="ddp"), 2)
@@ -105,19 +93,12 @@ def test_unused_parameters_are_named_with_what_to_type(fits: Fits) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("strategy", "stays", "line"),
-    [
-        ("ddp", False, "spare.weight, spare.bias did not contribute to the loss, but ddp waits for every gradient"),
-        ("ddp", True, "spare.weight, spare.bias did not contribute to the loss, but ddp waits for every gradient"),
-        ("ddp gradient_as_bucket_view=true", True, "a backward pass of UsesInTurns did not reach every parameter"),
-    ],
-)
-def test_so_are_those_with_a_gradient_of_before(strategy: str, stays: bool, line: str, fits: Fits) -> None:
+@pytest.mark.parametrize(("strategy", "stays"), [("ddp", False), ("ddp gradient_as_bucket_view=true", True)])
+def test_so_are_those_with_a_gradient_of_before(strategy: str, stays: bool, fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
         fits(replace(SHORT, module=partial(UsesInTurns, stays), strategy=strategy), 2)
     assert isinstance(failed.value.error, Refused)
-    assert str(failed.value.error).startswith(line)
+    assert str(failed.value.error).startswith("spare.weight, spare.bias did not contribute to the loss, but ddp waits")
 
 
 def test_gradients_that_the_module_drops_itself_are_no_unused_ones(fits: Fits) -> None:
@@ -187,73 +168,49 @@ def test_the_model_is_wrapped_on_the_stream_of_its_steps(pool: Pool) -> None:
 
 
 class ByHand(PlainModel):
-    """Manual optimization with gradients that Lightning does not see: of half of the model, or of all of it."""
+    """Manual optimization by gradients of `manual_backward`, or by others, which Lightning does not see."""
 
-    def __init__(self, how: str, optimizers: int = 1) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.automatic_optimization, self.how, self.number = False, how, optimizers
-        self.net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.automatic_optimization, self.how = False, how
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-        optimizers = [self.optimizers()] if self.number == 1 else self.optimizers()
-        for number, optimizer in enumerate(optimizers):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-            self._differentiate(loss, [one for group in optimizer.param_groups for one in group["params"]], number)
-            optimizer.step()
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if self.how == "manual":
+            self.manual_backward(loss)
+        elif self.how == "backward":
+            loss.backward()
+        else:
+            parameters = [*self.parameters()]
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = gradient
+        optimizer.step()
         return loss
 
-    def _differentiate(self, loss: Tensor, parameters: list[Tensor], number: int) -> None:
-        if self.how == "manual" or (self.how == "first by hand" and number):
-            self.manual_backward(loss)
-        elif self.how in ("backward", "first by hand"):
-            loss.backward()
-        elif self.how == "halves":
-            (0.25 * loss).backward(retain_graph=True)
-            self.manual_backward(0.75 * loss)
-        elif self.how == "clipped":
-            loss.backward()
-            nn.utils.clip_grad_norm_(parameters, 0.1)
-        elif self.how == "inputs":
-            torch.autograd.backward(loss, inputs=parameters)
-        elif self.how == "accumulated":
-            with getattr(self.trainer.strategy, "block_backward_sync", nullcontext)():
-                self.manual_backward(0.5 * loss, retain_graph=True)
-                (0.5 * loss).backward()
-        else:
-            gradients = torch.autograd.grad(loss, parameters)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                if self.how == "added":
-                    parameter.grad = torch.zeros_like(parameter)
-                    parameter.grad += gradient
-                else:
-                    parameter.grad = gradient
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        layers = [self.net] if self.number == 1 else [self.net[0], self.net[2:]]
-        return [torch.optim.SGD(part.parameters(), lr=0.2, momentum=0.9) for part in layers]
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.2, momentum=0.9)
 
 
-HANDS = ("manual", "backward", "halves", "clipped", "inputs", "accumulated", "added", "assigned")
-BY_HAND = [
-    *((how, 1) for how in HANDS),
-    ("first by hand", 2),
-    *at_night(*((how, 2) for how in ("backward", "inputs", "assigned"))),
-]
-
-
-@pytest.mark.parametrize(("how", "optimizers"), BY_HAND)
-def test_an_optimizer_steps_by_gradients_of_all_samples_however_they_came(
-    how: str, optimizers: int, fits: Fits
-) -> None:
-    """Of 25 samples, a rank has 13 or 12, or 9 and 8."""
-    one = Fit(partial(ByHand, how, optimizers), PLAIN.data, global_batch=25, micro_batch=None, arguments=UNCLIPPED)
-    ways = [("ddp", 2)] + [("ddp", 3)] * (how == "backward") + [("fsdp", 2)] * (how == "backward")
+@pytest.mark.parametrize(("how", "strategy"), [("manual", "ddp"), ("backward", "fsdp")])
+def test_an_optimizer_steps_by_gradients_of_all_samples(how: str, strategy: str, fits: Fits) -> None:
+    """Of 25 samples, a rank has 13 or 12."""
+    one = Fit(partial(ByHand, how), PLAIN.data, global_batch=25, micro_batch=None, arguments=UNCLIPPED)
     (alone,) = fits(one)
-    for strategy, ranks in ways:
-        for run in fits(replace(one, strategy=strategy), ranks):
-            assert largest_difference(run, alone) <= 1e-5, strategy
-            assert max(float((run.end[name] - tensor).abs().max()) for name, tensor in alone.end.items()) <= 1e-5
+    for run in fits(replace(one, strategy=strategy), 2):
+        assert largest_difference(run, alone) <= 1e-5
+        assert max(float((run.end[name] - tensor).abs().max()) for name, tensor in alone.end.items()) <= 1e-5
+
+
+@pytest.mark.parametrize("how", ["backward", "assigned"])
+def test_gradients_of_the_samples_of_one_rank_are_refused(how: str, fits: Fits) -> None:
+    by_hand = Fit(partial(ByHand, how), PLAIN.data, strategy="ddp", micro_batch=None, arguments=UNCLIPPED)
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(by_hand, callbacks=(Agreement,)), 2)
+    assert isinstance(failed.value.error, Refused)
+    assert "of rank 1 differs from rank 0 after step 1" in str(failed.value.error)
+    assert "Call self.manual_backward(loss) in place of loss.backward()" in str(failed.value.error)
 
 
 def test_zero_refuses_them_by_name(fits: Fits) -> None:

@@ -22,13 +22,7 @@ OPTIONS = {
     "use gloo or nccl",
     "ddp process_group_backend=ucc": "trainer.strategy.process_group_backend=ucc: found str, "
     "expected gloo, mpi, nccl, null. Did you mean nccl?",
-    "ddp comm_hook=fp8": "trainer.strategy.comm_hook=fp8: found str, expected bf16, fp16, powersgd, null. "
-    "Did you mean fp16?",
-    "ddp start_powerSGD_iter=9": "trainer.strategy.start_powerSGD_iter is an option of PowerSGD; "
-    "also type trainer.strategy.comm_hook=powersgd",
-    "ddp comm_hook=powersgd start_powerSGD_iter=1": "trainer.strategy.start_powerSGD_iter=1: ddp rebuilds its buckets "
-    "after the first step, and PowerSGD can only start after that; use 2 or more",
-    "ddp comm_hook=powersgd matrix_approximation_rank=0": "trainer.strategy.matrix_approximation_rank=0: use 1 or more",
+    "ddp comm_hook=fp8": "trainer.strategy.comm_hook=fp8: found str, expected bf16, fp16, null. Did you mean fp16?",
     "ddp timeout=60": "trainer.strategy.timeout: DDP takes no timeout; type trainer.strategy.timeout_seconds=60",
     "fsdp sharding_strategy=FULL": "trainer.strategy.sharding_strategy=FULL: found str, expected "
     "FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP. Did you mean FULL_SHARD?",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import UnequalReplicas
-from lightswitch.strategies.replicas import EqualReplicas, differing
+from lightswitch.strategies.agreement import Agreement, differing
 from tests.engine.fits import PLAIN, trained
 from tests.engine.plain import NormedModel, PlainModel
 from tests.night import at_night
@@ -45,7 +45,7 @@ def _found() -> dict[str, list[int]]:
 
 
 def test_differences_beyond_rounding_are_found_with_their_ranks(pool: Pool) -> None:
-    expected = {"flag": [3], "complex": [1], "mirrored": [3], "whole": [2], "copied": [2]}
+    expected = {"flag": [3], "complex": [1], "mirrored": [3], "whole": [2], "far apart": [1], "copied": [2]}
     assert pool(4)(_found) == [expected] * 4
 
 
@@ -72,7 +72,7 @@ class CountsByRank(PlainModel):
         return super().training_step(batch, batch_idx)
 
 
-FIT = replace(PLAIN, strategy="ddp", callbacks=(EqualReplicas,), micro_batch=None)
+FIT = replace(PLAIN, strategy="ddp", callbacks=(Agreement,), micro_batch=None)
 
 
 def test_a_parameter_that_ranks_change_by_themselves_ends_the_run(pool: Pool) -> None:
@@ -84,7 +84,7 @@ def test_a_parameter_that_ranks_change_by_themselves_ends_the_run(pool: Pool) ->
 
 def test_it_ends_before_it_is_saved(pool: Pool, tmp_path: Path) -> None:
     saves = partial(LastCheckpoints, str(tmp_path), 2, keep=9)
-    fit = replace(FIT, module=partial(DriftsByRank, 6), steps=9, callbacks=(EqualReplicas,))
+    fit = replace(FIT, module=partial(DriftsByRank, 6), steps=9, callbacks=(Agreement,))
     with pytest.raises(RankFailed) as failed:
         pool(2)(_fitted, fit, saves)
     assert isinstance(failed.value.error, UnequalReplicas)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -200,16 +200,6 @@ class Clamped(PlainModel):
             parameter.data.clamp_(-0.4, 0.4)
 
 
-class Renormed(PlainModel):
-    """Bounds the norms of rows, and of a bias by another way to write."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        with torch.no_grad():
-            self.net[0].weight.copy_(torch.renorm(self.net[0].weight, 2, 0, 0.5))
-            self.net[3].bias[:2] = 0.1
-            self.net[3].weight.data = self.net[3].weight.data * 0.98
-
-
 class BoundedEmbedding(PlainModel):
     """Of rows whose norm torch bounds where they are read: those of a sample, so each rank reads others."""
 
@@ -339,12 +329,3 @@ class SharpnessAware(ByHand):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return SAM(self.parameters(), torch.optim.SGD, lr=0.1)
-
-
-IDIOMS: dict[str, Callable[[], pl.LightningModule]] = {
-    kind.__name__: kind
-    for kind in (
-        *(AtBatchEnd, AtBatchStart, BeforeZeroGrad, InOptimizerStep, InTrainingStep, Late),
-        *(InBuffers, Clamped, Renormed),
-    )
-}

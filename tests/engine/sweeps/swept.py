@@ -1,6 +1,8 @@
 """A run without torch, for what a sweep does with any: it composes as train.py does, and ends at once."""
 
 import math
+import os
+import signal
 import time
 
 from omegaconf import DictConfig
@@ -21,6 +23,10 @@ def main(cfg: DictConfig, run: RunContext) -> None:
         or (cfg.name == "half" and run.placement.rank == 1)
     ):
         raise RuntimeError("it is broken\nfor a reason")
+    if cfg.name == "killed_once" and is_first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while cfg.name.startswith("pair") and len(list(run.run_dir.parent.glob("*/starts"))) < 2:
+        time.sleep(0.05)
     if cfg.name == "waiting":
         (run.run_dir / "waits").touch()
     if cfg.name in ("waiting", "half"):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,13 +22,16 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from lightswitch.cluster import placement
 from lightswitch.cluster.placement import Placement
 from lightswitch.config.overrides import normalised
 from lightswitch.launch.hydra_entry import register_resolvers
+from lightswitch.preflight import devices
 from lightswitch.sweeps import job, record
-from lightswitch.sweeps.multirun import shared_problems
+from lightswitch.sweeps.multirun import shared_problems, slots
+from lightswitch.sweeps.pool import Pool, ProcessEnd
 from tests.engine.config.mistaken import answers
 from tests.engine.conftest import CHECKOUT, PLAIN, PLAIN_DATA
 from tests.engine.launch.witness import WITNESS, witnesses
@@ -76,7 +80,7 @@ def test_a_sweep_runs_what_has_not_finished_and_leaves_a_directory_of_another_jo
         ["0", "name=one", "0.75", "finished", f"{RUNS}/0"],
         ["1", "name=broken_once", "-", "failed", f"{RUNS}/1"],
     ]
-    assert first.stdout.endswith("1 of 2 jobs failed\njob 1      RuntimeError: it is broken\n")
+    assert "1 of 2 jobs failed\njob 1      RuntimeError: it is broken\n\ngo on      python " in first.stdout
     assert "job 0      has already finished" in second.stdout
     assert [row[-2] for row in rows(second.stdout)] == ["finished", "finished"]
     assert [(RUNS / number / "starts").read_text() for number in "01"] == ["RUN\n", "RUN\nRUN\n"]
@@ -141,10 +145,56 @@ def test_tasks_of_one_start_have_one_id_and_other_starts_of_their_allocation_hav
 def test_a_sweep_that_nohup_started_goes_on_when_its_terminal_closes(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        ended = job.run_to_its_end(["sh", "-c", f"kill -HUP {os.getpid()} $$"], tmp_path, is_lost=lambda: False)
+        with Pool() as pool:
+            pool.start(["sh", "-c", f"kill -HUP {os.getpid()} $$"], tmp_path, ended := [].append)
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert ended == job.ProcessEnd(0, [])
+    assert ended.__self__ == [ProcessEnd(0, [])]
+
+
+def test_jobs_run_at_once_each_in_its_slot_and_what_they_leave_behind_is_killed(tmp_path: Path) -> None:
+    """Each of four waits until two have begun: one after another, they would wait for ever."""
+    script = "echo $GPU; touch $$; sleep 3600 & until [ $(ls | wc -l) -ge 2 ]; do sleep 0.05; done"
+    ended: list[ProcessEnd] = []
+    with Pool([{"GPU": "0"}, {"GPU": "1"}]) as pool:
+        for number in range(4):
+            pool.wait_for_slot()
+            pool.start(["sh", "-c", script], tmp_path, ended.append, tmp_path.with_name(f"{number}.txt"))
+        pool.wait()
+    assert ended == 4 * [ProcessEnd(0, [])]
+    outputs = [tmp_path.with_name(f"{number}.txt").read_text().strip() for number in range(4)]
+    assert sorted(outputs[:2]) == ["0", "1"]
+    sessions = {int(path.name) for path in tmp_path.iterdir()}
+    left = [one for one in psutil.process_iter() if os.getsid(one.pid) in sessions and one.status() != "zombie"]
+    assert left == []
+
+
+def test_slots_are_groups_of_the_gpus_that_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(**sweep: int) -> list[dict[str, str]]:
+        return slots(OmegaConf.create({"sweep": sweep}))
+
+    assert (of(), of(jobs_at_once=3)) == ([{}], [{}, {}, {}])
+    monkeypatch.setattr(devices, "present", lambda: devices.Present(cuda=5))
+    groups = [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    assert (of(devices_per_job=2), of(devices_per_job=2, jobs_at_once=1)) == (groups, groups[:1])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    monkeypatch.setattr(devices, "present", lambda: devices.Present(cuda=2))
+    assert [*map(str, of(devices_per_job=1))] == [str({"CUDA_VISIBLE_DEVICES": f"GPU-{one}"}) for one in "ab"]
+
+
+def test_a_job_of_four_at_once_that_is_killed_is_run_again_by_the_printed_command(sweep: Sweep) -> None:
+    first = sweep(*SWEPT, "sweep.jobs_at_once=2", "name=pair,pair_too,killed_once,one", "seed=3")
+    assert first.returncode == 1, first.stderr
+    assert [row[-2:] for row in rows(first.stdout)] == [
+        [state, f"{RUNS}/{number}"] for number, state in enumerate(["finished", "finished", "failed", "finished"])
+    ]
+    assert f"job 0      finished, val/loss 0.75; its output: {RUNS}/0/output.txt\n" in first.stdout
+    assert "job 2      killed by SIGKILL" in first.stdout
+    (go_on,) = re.findall(r"^go on      python \S+swept.py -m (.*)$", first.stdout, re.MULTILINE)
+    second = sweep(*shlex.split(go_on))
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.count("has already finished") == 3
+    assert [row[-2] for row in rows(second.stdout)] == 4 * ["finished"]
 
 
 # By night
@@ -161,7 +211,7 @@ def test_a_grid_trains_each_job_on_processes_of_its_own_and_is_compared(sweep: S
     told = "job 2      error: global_batch_size 0 and micro_batch_size None: both are numbers of samples"
     assert f"1 of 3 jobs failed\n{told}" in done.stdout
     assert re.search(r"^0 +error: global_batch_size 0", done.stdout, re.MULTILINE)  # its row in the comparison
-    assert done.stdout.endswith(f"page       {RUNS}/compare.html\nmarkdown   {RUNS}/compare.md\n")
+    assert done.stdout.endswith(f"page       {RUNS}/compare.html\n")
     assert len(list(Path("runs").glob("*/*"))) == 1
 
 
@@ -176,18 +226,19 @@ def test_what_has_finished_is_not_run_again_by_a_requeued_job(sweep: Sweep) -> N
 
 @pytest.mark.nightly
 def test_an_interrupt_ends_the_sweep_and_leaves_no_process(swept: Path) -> None:
-    command = ["python", str(swept), "-m", *SWEPT, "name=waiting", "seed=1,2"]
+    command = ["python", str(swept), "-m", *SWEPT, "name=waiting", "seed=1,2,3", "sweep.jobs_at_once=2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 600
-    while not Path("runs/waiting/x/0/waits").exists():
+    while len(list(Path("runs/waiting/x").glob("*/waits"))) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=600)
     assert process.returncode == 130
-    (row,) = rows(out)
-    assert row[-4:] == ["seed=1", "-", "stopped", "runs/waiting/x/0"]
+    stopped = [["seed=1", "-", "stopped", "runs/waiting/x/0"], ["seed=2", "-", "stopped", "runs/waiting/x/1"]]
+    assert [row[1:] for row in rows(out)] == [*stopped, ["seed=3", "-", "not", "begun"]]
+    assert re.search(r"^go on      python \S+swept.py -m .*run_id=x$", out, re.MULTILINE)
     assert children
     assert psutil.wait_procs(children, timeout=300)[1] == [], "they would wait for an hour"
 
@@ -295,6 +346,9 @@ def test_a_sweep_is_refused_in_a_line_before_any_job(tmp_path: Path) -> None:
     expected = {
         f"{plain} {OPTUNA} seed=range(0,1000) trainer.max_stps=4": TYPO,
         f"{plain} {classes} trainer.max_stps=4": TYPO,
+        f"{plain} seed=1,2 sweep.jobs_at_once=0": "sweep.jobs_at_once=0: use a number from 1, or null",
+        f"CUDA_VISIBLE_DEVICES= {plain} seed=1,2 sweep.devices_per_job=1": "sweep.devices_per_job=1: found 0 GPUs; on "
+        "CPUs type sweep.jobs_at_once=2",
         f"{rank} MASTER_ADDR=localhost MASTER_PORT=29500 {plain} seed=1,2": "a sweep starts the processes of its jobs "
         "itself, but torchrun has started this process; type python train.py -m … with trainer.devices=N, or with "
         "hydra/launcher=submitit_slurm on a cluster",

@@ -17,6 +17,8 @@ from tests.engine.tables.documents import code, page, table
 _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 YOURS, OF_LAUNCHERS, SET = (_TOLD[kind] for kind in ("yours", "of_launchers", "set"))
 OTHER_NAMES = {
+    "FETCH_HEAD",
+    "GIT_COMMITTER_IDENT",
     *("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE", "COMMUNICATION_DATA_TYPE"),  # of DeepSpeed's modules
     "TO_BOOL",  # of Python's bytecode, from 3.13
 }

@@ -69,17 +69,6 @@ def of_tensorboard(folder: Path, runs: Path | None) -> None:
             browser.picture(path)
 
 
-def of_comparison(folder: Path, runs: Path | None) -> None:
-    """Show the page that compares finished runs, down to where a step's time goes."""
-    runs, page = runs or _runs(folder), folder / "compare.html"
-    _run("-m", "lightswitch.compare", *map(str, sorted(runs.iterdir(), key=_begun)), "-o", str(page), folder=folder)
-    with Browser(900, 800) as browser:
-        for scheme, path in _both("comparison.webp"):
-            browser.open(page.as_uri(), scheme)
-            tables = "[...document.querySelectorAll('table')].map(table => table.getBoundingClientRect().bottom)"
-            browser.picture(path, height=int(browser.value(f"{tables}[2]")) + 8)
-
-
 def of_plan(folder: Path, _: Path | None) -> None:
     """Keep the bars that a plan draws: SVG, in both schemes."""
     _train(folder, *PLAN, "run_id=plan")
@@ -95,14 +84,9 @@ def of_scaling(folder: Path, _: Path | None) -> None:
 PICTURES: dict[str, Callable[[Path, Path | None], None]] = {
     "drawings": of_drawings,
     "tensorboard": of_tensorboard,
-    "comparison": of_comparison,
     "plan": of_plan,
     "scaling": of_scaling,
 }
-
-
-def _begun(run: Path) -> float:
-    return (run / "config.yaml").stat().st_mtime
 
 
 def _both(name: str) -> Iterator[tuple[str, Path]]:

@@ -32,8 +32,8 @@ OF_PYTHON = ("len", "repr", "sorted", "str", "type", "listed", "one_line", "quot
 SILENT = ("compare", "reference", "figures")  # packages whose texts are pages and tables
 RAISED = {name for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, Exception)}
 RAISED |= {"ValueError", "LookupError", "ModuleNotFoundError", "ArgumentTypeError", "Damaged", "UnsafeFile"}
-COMMANDS = ("fork", "doctor", "compare", "export", "fork.update", "config.moved", "reference.schema")
-COMMANDS += ("reference.completion", "patches")
+COMMANDS = ("fork", "doctor", "compare", "export", "config.moved", "reference.schema")
+COMMANDS += ("patches",)
 
 
 def main() -> None:

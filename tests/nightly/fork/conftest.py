@@ -1,5 +1,5 @@
 """The clones of tests/engine/fork."""
 
-from tests.engine.fork.conftest import clone, newer, own_clone
+from tests.engine.fork.conftest import clone, own_clone
 
-__all__ = ["clone", "newer", "own_clone"]
+__all__ = ["clone", "own_clone"]

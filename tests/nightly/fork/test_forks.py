@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.engine.fork.forks import environment, git, made, run
-from tests.engine.fork.test_made import others_than_the_engine
+from tests.engine.fork.forks import clone_into, commit, environment, git, made, run
 from tests.runs import CHECKOUT
 
 THEN = "0ddfbcd1508d7bb290e16cad60d80b9f083e36cf"  # of 2026-11-23, before the engine was distilled
 MODELS = {"convnet": ("ConvNet", "test_acc"), "gan": ("GAN", "g_loss")}  # the class, and a metric that it logs
 LONGEST_TESTS_SECONDS = 180
-BUILD = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "--wheel-dir"]
 Type = Callable[..., str]
 
 
@@ -33,9 +31,8 @@ def hers(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (class_, _) in MODELS.items():
         (folder / f"conf/model/{name}.yaml").write_text(f"# Hers.\n_target_: birdsong.hers.{class_}\n")
     (folder / "conf/data/pictures.yaml").write_text("# Hers.\n_target_: birdsong.hers.Pictures\n")
-    environment(folder, "--editable", ".")
-    git(folder, "add", "--all")
-    git(folder, "commit", "--quiet", "--message=Mine")
+    environment(folder, *map(str, folder.glob("wheels/*")), "--editable", ".")
+    commit(folder, "Mine")
     return folder
 
 
@@ -76,19 +73,23 @@ def test_a_sweep_over_a_models_own_rate_has_two_results(type_: Type) -> None:
 
 
 @pytest.mark.timeout(3600)
-def test_its_own_tests_tell_what_models_can_not_promise_and_pass_with_a_newer_engine(
-    newer: Path, hers: Path, type_: Type
+def test_its_own_tests_tell_what_models_can_not_promise_and_a_run_goes_on_with_a_newer_engine(
+    tmp_path: Path, hers: Path, type_: Type
 ) -> None:
-    told = type_("make test WORKERS=1", timeout_seconds=3500)
-    _assert_tested(told)
+    _assert_tested(told := type_("make test WORKERS=1", timeout_seconds=3500))
     assert sum(map(float, re.findall(r" in ([\d.]+)s ", told))) < LONGEST_TESTS_SECONDS
     type_("make lint")
     type_("make lint STRICT=1", code=2)
     type_("python train.py model=gan data=pictures run_id=older trainer.max_epochs=2")
-    told = type_(f"make update-engine FROM={newer} WORKERS=1", timeout_seconds=3500)
-    assert told.index("Owls are heard.") < told.index(" passed")
-    _assert_tested(told)
-    assert not others_than_the_engine(hers)
+    newer = clone_into(tmp_path / "lightswitch")
+    (newer / "src/lightswitch/owls.py").write_text('"""Owls."""\n')
+    commit(newer, "Later")
+    (wheel,) = made(newer, tmp_path / "later").glob("wheels/*")
+    type_(f"git rm -q wheels/* && mkdir wheels && cp {wheel} wheels")
+    version = wheel.name.split("-")[1]
+    type_(f"sed -i -E 's/lightswitch==[^\"]+/lightswitch=={version}/' pyproject.toml")
+    type_("python -m pip install -qq --no-build-isolation --no-deps wheels/*.whl --editable .")
+    type_("python -c 'import lightswitch.owls'")
     resumed = type_("python train.py model=gan data=pictures run_id=older trainer.max_epochs=3")
     assert re.search(r"^resumes    runs/gan/older/checkpoints/step_\d+.ckpt, at step ", resumed, re.MULTILINE)
 
@@ -104,32 +105,30 @@ def _assert_tested(told: str) -> None:
 # Other environments
 
 
-def test_a_fork_of_a_package_trains_with_what_the_wheel_holds(clone: Path, tmp_path: Path) -> None:
-    run([*BUILD, str(tmp_path), str(clone)], tmp_path)
-    (wheel,) = tmp_path.glob("lightswitch-*.whl")
-    folder = made(clone, tmp_path / "birdsong", "--bare", "--engine=package", f"--engine-from={wheel}")
-    assert not (folder / "src/lightswitch").exists()
+def test_a_fork_trains_with_what_its_wheel_holds(clone: Path, tmp_path: Path) -> None:
+    folder = made(clone, tmp_path / "birdsong", "--bare")
+    (wheel,) = folder.glob("wheels/*")
     told = run([sys.executable, "-S", "train.py"], folder, code=1)
     activate = "type source .venv/bin/activate, or make train, which sets it up"
     assert told == f"error: No module named 'lightswitch'; {activate}\n"
     python = environment(folder, str(wheel), "--editable", ".")
     where = run([str(python), "-c", "import lightswitch, birdsong; print(lightswitch.__file__)"], folder)
     assert str(folder / ".venv") in where
-    for part in ("py.typed", "CHANGELOG.md"):
-        assert Path(where.strip()).with_name(part).is_file()
     assert "test/accuracy" in run([str(python), "train.py", "debug=limit"], folder)
     assert run(["git", "check-ignore", "exports/a.pt", "data/a", "runs/a"], folder).count("\n") == 3
-    planned = run(["make", "--dry-run", "--always-make", ".venv/installed"], folder)
-    pin = next(line for line in planned.splitlines() if "sed -nE" in line).partition('"')[2].rpartition('"')[0]
-    assert run(["sh", "-c", f'printf %s "{pin}"'], folder) == f"lightswitch @ {wheel.as_uri()}"
     planned = run(["make", "--dry-run", "--always-make", "wheelhouse"], folder)
-    run(["sh", "-euc", next(line for line in planned.splitlines() if "pip wheel" in line)], folder)
+    build = next(line for line in planned.splitlines() if "pip wheel" in line)
+    run(["env", "PIP_FIND_LINKS=wheels", "sh", "-euc", build], folder)  # as the Makefile exports it
     assert (folder / "wheelhouse" / wheel.name).is_file()
-    planned = run(["make", "--dry-run", "--always-make", ".venv/installed", "WHEELHOUSE=wheelhouse"], folder)
-    assert "--no-deps --no-build-isolation lightswitch\n" in planned
     run(["make", "lint"], folder)
-    update = [str(python), "-m", "lightswitch.fork.update", str(wheel)]
-    assert f"engine     lightswitch @ {wheel.as_uri()}" in run(update, folder)
+
+
+def test_a_command_that_pip_installed_from_a_git_address_makes_a_fork(clone: Path, tmp_path: Path) -> None:
+    """As `uvx --from git+ADDRESS lightswitch-fork` does."""
+    environment(tmp_path, f"git+file://{clone}")
+    assert "make train" in run([str(tmp_path / ".venv/bin/lightswitch-fork"), "birdsong", "new", "--bare"], tmp_path)
+    (wheel,) = tmp_path.glob("new/wheels/*")
+    assert git(clone, "rev-parse", "HEAD")[:7] in wheel.name
 
 
 def test_examples_give_way_to_a_model_and_a_dataset_as_the_readme_says(clone: Path, tmp_path: Path) -> None:
@@ -139,7 +138,7 @@ def test_examples_give_way_to_a_model_and_a_dataset_as_the_readme_says(clone: Pa
         (folder / path).write_text(text)
     config = re.sub("- model: .*", "- model: linear", (folder / "conf/config.yaml").read_text())
     (folder / "conf/config.yaml").write_text(re.sub("- data: .*", "- data: halves", config))
-    python = environment(folder, "--editable", ".")
+    python = environment(folder, *map(str, folder.glob("wheels/*")), "--editable", ".")
     examples = [line for line in (clone / "template/examples.txt").read_text().splitlines() if line[0] != "#"]
     git(folder, "rm", "-rq", *(path.replace("/project/", "/birdsong/") for path in examples))
     plans = folder / "conf/strategy/fsdp_tp.yaml"
@@ -160,12 +159,12 @@ def test_a_fork_made_at_an_earlier_commit_takes_this_engine_and_trains(clone: Pa
     git(tmp_path, "clone", "--quiet", "--no-checkout", str(CHECKOUT), str(then))
     git(then, "checkout", "--quiet", THEN)
     made(then, folder)
-    python = ["env", f"PYTHONPATH={folder / 'src'}", sys.executable]
-    told = run([*python, "-m", "lightswitch.fork.update", str(clone)], folder)
-    assert "judged.BestCheckpoint is now lightswitch.monitoring.monitored.BestCheckpoint" in told
+    git(folder, "rm", "-rq", "src/lightswitch", "docs/lightswitch")  # the engine was a folder then
+    python = ["env", f"PYTHONPATH={clone / 'src'}:{folder / 'src'}", sys.executable]
     few = [f"trainer.{words}" for words in ("max_steps=4", "log_every_n_steps=1", "limit_val_batches=1")]
     losses = []
     for words in (["strategy=single"], ["strategy=fsdp", "trainer.devices=2"]):
         told = run([*python, "train.py", "trainer.accelerator=cpu", *few, *words], folder)
+        assert "judged.BestCheckpoint is now lightswitch.monitoring.monitored.BestCheckpoint" in told
         losses += [float(line.split()[-1]) for line in told.splitlines() if line.startswith("train/loss")][:1]
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)

@@ -1,0 +1,300 @@
+"""Make a git repository of one commit: a new project with the package NAME, which trains with this engine.
+
+python -m lightswitch.fork birdsong ../birdsong
+python -m lightswitch.fork birdsong ../birdsong --bare
+python -m lightswitch.fork birdsong --since v0.1.0 > template.diff    # what a fork made at v0.1.0 would have now
+uvx --from git+https://host/lightswitch lightswitch-fork birdsong birdsong    # without a clone
+
+INTO is a new or empty folder; `.` turns the checkout itself into the project, on a new branch. The engine is a package:
+the commit of this checkout, if its origin is on a host and has it; else a wheel that the project brings along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import keyword
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import NamedTuple
+
+from lightswitch.errors import Command, Refused, listed
+
+_AS_THEY_ARE = ("LICENSE", "constraints.txt")
+_WITH_SOURCES = {  # commands that copy src into an image, which needs the wheel as well
+    "container/Dockerfile": ("COPY src src\n", "COPY wheels wheels\n"),
+    "container/apptainer.def": ("    src /opt/code/src\n", "    wheels /opt/code/wheels\n"),
+}
+
+
+class File(NamedTuple):
+    content: bytes
+    is_executable: bool = False
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command; on an error, print one line to stderr and exit with code 2."""
+    parser = Command("lightswitch.fork", __doc__)
+    parser.add_argument("name", metavar="NAME", help="name of the package in src")
+    parser.add_argument("into", metavar="INTO", nargs="?", help="a new folder, or . for the checkout itself")
+    parser.add_argument("--bare", action="store_true", help="one small model and dataset in place of the examples")
+    parser.add_argument("--engine", metavar="REQUIREMENT", help="pip's, as lightswitch==0.1.0 or lightswitch @ git+URL")
+    parser.add_argument("--since", metavar="COMMIT", help="print what changed in a new project since that commit")
+    asked = parser.parse_args(words)
+    try:
+        with tempfile.TemporaryDirectory() as space:
+            root = _checkout(Path(space))
+            if asked.since:
+                _print_changes(asked, root, Path(space))
+            else:
+                _make(asked, root, Path(space))
+    except (OSError, Refused) as error:
+        parser.error(str(error))
+
+
+def _make(asked: argparse.Namespace, root: Path, space: Path) -> None:
+    if not asked.name or not asked.into:  # make passes empty strings for arguments that were not typed
+        raise Refused("name the package and a new folder, as in make fork NAME=birdsong INTO=../birdsong")
+    into = Path(asked.into)
+    check_name(asked.name, root)
+    in_place = into.resolve() == root
+    if not in_place:
+        _check_empty(into, root)
+    if changes := _git(root, "status", "--porcelain", "--untracked-files=normal").splitlines():
+        paths = listed([change[3:] for change in changes], shown=1)
+        raise Refused(f"found changes that are not committed: {paths}; commit or stash them")
+    commit, address = _git(root, "rev-parse", "HEAD").strip(), _published(root)
+    wheels: dict[str, File] = {}
+    if not (pin := asked.engine or (f"lightswitch @ git+{address}@{commit}" if address and not in_place else "")):
+        pin, wheels = _wheel(root, commit, space)
+    pages = address or "lightswitch"
+    files = {
+        **_files(root, asked.name, asked.bare, {"name": asked.name, "pin": pin, "pages": pages}, bool(wheels)),
+        **wheels,
+    }
+    if in_place:
+        _replace(root, asked.name, files, space / "project")
+    else:
+        _create(into, asked.name, files, into)
+    print(f"{asked.name:<10} {'this folder, on a branch of that name' if in_place else into}: {len(files)} files")
+    print(f"engine     {pin}")
+    print(f"train      {'' if in_place else f'cd {shlex.quote(str(into))} && '}make train")
+    print("test       make test")
+
+
+def _checkout(space: Path) -> Path:
+    """Return the checkout that this code belongs to; if pip installed it from a git address, a clone of its commit.
+
+    Raises:
+        Refused: it belongs to neither.
+    """
+    found = Path(__file__).resolve().parents[2]
+    if (found / "template").is_dir() and (found / ".git").exists():
+        return found
+    source = json.loads(distribution("lightswitch").read_text("direct_url.json") or "{}")
+    if "vcs_info" not in source:
+        raise Refused("found no checkout of lightswitch; clone it, and make the project from there")
+    _git(space, "clone", "--quiet", source["url"], "lightswitch")
+    _git(space / "lightswitch", "checkout", "--quiet", source["vcs_info"]["commit_id"])
+    return space / "lightswitch"
+
+
+def check_name(name: str, root: Path) -> None:
+    """Check that a project's package may have a name.
+
+    Raises:
+        Refused: it is not a valid package name, or is already in use.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or keyword.issoftkeyword(name):
+        raise Refused(
+            f"{name} is not a valid Python package name; use lower-case letters, digits and _, as in bird_song"
+        )
+    pinned = re.findall(r"^([\w.-]+)==", (root / "constraints.txt").read_text(), re.MULTILINE)
+    used = {"lightswitch", "runs", *(path.stem for path in root.iterdir()), *(pin.replace("-", "_") for pin in pinned)}
+    if name in used or name in sys.stdlib_module_names:
+        raise Refused(f"{name} is the name of a package or file that the project uses; choose another name")
+
+
+def _check_empty(into: Path, root: Path) -> None:
+    if into.resolve().is_relative_to(root):
+        raise Refused(
+            f"{into} is inside the checkout; name a folder outside of it, such as ../{into.name}, or . for the "
+            "checkout itself"
+        )
+    if into.exists() and (not into.is_dir() or any(into.iterdir())):
+        raise Refused(f"{into} is not an empty folder; name a new one")
+
+
+def _published(root: Path) -> str:
+    """Return the address from which others can install the current commit; an empty string without one.
+
+    It is `origin`'s, if that is on a host and has the commit, without a user name and a password.
+    """
+    if "origin" not in _git(root, "remote").split():
+        return ""
+    address = re.sub(r"^git@([^:/]+):", r"ssh://git@\1/", _git(root, "remote", "get-url", "origin").strip())
+    has_it = _git(root, "for-each-ref", "--contains=HEAD", "refs/remotes/origin").strip()
+    is_on_host = address.startswith(("https://", "ssh://"))
+    return re.sub(r"^https://[^/]*@", "https://", address) if has_it and is_on_host else ""
+
+
+def _wheel(root: Path, commit: str, space: Path) -> tuple[str, dict[str, File]]:
+    """Return a requirement of the engine of a commit, and its wheel, by its path in the project.
+
+    The commit is a local part of its version, which no index has: pip can take the wheel alone.
+
+    Raises:
+        Refused: pip can't build it.
+    """
+    source = space / "engine"
+    _git(space, "clone", "--quiet", str(root), str(source))
+    settings = source / "pyproject.toml"
+    text, version = settings.read_text(), ""
+    if found := re.search(r'^version = "(.+)"$', text, re.MULTILINE):
+        version = f"{found[1]}+g{commit[:7]}"
+        settings.write_text(text.replace(found[0], f'version = "{version}"'))
+    python = root / ".venv/bin/python"  # which has setuptools, once make has set it up
+    command = [str(python), "--no-build-isolation"] if python.exists() else [sys.executable]
+    pip = [command[0], "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(space), *command[1:]]
+    done = subprocess.run([*pip, str(source)], capture_output=True, text=True)
+    if done.returncode:
+        line = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise Refused(f"pip could not build a wheel of the engine: {line}; type make train first")
+    (built,) = space.glob("lightswitch-*.whl")
+    return f"lightswitch=={version}", {f"wheels/{built.name}": File(built.read_bytes())}
+
+
+# The files of a project
+
+
+def _files(root: Path, name: str, bare: bool, words: Mapping[str, str], with_wheel: bool) -> dict[str, File]:
+    """Return the files of a project by their paths.
+
+    Args:
+        bare: with one small model and dataset in place of the examples.
+        words: what stands for {{name}}, {{pin}} and {{pages}}.
+    """
+    tracked = [path for path in _git(root, "ls-files", "-z").split("\0") if path]
+    taken, examples, words_of_bare = (
+        _lines(root / "template" / one) for one in ("taken.txt", "examples.txt", "words_of_bare.txt")
+    )
+    paths = {path: path for path in tracked if path.startswith(taken) and not (bare and path.startswith(examples))}
+    for folder in ("template/files/", "template/bare/") if bare else ("template/files/",):
+        paths |= {path.removeprefix(folder): path for path in tracked if path.startswith(folder)}
+    files = {}
+    for path, source in sorted(paths.items()):
+        content, mode = (root / source).read_bytes(), (root / source).stat().st_mode
+        if path not in _AS_THEY_ARE:
+            text = content.decode()
+            for word, value in words.items():
+                text = text.replace(f"{{{{{word}}}}}", value)
+            for line in words_of_bare if bare else ():
+                with_examples, _, without = line.partition(" =>")
+                text = text.replace(with_examples, without[1:])
+            if with_wheel and path in _WITH_SOURCES:
+                text = text.replace(_WITH_SOURCES[path][0], "".join(_WITH_SOURCES[path]))
+            if path.startswith(("slurm/", "cloud/")):  # names of jobs, in which Kubernetes allows no _
+                text = text.replace("lightswitch", name.replace("_", "-"))
+            content = (text if path == "pyproject.toml" else _renamed(text, name)).encode()
+        files[re.sub(r"^(src|tests)/project(?=/)", rf"\1/{name}", path)] = File(content, bool(mode & 0o100))
+    return files
+
+
+def _lines(path: Path) -> tuple[str, ...]:
+    return tuple(line for line in path.read_text().splitlines() if line and not line.startswith("#"))
+
+
+def _renamed(text: str, name: str) -> str:
+    """Return a text in which the package `project` has another name, with its imports in ruff's order by that name."""
+    text = re.sub(r"(?<![\w.-])project(?=\.[a-z_])", name, text)
+    text = re.sub(r"\b((?:src|tests)[/.])project\b", rf"\1{name}", text)
+    text = re.sub(r"\b(from|import) project\b", rf"\1 {name}", text)
+    block = rf"(?:^from (?:{name}|lightswitch|tests)[\w.]* import [^(\n]+\n)+"
+    return re.sub(block, lambda lines: _ordered(lines[0]), text, flags=re.MULTILINE)
+
+
+def _ordered(imports: str) -> str:
+    return "".join(sorted(imports.splitlines(keepends=True), key=lambda line: line.split()[1]))
+
+
+# The repository of a project
+
+
+def _create(into: Path, name: str, files: Mapping[str, File], author_of: Path) -> None:
+    """Make a repository with the files in a single commit, by the author that git knows in a folder."""
+    for path, file in files.items():
+        where = into / path
+        where.parent.mkdir(parents=True, exist_ok=True)
+        where.write_bytes(file.content)
+        where.chmod(0o755 if file.is_executable else 0o644)
+    _git(into, "init", "--quiet", "--initial-branch=main")
+    _git(into, "add", "--force", "--pathspec-from-file=-", "--pathspec-file-nul", given="\0".join(files))
+    try:
+        author, address = re.findall(r"(.*) <(.*)> ", _git(author_of, "var", "GIT_COMMITTER_IDENT"))[0]
+    except Refused:  # git was told of none
+        author, address = name, f"{name}@localhost"
+    identity = ("-c", f"user.name={author}", "-c", f"user.email={address}")
+    _git(into, *identity, "commit", "--quiet", "--no-verify", "--message", f"Begin {name}")
+
+
+def _replace(root: Path, name: str, files: Mapping[str, File], space: Path) -> None:
+    """Check the files out on a new branch without history; the previous branch stays as it is.
+
+    Raises:
+        Refused: the branch exists, or a file that git ignores is in the way; nothing is changed.
+    """
+    _create(space, name, files, author_of=root)
+    _git(root, "fetch", "--quiet", "--no-tags", str(space), f"main:{name}")
+    try:
+        _git(root, "checkout", "--quiet", "--no-overwrite-ignore", name)
+    except Refused as refused:
+        _git(root, "branch", "--quiet", "--delete", "--force", name)
+        raise Refused(f"{refused}; move it elsewhere") from refused
+
+
+def _print_changes(asked: argparse.Namespace, root: Path, space: Path) -> None:
+    """Print the difference between a project made at a commit and one made now, for `git apply -3` in the project."""
+    options = ["--bare"] if asked.bare else []
+    for made, commit in (("before", asked.since), ("now", "HEAD")):
+        _git(space, "clone", "--quiet", str(root), f"at_{made}")
+        _git(space / f"at_{made}", "checkout", "--quiet", _git(root, "rev-parse", f"{commit}^{{commit}}").strip())
+        command = [sys.executable, "-m", "lightswitch.fork", asked.name, str(space / made), *options]
+        environment = {**os.environ, "PYTHONPATH": str(space / f"at_{made}/src")}
+        done = subprocess.run(
+            [*command, f"--engine={asked.engine or 'lightswitch'}"], env=environment, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise Refused(f"lightswitch at {commit}: {done.stderr.strip()}")
+    _git(space / "now", "fetch", "--quiet", str(space / "before"), "main")
+    print(_git(space / "now", "diff", "--binary", "FETCH_HEAD", "HEAD"), end="")
+
+
+def _git(folder: Path, *arguments: str, given: str | None = None) -> str:
+    """Run git in a folder and return its output.
+
+    Args:
+        given: text for its standard input.
+
+    Raises:
+        Refused: git is missing, or fails; with its first error.
+    """
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], input=given, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise Refused("found no git; install it") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        line = next((line for line in lines if line.startswith(("fatal:", "error:"))), lines[-1])
+        raise Refused(f"git {arguments[0]}: {line.removeprefix('fatal: ').removeprefix('error: ')}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()

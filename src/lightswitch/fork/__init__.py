@@ -1,1 +1,0 @@
-"""Creation of a separate project (a fork) from a checkout of lightswitch, and updates of its engine."""
