@@ -388,11 +388,9 @@ OVERRIDES = {
         "skip",
     ),
     f"{_PL}.loops._TrainingEpochLoop": (
-        "_broadcast_sigterm_tensor",
         "advance",
         "on_advance_end",
         "on_run_start",
-        "run",
         "update_lr_schedulers",
     ),
     f"{_PL}.loops.optimization.manual._ManualOptimization": ("run",),

@@ -51,6 +51,8 @@ class Connector(Mixin, _LoggerConnector):
 
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
+        if isinstance(results := self.trainer._results, Results):
+            results.log_before(self.trainer)
         if self._ranks is not None:
             self._ranks.join()
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightswitch import patches
 from lightswitch.checkpoints.last import LastCheckpoints
@@ -33,7 +32,7 @@ class StepBoundary(Callback):
         self._last: list[LastCheckpoints] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
+        if stage == "fit":
             patches.replace(
                 trainer, "save_checkpoint", functools.partial(self._save_or_put_off, trainer.save_checkpoint)
             )

@@ -122,10 +122,6 @@ class EpochLoop(_TrainingEpochLoop):
             or is_observed(trainer)
         )
 
-    def run(self, data_fetcher: _DataFetcher) -> None:
-        super().run(data_fetcher)
-        self._results.log_before(self.trainer)
-
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Train on a batch.
 
@@ -157,9 +153,6 @@ class EpochLoop(_TrainingEpochLoop):
         progress.increment_completed()
         if is_logged(trainer) or trainer.fast_dev_run:
             trainer._logger_connector.update_train_step_metrics()
-
-    def _broadcast_sigterm_tensor(self) -> None:
-        """Do nothing: Lightning broadcasts over the GPUs at each batch whether a signal has arrived."""
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """Validate if it is due, and count the step."""
