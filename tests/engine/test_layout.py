@@ -29,9 +29,9 @@ CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 # that it may have: lower the number when it shrinks, and before you raise one, look for what can go instead.
 BUDGETS = {
     **{"fork": 220, "doctor": 350, "launch": 2150, "checking": 1150, "compare": 530, "sweeps": 530, "reference": 350},
-    **{"preflight": 1540, "planning": 2450, "loop": 420, "failures": 1400, "runs": 1050, "export": 450, "config": 950},
-    **{"deepspeed": 1110, "strategies": 2070, "context": 50, "cluster": 600, "process": 300, "checkpoints": 2540},
-    **{"batches": 2390, "monitoring": 1460, "figures": 150, "hooked_strategy": 200, "mixins": 50, "patches": 500},
+    **{"preflight": 1500, "planning": 2450, "loop": 420, "failures": 1400, "runs": 1050, "export": 450, "config": 790},
+    **{"deepspeed": 1100, "strategies": 2060, "context": 50, "cluster": 600, "process": 300, "checkpoints": 2530},
+    **{"batches": 2400, "monitoring": 1460, "figures": 150, "hooked_strategy": 200, "mixins": 50, "patches": 500},
     **{"versions": 50, "regular_files": 200, "errors": 150},
 }
 PACKAGES = tuple(BUDGETS)
