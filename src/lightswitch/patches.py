@@ -65,7 +65,6 @@ _LOG = (
     "add_dataloader_idx, batch_size, metric_attribute, rank_zero_only)"
 )
 _HOOKS = "skips empty hooks, which cost a small model's step more time than its arithmetic"
-_LENIENT = "may fail once if a run resumes at the end of an epoch whose batches another process has read"
 _PLATEAU = "validates once an epoch if a schedule needs the metric: schedules are known only once training begins"
 _AGREED = "a planned step has no rank 0 to agree with; restored after the step"
 _ASKED = "supplies the tensor values that a planned step reads: these reads call no operator"
@@ -92,7 +91,7 @@ PATCHES = (
         "lightning.pytorch.Trainer",
         "save_checkpoint",
         "(self, filepath, weights_only, storage_options)",
-        "measures how long training waits for a save: callbacks have a hook only for its beginning",
+        "puts off a save that a hook asks for to the moment before the next step, so that it can be resumed from",
     ),
     Patch("lightning.pytorch.Trainer", "check_val_every_n_epoch", "int | None", _PLATEAU),
     Patch(
@@ -105,7 +104,7 @@ PATCHES = (
         "lightning.pytorch.Trainer",
         "fit_loop",
         "_FitLoop",
-        "loops that save after all hooks, complete a run resumed at its end, and recompute less in each batch",
+        "loops that recompute less in each batch, and end a run that is resumed with no step left to train",
     ),
     *(Patch("lightning.pytorch.Trainer", f"limit_{stage}_batches", "int | float", _OWN_BATCHES) for stage in _STAGES),
     *(Patch(f"lightning.pytorch.loops.{loop}", "setup_data", "(self)", _LIMITED) for loop in _EVALUATIONS),
@@ -116,8 +115,6 @@ PATCHES = (
         "does nothing: Lightning's handlers save and broadcast whenever a signal arrives, and can't be disabled",
     ),
     Patch("lightning.pytorch.LightningModule", "log", _LOG, "a planned step's tensors have no values to log"),
-    Patch("lightning.pytorch.LightningModule", "on_train_epoch_end", "(self)", _LENIENT),
-    Patch("lightning.pytorch.Callback", "on_train_epoch_end", "(self, trainer, pl_module)", _LENIENT),
     Patch(
         "lightning.pytorch.Trainer",
         "_logger_connector",
@@ -380,14 +377,9 @@ OVERRIDES = {
     f"{_PL}.callbacks.WeightAveraging": ("_copy_average_to_current", "_swap_models"),
     f"{_PL}.loops._FitLoop": (
         "_should_reload_train_dl",
-        "done",
-        "on_advance_end",
-        "on_load_checkpoint",
-        "on_save_checkpoint",
         "setup_data",
         "skip",
     ),
-    f"{_PL}.loops.loop._Loop": ("load_state_dict",),
     f"{_PL}.loops._TrainingEpochLoop": (
         "_broadcast_sigterm_tensor",
         "advance",

@@ -23,6 +23,7 @@ from torch import Tensor
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.metrics import EpochMetrics
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.checkpoints.boundary import StepBoundary
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.portable import TransientBuffers
 from lightswitch.hooked_strategy import hooked
@@ -67,7 +68,7 @@ class Fit:
         replicas = ranks // getattr(strategy := make(), "_tensor_parallel_size", 1)
         plan = BatchPlan.derive(self.global_batch, self.micro_batch, replicas)
         engine = [GlobalBatch(plan, seed=42), EpochMetrics(), Freezing(), TransientBuffers(), KnownCallbacks()]
-        engine += [FusedStep()]
+        engine += [FusedStep(), *([] if any(isinstance(one, StepBoundary) for one in callbacks) else [StepBoundary()])]
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=ranks,

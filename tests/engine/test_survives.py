@@ -99,9 +99,9 @@ def test_another_batch_or_seed_is_refused_and_never_and_a_path_are_the_alternati
     refused = train(*RUN, "global_batch_size=48", "trainer.max_steps=9", folder=first.folder, check=False)
     assert refused.returncode == 2
     assert refused.err == (
-        "error: runs/plainmodel/mine/checkpoints/best.ckpt can't be resumed: it was trained with "
+        "error: runs/plainmodel/mine/checkpoints/step_8.ckpt can't be resumed: it was trained with "
         "global_batch_size=24, this run has 48; start anew with resume=never or another run_id, or from its weights "
-        "alone with init_from=runs/plainmodel/mine/checkpoints/best.ckpt and another run_id\n"
+        "alone with init_from=runs/plainmodel/mine/checkpoints/step_8.ckpt and another run_id\n"
     )
     path = first.run_dir / "checkpoints" / "last.ckpt"
     moved = train(*RUN, "run_id=other", f"resume={path}", "trainer.max_steps=10", "name=elsewhere")
@@ -131,7 +131,7 @@ def test_a_schedule_by_validation_steps_in_the_epoch_that_a_run_resumes_in(train
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["step_10.ckpt", *at_night("best.ckpt")])  # before the epoch's validation, and after
+@pytest.mark.parametrize("name", ["step_10.ckpt", *at_night("best.ckpt")])
 def test_a_schedule_by_validation_steps_at_the_end_of_the_epoch_that_a_checkpoint_ends(name: str, train: Train) -> None:
     run = ("++model._target_=tests.engine.plain.PlateauModel", "~model", PLAIN_DATA, "global_batch_size=40")
     run += ("trainer.log_every_n_steps=1", "callbacks.last_checkpoint.keep=9")

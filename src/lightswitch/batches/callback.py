@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -9,9 +10,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -36,6 +36,7 @@ from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.mixins import Mixin, callbacks_of, with_mixin
 from lightswitch.monitoring.step_results import is_counted
 
+log = logging.getLogger(__name__)
 _TRANSFER = 1  # seed component for the hooks that move a batch to its device, which run before the others
 _END = 1  # seed component for the hooks at the end of an epoch or evaluation
 _LOADERS = 2  # seed component for the methods that make loaders
@@ -46,9 +47,9 @@ class GlobalBatch(Callback):
     """Callback that makes a run the same at any world size: batches, sample order, random numbers, position, metrics.
 
     It replaces loaders in `Strategy.process_dataloader`, so that it works with every strategy. Give the Trainer
-    ``strategy=hooked(strategy)``, ``use_distributed_sampler=False`` and the loops of `replace_loops`, which can also
-    resume at an epoch's end. The callback logs `train/loss`, the mean over the global batch of the loss that
-    `training_step` returns, and sends `samples`, the number of consumed samples, to the loggers.
+    ``strategy=hooked(strategy)``, ``use_distributed_sampler=False`` and the loops of `replace_loops`. The callback logs
+    `train/loss`, the mean over the global batch of the loss that `training_step` returns, and sends `samples`, the
+    number of consumed samples, to the loggers.
 
     Args:
         plan: number of samples of a step, and how they are split.
@@ -127,16 +128,11 @@ class GlobalBatch(Callback):
             if config.interval == "step" and config.frequency > 1:
                 config.frequency *= trainer.accumulate_grad_batches
         self._kept = _generators(trainer)
-        at = self._resumed
-        self._counter.start_at(trainer, at)
-        if at.step == 0:  # an epoch's start is no restart, although Lightning treats it as one if max_steps is set
-            _end_restart(trainer)
-        if at.validation_due:
-            _validate(trainer, _logged_steps(trainer, at) - 1)
+        self._counter.start_at(self._resumed)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._counter.start_epoch(trainer)
-        if trainer.current_epoch > 0 and not trainer.fit_loop.epoch_loop.restarting:  # new iterators are made
+        if trainer.current_epoch > 0 and not trainer.fit_loop.is_resuming:  # new iterators are made
             self._loaders.note_replaced(trainer)
         round_validation(trainer, self.plan)  # of loaders that are made anew
         self._loaders.start_epoch(trainer.current_epoch)
@@ -204,18 +200,10 @@ class GlobalBatch(Callback):
             self._log_step(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Seed the generators, and step ReduceLROnPlateau also in the epoch of a resume, if its metric has been logged.
-
-        Lightning skips that step, because its own checkpoints contain no metrics.
-        """
         self._seed_alike(trainer, self._counter.epoch_start.epoch, _END)
-        monitors = (config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau)
-        if all(monitor in trainer.callback_metrics for monitor in monitors):
-            _end_restart(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._counter.finish_validation(trainer)
             self._log_samples(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -271,8 +259,9 @@ class GlobalBatch(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != TrainerFn.FITTING:  # weights of any step, without optimizers
             return
-        position = self._counter.position(trainer)
-        save_position(checkpoint, replace(position, validation_due=self._counter.is_validation_due(trainer)))
+        if trainer.state.status == TrainerStatus.INTERRUPTED:  # an error, in the middle of a step: no run resumes there
+            return
+        save_position(checkpoint, position := self._counter.position(trainer))
         checkpoint[STREAMS] = self._loaders.states_at(position.step)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -283,9 +272,13 @@ class GlobalBatch(Callback):
             return
         assert position is not None, "a run resumes only from a checkpoint with a position"
         self._resumed = position
-        begins_epoch = position.next_batch.step == 0
-        are_new = begins_epoch and trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set past its type
-        self._loaders.start_at(position.next_batch, [] if are_new else checkpoint.get(STREAMS, []))
+        if position.lacks_ending and trainer.is_global_zero:
+            log.warning(
+                "resumes    without the validation that was due at step %d, or its epoch's end: a version before 0.2 "
+                "saved the checkpoint before them, this one saves after them", position.global_step,
+            )  # fmt: skip
+        are_new = position.step == 0 and trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set past its type
+        self._loaders.start_at(position, [] if are_new else checkpoint.get(STREAMS, []))
         if (fetcher := trainer.fit_loop._data_fetcher) is not None:  # the module has requested the number of steps
             iter(fetcher)  # drop the prefetched batch, which is the first epoch's
         stepped = _logged_steps(trainer, position)
@@ -336,21 +329,6 @@ def _logged_steps(trainer: Trainer, position: Position) -> int:
     return position.steps if trainer.lightning_module.automatic_optimization else position.global_step
 
 
-def _end_restart(trainer: Trainer) -> None:
-    """Mark Lightning's loops as not restarted, without FitLoop's own setter, which depends on max_steps."""
-    _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]  # mypy sees the property's value
-
-
-def _validate(trainer: Trainer, logged_step: int) -> None:
-    """Run the validation that was due when the checkpoint was written; Lightning skips it on resume."""
-    loop = trainer.fit_loop.epoch_loop
-    stepped = set_logged_steps(loop, logged_step)
-    trainer.validating = True
-    loop.val_loop.run()
-    trainer.training = True
-    set_logged_steps(loop, stepped)
-
-
 class PositionCounter:
     """Counter of finished micro-batches, which determines the run's position in any hook.
 
@@ -361,41 +339,33 @@ class PositionCounter:
     def __init__(self, plan: BatchPlan, loaders: SharedLoaders, start: Position) -> None:
         self._plan = plan
         self._loaders = loaders
-        self._optimizer_steps = 0  # the Trainer's count at the epoch's start
-        self._validated_step = 0
         self.epoch_start = start
         self.micro_batches = 0  # finished in this epoch
 
-    def start_at(self, trainer: Trainer, at: Position) -> None:
+    def start_at(self, at: Position) -> None:
         """Start counting at a position."""
         self.epoch_start = replace(
             at,
             step=0,
+            lacks_ending=False,
             global_step=at.global_step - at.step,
             samples=at.samples - self._samples(at.step, at.epoch),
         )
-        self._optimizer_steps = trainer.global_step - at.step
         self.micro_batches = at.step * self._plan.accumulation
 
     def start_epoch(self, trainer: Trainer) -> None:
         """Start counting the micro-batches of the Trainer's epoch."""
         self.epoch_start = replace(self.position(trainer), epoch=trainer.current_epoch, step=0)
-        self._optimizer_steps = trainer.global_step
         self.micro_batches = 0
 
     def finish_batch(self) -> None:
         """Count a micro-batch."""
         self.micro_batches += 1
 
-    def finish_validation(self, trainer: Trainer) -> None:
-        """Record that the validation of this step has run."""
-        self._validated_step = self.position(trainer).global_step
-
     def position(self, trainer: Trainer) -> Position:
         """Return the position after the last optimizer step."""
         start, step = self.epoch_start, self._steps(trainer)
-        is_last = step > 0 and self.is_at_epoch_end(trainer)
-        has_ended = is_last and _epochs(trainer) > start.epoch
+        has_ended = step > 0 and self.is_at_epoch_end(trainer) and _epochs(trainer) > start.epoch
         return replace(
             start,
             epoch=start.epoch + has_ended,
@@ -403,8 +373,6 @@ class PositionCounter:
             global_step=start.global_step + step,
             samples=start.samples + self._samples(step, start.epoch),
             dataset=self._loaders.training.samples or None,
-            validation_due=False,
-            epoch_end_due=is_last and not has_ended,
             optimizer_steps=trainer.global_step,
         )
 
@@ -415,12 +383,8 @@ class PositionCounter:
 
     def _steps(self, trainer: Trainer) -> int:
         """Return the number of global batches of this epoch that have updated the weights."""
-        if not trainer.lightning_module.automatic_optimization:
-            return self.micro_batches // self._plan.accumulation
-        # also correct in a hook between the optimizer's step and the batch's end
-        steps = trainer.global_step - self._optimizer_steps
-        begun = -(-trainer.fit_loop.epoch_loop.batch_progress.current.ready // self._plan.accumulation)
-        return min(steps, begun)
+        steps, left = divmod(self.micro_batches, self._plan.accumulation)
+        return steps + (left > 0 and self.is_at_epoch_end(trainer))  # an epoch's last step may have fewer
 
     def is_at_step_end(self, trainer: Trainer) -> bool:
         """Return whether the finished micro-batches form whole optimizer steps."""
@@ -432,17 +396,6 @@ class PositionCounter:
         # the last batch of a stream is known only once it is fetched
         is_last = progress.is_last_batch and self.micro_batches >= progress.current.ready
         return is_last or self.micro_batches >= trainer.num_training_batches
-
-    def is_validation_due(self, trainer: Trainer) -> bool:
-        """Return whether a validation follows this step and has not run yet."""
-        fetcher, loop = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop
-        global_step = self.position(trainer).global_step
-        if fetcher is None or self._validated_step == global_step:
-            return False
-        finished = (global_step - self.epoch_start.global_step) * self._plan.accumulation
-        if finished < loop.batch_progress.current.ready:  # the next step has begun, and Lightning would answer for it
-            return False
-        return loop._should_check_val_fx(fetcher)
 
     def describe(self, trainer: Trainer, most_samples: int | None = None) -> str:
         """Return a description of this rank's batch: stage, epoch, step, micro-batch, and the indices of its samples.

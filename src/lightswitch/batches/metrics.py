@@ -1,4 +1,4 @@
-"""Metrics of an unfinished epoch, and the scheduler steps that depend on them, across a resume."""
+"""Metrics of an unfinished epoch, and what the end of a run depends on, across a resume."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer import call
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
@@ -23,9 +22,10 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightswitch import patches
-from lightswitch.batches.plan import Position, saved_position
+from lightswitch.batches.plan import saved_position
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
+from lightswitch.mixins import callbacks_of
 from lightswitch.monitoring.step_results import Logged, Results, joined
 
 log = logging.getLogger(__name__)
@@ -53,29 +53,17 @@ class EpochMetrics(Callback):
     """
 
     def __init__(self) -> None:
-        self._at_validation: dict[str, State] = {}  # states when validation began
         self._before: dict[str, Logged] = {}  # values of the resumed epoch, until training starts
         self._resumed: set[str] = set()  # names of restored metrics
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         gather_lists_whole()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._at_validation = _states(pl_module)
-
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        position = saved_position(checkpoint)
-        if position is None:
+        if saved_position(checkpoint) is None:
             return
         results = trainer.fit_loop.epoch_loop._results
-        begins_anew = trainer.validating and position.validation_due  # the validation, after the resume
-        over = _over(trainer, position)
-        states = {
-            name: state
-            for name, state in (self._at_validation if begins_anew else _states(pl_module)).items()
-            if id(pl_module.get_submodule(name)) not in over
-        }
+        states = _states(pl_module)
         values = {
             key: Logged.of(item)
             for key, item in results.valid_items()
@@ -84,13 +72,12 @@ class EpochMetrics(Callback):
         }
         if isinstance(results, Results):
             values |= results.before
-        values |= self._before
-        so_far = {key: asdict(value) for key, value in values.items()} if position.step else {}
+        so_far = {key: asdict(value) for key, value in values.items()}
         if so_far or states:
             checkpoint[OF_RANKS] = [{"logged": so_far, "metrics": states}]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restore metrics before a validation that was due; in an evaluation, only those with persistent states."""
+        """Restore metrics; in an evaluation, only those with persistent states."""
         saved, is_fit = checkpoint.get(OF_RANKS, []), trainer.state.fn == TrainerFn.FITTING
         self._resumed = set()
         for name, metric in _metrics(pl_module):
@@ -166,17 +153,6 @@ def gather_lists_whole() -> None:
     patches.replace(Metric, "_sync_dist", _sync_dist)
 
 
-def _over(trainer: Trainer, position: Position) -> set[int]:
-    """Return the ids of the metrics that were logged in a finished epoch or validation.
-
-    Lightning resets them once all hooks have run.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    ended = [] if position.step else [loop._results]
-    ended += [loop.val_loop._results] if trainer.validating else []
-    return {id(item.value) for results in ended for item in results.values() if not item.is_tensor}
-
-
 def _states(module: LightningModule) -> dict[str, State]:
     """Return the states of the metrics that this rank saves, by name.
 
@@ -241,14 +217,14 @@ def _whole(metric: Metric, states: Iterable[State]) -> Mapping[str, Tensor]:
 
 
 _KEY = "metrics"  # checkpoint key
-_PLATEAU_KEY = "plateau"  # checkpoint key
+_STOPPED_AT = "stopped_at"  # checkpoint key
 
 
 class Ending(Callback):
-    """Callback that saves the Trainer's `callback_metrics` in checkpoints.
+    """Callback that saves in checkpoints what the end of a run depends on.
 
-    Early stopping, schedulers and results.json depend on them, but Lightning does not save them. This callback must
-    precede `GlobalBatch`, which runs the validation that was due.
+    That is the Trainer's `callback_metrics`, which early stopping, schedules and results.json read, and whether the run
+    was asked to stop, for example by early stopping: it does not train on unless its limits have changed.
     """
 
     def __init__(self) -> None:
@@ -256,63 +232,43 @@ class Ending(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
         checkpoint[_KEY] = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        if trainer.should_stop:
+            checkpoint[_STOPPED_AT] = _limits(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
-            metrics = checkpoint.get(_KEY, {})
-            self._metrics = metrics if isinstance(metrics, dict) else {}
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._metrics.items()}
-        trainer._logger_connector._callback_metrics.update(metrics)
-
-
-class PlateauState(Callback):
-    """Callback that saves in checkpoints which steps of ReduceLROnPlateau were due.
-
-    A checkpoint after a batch is written before the validation and the scheduler step that follow it. This callback
-    must follow `GlobalBatch`, which runs the validation that was due.
-    """
-
-    def __init__(self) -> None:
-        self._due: list[int] = []
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        plateaus, position = _plateaus(trainer), saved_position(checkpoint)
-        if not plateaus or position is None:
+        if trainer.state.fn != TrainerFn.FITTING:
             return
-        checkpoint[_PLATEAU_KEY] = {
-            "due": [index for index, config in plateaus.items() if _is_due(config, trainer, position)]
-        }
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._due = checkpoint.get(_PLATEAU_KEY, {}).get("due", [])
+        metrics = checkpoint.get(_KEY, {})
+        self._metrics = metrics if isinstance(metrics, dict) else {}
+        stopped_at = checkpoint.get(_STOPPED_AT)
+        if isinstance(stopped_at, list) and stopped_at == _limits(trainer)[: len(stopped_at)]:
+            trainer.should_stop = True
+        # its batches would count in metrics that go on over validations, such as the best value so far
+        trainer.num_sanity_val_steps = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the scheduler steps that were due, with the metrics of the due validation, or else the saved metrics.
+        """Restore the metrics.
 
         Raises:
             Refused: a schedule reads a metric of validation in epochs without a validation.
         """
+        metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._metrics.items()}
+        trainer._logger_connector._callback_metrics.update(metrics)
         _refuse_unvalidated(trainer)
-        for index, config in _plateaus(trainer).items():
-            metric = trainer.callback_metrics.get(str(config.monitor))
-            if index in self._due and metric is not None:
-                call._call_lightning_module_hook(trainer, "lr_scheduler_step", config.scheduler, metric)
-        self._due = []
 
 
-def _plateaus(trainer: Trainer) -> dict[int, LRSchedulerConfig]:
-    """Return the schedulers that step by a metric, by index. Lightning steps none under manual optimization."""
-    if not trainer.lightning_module.automatic_optimization:
-        return {}
-    return {index: config for index, config in enumerate(trainer.lr_scheduler_configs) if config.reduce_on_plateau}
+def _limits(trainer: Trainer) -> list[float | None]:
+    callbacks = callbacks_of(trainer)
+    timers = [callback._duration for callback in callbacks if isinstance(callback, Timer)]
+    patience = [callback.patience for callback in callbacks if isinstance(callback, EarlyStopping)]
+    return [trainer.max_steps, trainer.max_epochs, *timers, *patience]
 
 
 def _refuse_unvalidated(trainer: Trainer) -> None:
+    if not trainer.lightning_module.automatic_optimization:  # Lightning steps no schedule
+        return
     every = trainer.check_val_every_n_epoch or 1
-    for config in _plateaus(trainer).values():
+    for config in (config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau):
         of_validation = str(config.monitor).lower().startswith(("val", "eval"))
         if config.interval == "epoch" and config.frequency % every and config.strict and of_validation:
             raise Refused(
@@ -320,15 +276,3 @@ def _refuse_unvalidated(trainer: Trainer) -> None:
                 f'runs every {every}; in configure_optimizers, write "frequency": {every} beside '
                 '"monitor", or type trainer.check_val_every_n_epoch=1'
             )
-
-
-def _is_due(config: LRSchedulerConfig, trainer: Trainer, position: Position) -> bool:
-    """Return whether a scheduler steps after the batch or epoch that has just ended, and has not done so yet."""
-    loop = trainer.fit_loop
-    if config.interval == "epoch":
-        is_ahead, count = loop.epoch_progress.current.completed < position.epoch, trainer.current_epoch + 1
-    else:
-        is_last = loop.epoch_loop.batch_progress.is_last_batch  # after it, the resumed loop ends the epoch and steps
-        is_ahead = not is_last and loop.epoch_loop._batches_that_stepped < position.steps
-        count = loop.epoch_loop.batch_idx + 1
-    return is_ahead and count % config.frequency == 0

@@ -116,10 +116,7 @@ _LOGGED_STEPS = "_batches_that_stepped"  # key in a checkpoint's state of Lightn
 
 @dataclass(frozen=True)
 class Position:
-    """Point between two optimizer steps, independent of world size and accumulation.
-
-    After an epoch's last step, the position belongs to that epoch until the epoch's end begins, then to the next epoch.
-    """
+    """Point between two optimizer steps, independent of world size and accumulation."""
 
     epoch: int = 0
     step: int = 0  # global batches taken in this epoch
@@ -128,20 +125,9 @@ class Position:
     seed: int = 0
     global_batch: int = 0
     dataset: int | None = None  # samples in the training set; None if its loader runs unchanged
-    validation_due: bool = False  # the step's validation has not run yet
-    epoch_end_due: bool = False  # all steps of the epoch are taken, and no `on_train_epoch_end` has run yet
     optimizer_steps: int | None = None  # taken in total, as the Trainer counts them; None if each batch is a step
+    lacks_ending: bool = False  # saved by a version before 0.2, before its validation or the end of its epoch
     splits_by_seed: bool = False  # data are prepared and set up under `seed` itself; before 0.2, under a hash of it
-
-    @property
-    def epochs(self) -> int:
-        """Number of epochs whose steps are all taken."""
-        return self.epoch + self.epoch_end_due
-
-    @property
-    def next_batch(self) -> Position:
-        """Position of the next batch; the start of the next epoch if only the end of this one is due."""
-        return replace(self, epoch=self.epochs, step=0, epoch_end_due=False) if self.epoch_end_due else self
 
     @property
     def steps(self) -> int:
@@ -163,7 +149,9 @@ class Position:
         return None
 
 
+_DUE = ("validation_due", "epoch_end_due")  # flags in checkpoints of versions before 0.2
 _KINDS: dict[str, Any] = {
+    **dict.fromkeys(_DUE, bool),
     **{field.name: type(field.default) for field in fields(Position)},  # types of numbers and flags
     **dict.fromkeys(("dataset", "optimizer_steps"), (int, NoneType)),
 }
@@ -183,7 +171,10 @@ def saved_position(checkpoint: Mapping[str, Any]) -> Position | None:
         for name, count in counts.items()
     ):
         raise ValueError(f"its {KEY} is damaged")
-    return Position(**counts)
+    position = Position(**{name: count for name, count in counts.items() if name not in _DUE})
+    if counts.get("epoch_end_due"):
+        position = replace(position, epoch=position.epoch + 1, step=0)
+    return replace(position, lacks_ending=True) if any(counts.get(name) for name in _DUE) else position
 
 
 def save_position(checkpoint: dict[str, Any], position: Position) -> None:
@@ -208,8 +199,7 @@ def rewrite_loops(fit_loop: dict[str, Any], position: Position, accumulation: in
 
     Lightning saves its counters as they are in the hook that writes the checkpoint, counts micro-batches, and resumes
     correctly from only a few of these states. Therefore one canonical state replaces them: within an epoch, that of a
-    checkpoint written in `on_train_batch_end`; between epochs, that of an epoch about to start; and after an epoch's
-    last batch but before its end, a state from which `EpochLoop` resumes.
+    checkpoint written in `on_train_batch_end`; between epochs, that of an epoch about to start.
 
     Args:
         fit_loop: the checkpoint's state of the loop, changed in place.
@@ -219,13 +209,13 @@ def rewrite_loops(fit_loop: dict[str, Any], position: Position, accumulation: in
     epoch, taken = position.epoch, position.step * accumulation
     total = position.global_step * accumulation
     started = epoch + 1 if taken else epoch
-    is_within_epoch = bool(taken) and not position.epoch_end_due
+    is_within_epoch = bool(taken)
     epochs = {"ready": started, "completed": epoch, "started": started, "processed": epoch}
     fit_loop["epoch_progress"] = {"total": dict(epochs), "current": dict(epochs)}
     fit_loop["epoch_loop.batch_progress"] = {
         "total": _batches(total, ended=not is_within_epoch),
         "current": _batches(taken, ended=not is_within_epoch),
-        "is_last_batch": position.epoch_end_due,
+        "is_last_batch": False,
     }
     fit_loop["epoch_loop.val_loop.batch_progress"] = {
         "total": _batches(0, ended=True),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -18,14 +17,12 @@ from lightswitch.checkpoints import directory
 from lightswitch.checkpoints.ranks import describe_failure
 from lightswitch.checkpoints.reader import Reader, is_foreign, is_hub, read_foreign, unreadable, why
 from lightswitch.errors import UnfitCheckpoint, UnwrittenCheckpoint, shown
-from lightswitch.mixins import callbacks_of
 from lightswitch.regular_files import linked
 
 log = logging.getLogger(__name__)
 
 
 _NAME = re.compile(r"step_(0|[1-9]\d{0,17})\.ckpt")  # names of the checkpoints that `save` writes
-_KNOWN = ("lightning", "lightswitch")  # packages whose `on_train_epoch_end` does not change the saved state
 
 
 class LastCheckpoints(Checkpoint):
@@ -34,11 +31,7 @@ class LastCheckpoints(Checkpoint):
     ``folder``/last.ckpt is a link to the newest complete checkpoint. Lightning's `save_last` follows the last *best*
     one, and writes nothing at the end of a run whose length is not a multiple of its interval.
 
-    A checkpoint includes the changes of all hooks of its step, even the module's `on_train_batch_end`, which runs after
-    those of callbacks and in which many modules average their weights. A checkpoint of an epoch's last step is written
-    before validation, and again after `on_train_epoch_end` if the module or a callback of the user has that hook.
-
-    The loops of `lightswitch.loop` call it at the end of a step and of an epoch, when no callback is called any more.
+    `StepBoundary` calls it between steps, when all hooks of the step before have run.
 
     Args:
         folder: the directory to write them to.
@@ -79,42 +72,31 @@ class LastCheckpoints(Checkpoint):
         ends = trainer.is_last_batch or 0 < trainer.max_steps <= step
         return ends or step // self.every_n_steps > self._counted_step // self.every_n_steps
 
-    def save_after_step(self, trainer: Trainer) -> None:
-        """Save a checkpoint if one is due; called after all hooks of a batch."""
+    def save_if_due(self, trainer: Trainer) -> None:
+        """Save a checkpoint if the interval is over; called between steps."""
         self._most_steps = max(self._most_steps, trainer.global_step - self._batch_start)
         self._batch_start = trainer.global_step
         if trainer.global_step // self.every_n_steps > self._counted_step // self.every_n_steps:
             self.save(trainer)
-
-    def save_after_epoch(self, trainer: Trainer) -> None:
-        """Save this step's checkpoint again if hooks at the end of its epoch may have changed the state."""
-        if self._has_saved(trainer) and _act_at_epoch_end(trainer):
-            self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
         """Save a checkpoint of this step, unless it is already saved."""
-        if not self._has_saved(trainer):
-            self._save(trainer)
-
-    def _has_saved(self, trainer: Trainer) -> bool:
-        return self._is_saved and trainer.global_step == self._counted_step
-
-    def _path(self, trainer: Trainer) -> Path:
-        return self.folder / f"step_{trainer.global_step}.ckpt"
-
-    def _save(self, trainer: Trainer) -> None:
-        if getattr(trainer, "fast_dev_run", False):  # an attribute that Lightning does not declare
+        is_saved = self._is_saved and trainer.global_step == self._counted_step
+        if is_saved or getattr(trainer, "fast_dev_run", False):  # an attribute that Lightning does not declare
             return
         self._counted_step, self._is_saved = trainer.global_step, True
         path = self._path(trainer)
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             # without `once_saved`, as in a strategy of the user, the checkpoint is already written
-            once_saved: Callable[[Callable[[], None]], None] = getattr(trainer.strategy, "once_saved", _now)
+            once_saved = getattr(trainer.strategy, "once_saved", lambda action: action())
             once_saved(lambda: self._point_to(path))
+
+    def _path(self, trainer: Trainer) -> Path:
+        return self.folder / f"step_{trainer.global_step}.ckpt"
 
     def _point_to(self, path: Path) -> None:
         try:
@@ -143,17 +125,6 @@ def _step(path: Path) -> int | None:
     """Return the step in the name of one of these checkpoints; None for anything else in the folder."""
     named = _NAME.fullmatch(path.name)
     return int(named[1]) if named and path.is_dir() and not path.is_symlink() else None
-
-
-def _act_at_epoch_end(trainer: Trainer) -> bool:
-    """Return whether the module or a callback of the user has `on_train_epoch_end`, which may change the saved
-    state."""
-    owners: tuple[LightningModule | Callback, ...] = (trainer.lightning_module, *callbacks_of(trainer))
-    return any(owner.on_train_epoch_end.__module__.partition(".")[0] not in _KNOWN for owner in owners)
-
-
-def _now(action: Callable[[], None]) -> None:
-    action()
 
 
 _WRITTEN = re.compile(r".+\.ckpt(\.previous(_\d+)?)?", re.DOTALL)
@@ -256,11 +227,11 @@ def _found(run_dir: Path) -> tuple[list[tuple[Path, Position]], list[UnfitCheckp
     return readable, damaged
 
 
-def _distance(found: tuple[Path, Position]) -> tuple[int, bool, bool, str]:
-    """Return a sort key for a checkpoint's progress: its step, whether its validation is done, whether its epoch's end
-    is done, then its name, so that of equal ones `step_<n>.ckpt` is the furthest."""
+def _distance(found: tuple[Path, Position]) -> tuple[int, bool, str]:
+    """Return a sort key for a checkpoint's progress: its step, then its name, so that of equal ones `step_<n>.ckpt` is
+    the furthest."""
     path, position = found
-    return position.global_step, not position.validation_due, not position.epoch_end_due, path.name
+    return position.global_step, not position.lacks_ending, path.name
 
 
 def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:

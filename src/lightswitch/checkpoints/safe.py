@@ -32,12 +32,12 @@ KINDS = "kinds_of_values"  # in a state: what was an array and the like, by the 
 _STATE: dict[str, type] = {  # types of the entries in a checkpoint's state, each of which is optional
     **dict.fromkeys(("epoch", "global_step"), int),
     **dict.fromkeys(("loops", "callbacks", "hyper_parameters", "extra_state", "names_of_tied"), dict),
-    **dict.fromkeys(("frozen_since", "plateau", "epoch_end", "configured"), dict),
+    **dict.fromkeys(("frozen_since", "configured", KINDS), dict),
     **dict.fromkeys(
-        ("optimizer_states", "lr_schedulers", "left_out", "streams", "of_ranks", "removed", PLACES_OF_SHARDS), list
+        ("optimizer_states", "lr_schedulers", "left_out", "streams", "of_ranks", "removed", "stopped_at"), list
     ),
+    PLACES_OF_SHARDS: list,
     "pytorch-lightning_version": str,
-    KINDS: dict,
 }
 _Place = tuple[Any, ...]
 MOST_TENSORS = 1 << 17  # of one file; large mixtures of experts have 90,000, in dozens of files

@@ -51,6 +51,8 @@ class WrittenTogether(Strategy):
     # errors if rank 0 is dead
     ranks_hear_of_failures = False
 
+    waiting: list[Callable[[], None]] | None = None  # saves that are put off to the end of a step, in order
+
     _checkpoint_ranks: Ranks | None = None
     _told: frozenset[str] = frozenset()  # paths of values that checkpoints omit, already logged
 
@@ -204,7 +206,14 @@ class WrittenTogether(Strategy):
 
     def once_saved(self, action: Callable[[], None]) -> None:
         """Run an action after the last saved checkpoint is written, only if that succeeded."""
-        self._saver.then(action)
+        self.after_save(functools.partial(self._saver.then, action))
+
+    def after_save(self, action: Callable[[], None]) -> None:
+        """Run an action at once or, if the last checkpoint that was asked for is put off, when it has been taken."""
+        if self.waiting:
+            self.waiting.append(action)
+        else:
+            action()
 
     def on_train_start(self) -> None:
         super().on_train_start()

@@ -1,4 +1,4 @@
-"""Callbacks that end a run after a step: on a signal, or because a loss is not finite."""
+"""Callbacks that save a run between two steps, and end it: on a signal, or because a loss is not finite."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightswitch import patches
 from lightswitch.batches.callback import GlobalBatch
+from lightswitch.checkpoints.boundary import StepBoundary
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import LostRank, NotFinite, Stopped, UnwrittenCheckpoint
@@ -31,16 +32,18 @@ _ROUND_SECONDS = 0.25
 _MOST_STEPS = 16  # in a round: later steps may take longer
 
 
-class Preemption(Callback):
-    """Callback that saves a checkpoint and ends training with `Stopped` once any rank has received a signal.
+class Preemption(StepBoundary):
+    """Callback that, between steps, saves what is due, and ends training with `Stopped` once a rank has got a signal.
 
-    Training ends between optimizer steps or validation batches. All ranks agree on the step and the signal, since they
-    save the checkpoint together: after the step in which the signal arrived, or the next one, or within half a second
-    if steps are shorter. It is one step later if the strategy would lose what a training step writes to the weights,
-    and has not checked the last step for such writes.
+    All ranks agree on the step and the signal, since they save a checkpoint together: after the step in which the
+    signal arrived, or the next one, or within half a second if steps are shorter. It is one step later if the strategy
+    would lose what a training step writes to the weights, and has not checked the last step for such writes.
+
+    A signal also ends a validation. That is no moment to save: the next start goes on from the last checkpoint.
     """
 
     def __init__(self, signals: Signals) -> None:
+        super().__init__()
         self._signals = signals
         self._ranks: dist.ProcessGroup | None = None
         self._rounds: Rounds
@@ -48,6 +51,7 @@ class Preemption(Callback):
         self._common_batches = 0  # validation batches left that all ranks have
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         self._signals.catch(trainer.is_global_zero)
         # Lightning saves and broadcasts in signal handlers
         patches.replace(trainer._signal_connector, "register_signal_handlers", _nothing)
@@ -56,25 +60,33 @@ class Preemption(Callback):
             self._ranks = dist.new_group(backend="gloo", timeout=timeout)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._signals.defer()
         self._rounds, self._agreed = Rounds(self._ranks), 0.0
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start_step(trainer)  # before other callbacks' hooks, which run again on resuming
+    def end_if_asked(self, trainer: Trainer) -> None:
+        """Save a checkpoint and end training if the ranks have agreed on a signal.
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx and batch_idx % trainer.accumulate_grad_batches == 0:  # all hooks of the previous step have run
-            self._start_step(trainer)
-
-    def _start_step(self, trainer: Trainer) -> None:
+        Raises:
+            Stopped: they have.
+        """
         if self._agreed:
-            _end_if_asked(trainer, self._agreed)
+            self._end(trainer, self._agreed)
         if self._rounds.end_before_step():
             asked = self._rounds.end(self._asked)
             if asked and isinstance(trainer.strategy, WatchedWeights) and trainer.strategy.asks_for_look():
                 self._agreed = asked
-            else:
-                _end_if_asked(trainer, asked)
+            elif asked:
+                self._end(trainer, asked)
+
+    def _end(self, trainer: Trainer, asked: float) -> None:
+        if trainer.checkpoint_callbacks:  # else the run is configured without checkpoints
+            last = LastCheckpoints(f"{trainer.default_root_dir}/checkpoints", every_n_steps=1)
+            try:
+                (self._last or [last])[0].save(trainer)
+            except (UnwrittenCheckpoint, LostRank) as failure:
+                log.error("%s; the run will resume from the previous checkpoint", failure)
+        _finish_saving_and_stop(trainer, asked)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if not self._agreed and not trainer.fit_loop._should_accumulate():
@@ -90,7 +102,10 @@ class Preemption(Callback):
     ) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and self._common_batches > 0:
             self._common_batches -= 1
-            _end_if_asked(trainer, self._most(self._asked))
+            if asked := self._most(self._asked):
+                if trainer.is_global_zero:
+                    log.info("stops      in a validation: the next start goes on from the last checkpoint")
+                _finish_saving_and_stop(trainer, asked)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._signals.obey()  # everything is saved; what follows can be repeated
@@ -108,24 +123,15 @@ class Preemption(Callback):
         return together.item()
 
 
-def _end_if_asked(trainer: Trainer, asked: float) -> None:
-    signalled = _RANKING[int(asked)]
-    if signalled is not None:
-        _save(trainer)
-        raise Stopped(signalled)
-
-
-def _save(trainer: Trainer) -> None:
-    if not trainer.checkpoint_callbacks:  # the run is configured without checkpoints
-        return
-    given = (callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoints))
-    last = next(given, None) or LastCheckpoints(f"{trainer.default_root_dir}/checkpoints", every_n_steps=1)
+def _finish_saving_and_stop(trainer: Trainer, asked: float) -> None:
     try:
-        last.save(trainer)
         if isinstance(trainer.strategy, PortableCheckpoints):
             trainer.strategy.finish_saving()
     except (UnwrittenCheckpoint, LostRank) as failure:
         log.error("%s; the run will resume from the previous checkpoint", failure)
+    signalled = _RANKING[int(asked)]
+    assert signalled is not None
+    raise Stopped(signalled)
 
 
 def _nothing() -> None:

@@ -26,7 +26,7 @@ from lightswitch.batches.generators import (
     restoring,
     seed_generators,
 )
-from lightswitch.batches.metrics import Ending, EpochMetrics, PlateauState
+from lightswitch.batches.metrics import Ending, EpochMetrics
 from lightswitch.batches.plan import BatchPlan, Position, scaled_learning_rate
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
@@ -264,7 +264,7 @@ def callbacks_of_engine(
     reasons).
     """
     engine: list[Callback] = [record, watchdog, Ending(), batch]
-    engine += [PlateauState(), EpochMetrics(), Preemption(run.signals)]
+    engine += [EpochMetrics(), Preemption(run.signals)]
     engine += [PredictionWriter(), ModelSize(), Freezing(), TransientBuffers(), Reconfiguration()]
     engine += [CleanHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]

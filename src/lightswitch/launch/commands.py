@@ -30,7 +30,7 @@ def go_on(cfg: DictConfig, placement: Placement, position: Position) -> str | No
 
     A run that ended before its steps, by `max_time`, continues without that.
     """
-    reached = {"max_steps": position.steps, "max_epochs": position.epochs}
+    reached = {"max_steps": position.steps, "max_epochs": position.epoch}
     limits = {name: cfg.trainer.get(name) for name in reached}
     raised = [f"trainer.{name}={2 * reached[name]}" for name, limit in limits.items() if _holds(limit, reached[name])]
     if not raised and cfg.trainer.get("max_time") is not None:

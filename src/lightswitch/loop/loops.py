@@ -1,19 +1,18 @@
-"""Lightning's loops, which save after all hooks, end a resumed run like any other, and do less work in each batch."""
+"""Lightning's loops, which do less work in each batch, and end a resumed run like any other."""
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -30,16 +29,14 @@ from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.loop import first_steps
-from lightswitch.loop.hooks import is_observed, is_users
+from lightswitch.loop.hooks import is_observed
 from lightswitch.mixins import callbacks_of
 from lightswitch.monitoring.step_results import Results, is_logged
-from lightswitch.strategies.sharded import first_name
 from lightswitch.strategies.writes import Looks, WatchedWeights
 
 log = logging.getLogger(__name__)
 
 
-_ENDING = "ending"  # key in the loop's state in a checkpoint
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -53,14 +50,10 @@ def replace_loops(trainer: Trainer, explains: bool = True) -> None:
 
 
 class RunLoop(_FitLoop):
-    """Loop over epochs that also completes a run that is resumed with no step left to train, and saves at epoch ends.
+    """Loop over epochs that also ends a run that is resumed with no step left to train.
 
-    Where no step is left, Lightning returns at once, and skips what was due when the run was interrupted: a validation,
-    the end of an epoch, the last checkpoint. A run that was stopped, for example by early stopping, stops at the same
-    point again, unless its limits have changed.
+    Lightning returns at once there, without the hooks of the end of training, which may not have run.
     """
-
-    _epoch_end_begun = False  # at the point where the run resumes
 
     def __init__(self, trainer: Trainer, explains: bool) -> None:
         given = trainer.fit_loop
@@ -91,93 +84,6 @@ class RunLoop(_FitLoop):
         has_batches = self.max_batches != 0 and self.trainer.limit_train_batches != 0
         return super().skip and not (self.is_resuming and has_batches)
 
-    @property
-    def done(self) -> bool:
-        return super().done and not self._owes_epoch_end
-
-    @property
-    def _owes_epoch_end(self) -> bool:
-        """True if the run resumes within an epoch: its end is due, even if a limit cuts the epoch short."""
-        return self.is_resuming and self.epoch_loop.batch_progress.current.ready > 0 and not self._epoch_end_begun
-
-    def on_advance_end(self) -> None:
-        """Call the hooks at the end of an epoch; save before them if a limit cuts it short, else after them."""
-        is_whole = self.epoch_loop._num_ready_batches_reached()
-        saves = _last_checkpoints(self.trainer)
-        if not is_whole:  # a longer run resumes here, within the epoch
-            for callback in saves:
-                callback.save(self.trainer)
-        with ExitStack() as lenient:
-            owners: tuple[LightningModule | Callback, ...] = (
-                self.trainer.lightning_module,
-                *callbacks_of(self.trainer),
-            )
-            for owner in owners if self.is_resuming and not self.epoch_loop.has_read else ():
-                if is_users(owner.on_train_epoch_end):
-                    lenient.enter_context(_lenient_end(self.trainer, owner))
-            super().on_advance_end()
-        if is_whole:
-            for callback in saves:
-                callback.save_after_epoch(self.trainer)
-
-    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Load the state of these loops; a run that resumes does not begin with a sanity check.
-
-        Its batches would count in metrics that go on over validations, such as the best value so far. Lightning omits
-        it only where the run resumes within an epoch.
-        """
-        super().load_state_dict(state_dict, prefix)
-        self.epoch_loop.val_loop.restarting = True
-
-    def on_save_checkpoint(self) -> dict[str, Any]:
-        epochs: Any = self.epoch_progress.current  # its type doesn't declare `processed`
-        stopped_at = _limits(self.trainer) if self.trainer.should_stop else None
-        ending = {"epoch_end_begun": epochs.processed == epochs.ready, "stopped_at": stopped_at}
-        return {**super().on_save_checkpoint(), _ENDING: ending}
-
-    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
-        super().on_load_checkpoint(state_dict)
-        trainer, ending = self.trainer, state_dict.get(_ENDING, {})
-        self._epoch_end_begun = ending.get("epoch_end_begun", False)
-        stopped_at = ending.get("stopped_at")
-        if stopped_at and stopped_at == _limits(trainer)[: len(stopped_at)]:
-            trainer.should_stop = True
-
-
-@contextmanager
-def _lenient_end(trainer: Trainer, owner: LightningModule | Callback) -> Iterator[None]:
-    """Log an error of a module or callback at the end of an epoch whose batches another process has read, and continue.
-
-    Data that it collects itself over an epoch, for example in a list, is lost with its process.
-    """
-    end, own = owner.on_train_epoch_end, vars(owner).get("on_train_epoch_end")
-
-    @functools.wraps(end)  # its __module__ shows whether the method is the user's
-    def attempt(*arguments: Any) -> None:
-        try:
-            end(*arguments)
-        except Exception as error:
-            log.warning(
-                "epoch %d was interrupted before its end: on_train_epoch_end of %s fails without the data that it had "
-                "collected (%s: %s); the run continues without it",
-                trainer.current_epoch, first_name(owner), type(error).__name__, error,
-            )  # fmt: skip
-
-    patches.replace(owner, "on_train_epoch_end", attempt)
-    try:
-        yield
-    finally:
-        patches.restore(owner, "on_train_epoch_end")
-        if own is not None:  # the owner has set it itself
-            patches.replace(owner, "on_train_epoch_end", own)
-
-
-def _limits(trainer: Trainer) -> list[float | None]:
-    callbacks = callbacks_of(trainer)
-    timers = [callback._duration for callback in callbacks if isinstance(callback, Timer)]
-    patience = [callback.patience for callback in callbacks if isinstance(callback, EarlyStopping)]
-    return [trainer.max_steps, trainer.max_epochs, *timers, *patience]
-
 
 def _last_checkpoints(trainer: Trainer) -> list[LastCheckpoints]:
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, LastCheckpoints)]
@@ -197,14 +103,15 @@ class EpochLoop(_TrainingEpochLoop):
         self.manual_optimization = OptimizationByHand(trainer)
         self._step: Callable[..., Any] | None = None
         self._takes_index = False
-        self._read_before = 0  # batches, in earlier epochs and processes
         self.begun = 0  # batches that this process has trained on
         self._moves_by_hooks = True
         self._looks: Looks | None = None
         self._saves: list[LastCheckpoints] = []
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        """Prepare for an epoch; a resumed run goes on before a step, so it has nothing to repeat or to leave out."""
         super().on_run_start(data_fetcher)
+        _Loop.restarting.fset(self.trainer.fit_loop, False)  # type: ignore[attr-defined]  # past FitLoop's own setter, which keeps it set by max_steps
         trainer = self.trainer
         self._saves = _last_checkpoints(trainer)
         self._looks = trainer.strategy.looks if isinstance(trainer.strategy, WatchedWeights) else None
@@ -216,33 +123,8 @@ class EpochLoop(_TrainingEpochLoop):
         )
 
     def run(self, data_fetcher: _DataFetcher) -> None:
-        """Train on the batches of an epoch, or on the remaining ones after a resume."""
-        self._read_before = self.batch_progress.total.ready
-        if self.restarting and (self.batch_progress.is_last_batch or self._is_over):
-            self._end_epoch(data_fetcher)
-        else:
-            super().run(data_fetcher)
+        super().run(data_fetcher)
         self._results.log_before(self.trainer)
-
-    @property
-    def has_read(self) -> bool:
-        """True if this process has read a batch of the epoch; if not, it resumes after the epoch's last batch."""
-        return self.batch_progress.total.ready > self._read_before
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether the epoch in which the run resumes ends early, by a limit or a request to stop."""
-        return self._is_training_done or (self.trainer.should_stop and self.trainer.fit_loop._can_stop_early)
-
-    def _end_epoch(self, data_fetcher: _DataFetcher) -> None:
-        """Do what Lightning does after an epoch's last batch, in a run that resumes there; it has validated already."""
-        is_whole = self.batch_progress.is_last_batch  # else Lightning has counted the batch as completed already
-        self.reset()
-        self.on_run_start(data_fetcher)
-        if is_whole:
-            self._skip_next_val = True
-            self.on_advance_end(data_fetcher)
-        self.on_iteration_done()
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Train on a batch.
@@ -253,8 +135,6 @@ class EpochLoop(_TrainingEpochLoop):
         if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
             super().advance(data_fetcher)
             return
-        if self.val_loop.restarting:
-            self._go_on(data_fetcher)
         trainer, progress = self.trainer, self.batch_progress
         batch, _, _ = next(data_fetcher)
         batch_idx = self.batch_idx + 1
@@ -278,20 +158,12 @@ class EpochLoop(_TrainingEpochLoop):
         if is_logged(trainer) or trainer.fast_dev_run:
             trainer._logger_connector.update_train_step_metrics()
 
-    def _go_on(self, data_fetcher: _DataFetcher) -> None:
-        """Prepare the validation counters of a resumed run; a validation that was due at that point has already run."""
-        if self.restarting and self._should_check_val_fx(data_fetcher):
-            self.val_loop.increment_progress_to_evaluation_end()
-        self.val_loop.restarting = False
-
     def _broadcast_sigterm_tensor(self) -> None:
         """Do nothing: Lightning broadcasts over the GPUs at each batch whether a signal has arrived."""
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
-        """Save a checkpoint and validate if these are due, after all hooks of a batch, and count the step."""
-        for callback in self._saves:
-            callback.save_after_step(self.trainer)
-        if self._is_near_validation or self.trainer.received_sigterm:
+        """Validate if it is due, and count the step."""
+        if self._is_near_validation:
             super().on_advance_end(data_fetcher)
             return
         self.update_lr_schedulers("step", update_plateau_schedulers=True)

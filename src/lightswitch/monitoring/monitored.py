@@ -82,12 +82,14 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
     _lost: str | None = None  # the best value, if its checkpoint could not be written
     _has_written: Callable[[], bool]  # the strategy's methods
     _once_saved: Callable[[Callable[[], None]], None]
+    _after_save: Callable[[Callable[[], None]], None]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         # a strategy without these methods has written by now
         self._has_written = getattr(trainer.strategy, "has_written", lambda: True)
         self._once_saved = getattr(trainer.strategy, "once_saved", lambda action: action())
+        self._after_save = getattr(trainer.strategy, "after_save", lambda action: action())
         self._is_first = next(one for one in trainer.checkpoint_callbacks if isinstance(one, BestCheckpoint)) is self
         if self.save_top_k not in (0, 1) and self.filename and "{" not in self.filename:
             self.filename += "_{step}"  # under one name, each would replace the one before
@@ -124,7 +126,8 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
         before = super().state_dict()
         before["best_k_models"] = dict(before["best_k_models"])
         super()._update_best_and_save(current, trainer, monitor_candidates)
-        self._before, self._lost = before, None
+        self._lost = None
+        self._after_save(partial(setattr, self, "_before", before))
         if trainer.is_global_zero:
             self._once_saved(partial(self._link_to, self.best_model_path, trainer))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -101,23 +100,19 @@ class StepsAreCounted(Callback):
 
     def __init__(self) -> None:
         self._first_step: int | None = None  # None once the first epoch is over
-        self._batches = 0  # in this start; none if it only ends an epoch trained before
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._first_step, self._batches = trainer.global_step, 0
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._batches += 1
+        self._first_step = trainer.global_step
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         first, self._first_step = self._first_step, None
-        if first != trainer.global_step or not self._batches or not trainer.is_global_zero:
+        if first != trainer.global_step or not trainer.is_global_zero:
             return
         log.warning(
             "no step    in an epoch of %d batches, no optimizer step was counted, so nothing is saved and "
             "trainer.max_steps is never reached: call step() of what self.optimizers() returns, not of an optimizer "
             "inside it, and return a loss from training_step",
-            self._batches,
+            trainer.fit_loop.batch_idx + 1,
         )
 
 

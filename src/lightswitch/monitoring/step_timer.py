@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
@@ -21,7 +20,6 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightswitch import patches
 from lightswitch.hooked_strategy import HookedStrategy, numbers_of_ranks
 from lightswitch.monitoring import step_times
 from lightswitch.monitoring.step_times import PHASES, Interval, StepTimes
@@ -66,12 +64,12 @@ class StepTimer(Callback):
         self._process_start = psutil.Process().create_time()
         self._profile: profile | None = None
         self._startup_seconds = self._saving_seconds = 0.0
+        self._saving_since: float | None = None
         self._steps_taken = self._measured_steps = 0  # in this start
         self._split: tuple[dict[str, float], dict[str, float]] | None = None
         self._is_done = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        patches.replace(trainer, "save_checkpoint", self._timed_save(trainer))
         if isinstance(trainer.profiler, PyTorchProfiler):  # type: ignore[attr-defined]  # set by a connector
             self._is_done = True
             if trainer.is_global_zero:
@@ -81,6 +79,9 @@ class StepTimer(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._startup_seconds = self._startup_seconds or time.time() - self._process_start
+        if self._saving_since is not None:  # checkpoints are taken before the other hooks of a step
+            self._saving_seconds += time.perf_counter() - self._saving_since
+            self._saving_since = None
         if self._is_done:
             return
         if self._profile is None and self._steps_taken == self._skip_steps:
@@ -105,6 +106,11 @@ class StepTimer(Callback):
         self._steps_taken += not trainer.fit_loop._should_accumulate()  # also under manual optimization
         self._mark("data", trainer)
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._saving_since is None:
+            self._saving_since = time.perf_counter()
+            self._mark("saving", trainer)
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mark("validation", trainer)
 
@@ -117,7 +123,6 @@ class StepTimer(Callback):
         self._write(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        patches.restore(trainer, "save_checkpoint")
         if self._profile is not None:  # the run has failed
             profiler, self._profile = self._profile, None
             _listen(trainer, None)
@@ -150,19 +155,6 @@ class StepTimer(Callback):
             torch.cuda.synchronize(trainer.strategy.root_device)  # otherwise its time would count for a later phase
         with record_function(f"{_MARK}{phase}"):
             pass
-
-    def _timed_save(self, trainer: Trainer) -> Callable[..., None]:
-        save = trainer.save_checkpoint
-
-        @functools.wraps(save)
-        def timed(*args: Any, **kwargs: Any) -> None:
-            start = time.perf_counter()
-            self._mark("saving", trainer)
-            save(*args, **kwargs)
-            self._mark("data", trainer)
-            self._saving_seconds += time.perf_counter() - start
-
-        return timed
 
     def _write(self, trainer: Trainer) -> None:
         """Write the means over the ranks to step_times.json on rank 0. Collective."""

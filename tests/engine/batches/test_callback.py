@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.utils.data import DataLoader
 
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.batches.metrics import PlateauState
+from lightswitch.batches.metrics import Ending
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
 from tests.engine.fits import local_trainer
@@ -100,7 +100,7 @@ def test_a_schedule_that_reads_a_metric_which_is_not_there_is_refused_before_tra
     frequency: int, tmp_path: Path
 ) -> None:
     batch = GlobalBatch(BatchPlan.derive(global_batch=8, micro_batch=None, replicas=1), seed=0)
-    trainer = local_trainer(tmp_path, batch, PlateauState(), max_epochs=2, check_val_every_n_epoch=2)
+    trainer = local_trainer(tmp_path, batch, Ending(), max_epochs=2, check_val_every_n_epoch=2)
     if frequency == 2:
         trainer.fit(PlateauModel(frequency=2), PlainData(16))
         return

@@ -193,8 +193,7 @@ class KeepsTheBest(PlainModel):
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        for fx in ("mean", "sum", "min"):  # ranks average it as soon as it is logged
-            self.log(f"train/{fx}", loss, on_step=True, on_epoch=True, sync_dist=True, reduce_fx=fx)
+        self.log("train/mean", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
@@ -222,7 +221,7 @@ def best(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return runs_in(tmp_path_factory.mktemp("best"))(*BEST, "callbacks.last_checkpoint.keep=20", "strategy=single")
 
 
-@pytest.mark.parametrize(  # the end of epoch 1, whose validation is due, and after it
+@pytest.mark.parametrize(  # the start of epoch 2, and after it
     ("step", "strategy"),
     [(6, "single"), *at_night((7, "fsdp"), (7, "single"), (6, "ddp"), (6, "deepspeed_stage_2"))],
 )
@@ -234,11 +233,23 @@ def test_the_best_so_far_goes_on(step: int, strategy: str, best: Finished, train
     assert logged == pytest.approx({at: expected[at] for at in logged}, rel=1e-6)
 
 
+class LogsFirst(PlainModel):
+    """Logs in the first step of an epoch alone, a mean that ranks average as soon as it is logged."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for fx in ("mean", "sum", "min"):
+            if batch_idx == 0:
+                self.log(f"train/{fx}", loss, on_step=True, on_epoch=True, sync_dist=True, reduce_fx=fx)
+        return loss
+
+
 def test_ranks_make_the_same_collectives_where_one_alone_goes_on_with_what_was_logged(train: Train) -> None:
-    """At the end of an epoch in which the resumed run has trained on no batch."""
-    run = (*BEST, "strategy=ddp", "trainer.log_every_n_steps=50", "trainer.limit_val_batches=0")
+    """At the end of an epoch in which the resumed run has not logged it."""
+    run = (f"model._target_={__name__}.LogsFirst", *BEST[1:], "strategy=ddp", "trainer.log_every_n_steps=50")
+    run = (*run, "trainer.limit_val_batches=0", "callbacks.last_checkpoint.keep=9")
     whole = train(*run, "trainer.max_epochs=2", ranks=2)
-    at = f"resume={whole.run_dir}/checkpoints/step_3.ckpt"
+    at = f"resume={whole.run_dir}/checkpoints/step_2.ckpt"
     resumed = train(*run, at, "trainer.max_epochs=2", ranks=2, timeout_seconds=300)
     for name in ("mean", "sum", "min"):
         assert largest_difference(resumed, whole, f"train/{name}_epoch") <= 2e-6, name

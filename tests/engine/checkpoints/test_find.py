@@ -26,7 +26,7 @@ from tests.engine.checkpoints.damages import Damage
 
 
 def write(path: Path, **position: int | bool) -> Path:
-    directory.write(path, {"model.w": torch.zeros(1000)}, {KEY: asdict(Position(**position))}, ranks=None)
+    directory.write(path, {"model.w": torch.zeros(1000)}, {KEY: asdict(Position()) | position}, ranks=None)
     return path
 
 
@@ -65,6 +65,7 @@ def test_a_checkpoint_that_an_older_python_has_written_is_read(tmp_path: Path) -
 
 
 def test_of_two_at_a_step_the_validated_one_is_taken(tmp_path: Path) -> None:
+    """As versions before 0.2 saved them."""
     write(tmp_path / "checkpoints" / "last.ckpt", global_step=20, validation_due=True)
     validated = write(tmp_path / "checkpoints" / "best.ckpt", global_step=20)
     assert newest(tmp_path) == (validated, Position(global_step=20))

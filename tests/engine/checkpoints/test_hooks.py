@@ -200,20 +200,6 @@ def test_an_epoch_whose_end_was_cut_off_ends_in_the_run_that_goes_on(
     assert ended(gone_on) == ended(whole)
 
 
-def test_an_end_is_cut_off_again_after_the_best_checkpoint_of_its_validation(whole: Finished, train: Train) -> None:
-    """Which the start after that goes on from; it is saved before training goes on."""
-    run = (*WHOLE, "callbacks.best_checkpoint.save_on_train_epoch_end=false", f"callbacks.dies._target_={HERE}.Dies")
-    folder = None
-    for hook in ("on_validation_start", "on_train_epoch_end"):
-        cut_off = train(*run, f"callbacks.dies.hook={hook}", "callbacks.dies.step=10", folder=folder, check=False)
-        assert cut_off.returncode == 9, cut_off.err
-        folder = cut_off.folder
-    gone_on = train(*run, "callbacks.dies.hook=on_train_end", "callbacks.dies.step=null", folder=folder)
-    assert "best.ckpt, at step 10" in gone_on.out
-    for name in AT_ENDS:
-        assert gone_on.column(name) == whole.column(name), name
-
-
 def test_a_validation_that_is_preempted_counts_once(whole: Finished, train: Train) -> None:
     asked = (f"callbacks.asked._target_={HERE}.IsAskedToEnd", "callbacks.asked.hook=on_validation_batch_end")
     run = (*WHOLE, *asked, "callbacks.last_checkpoint.every_n_steps=100", "data.batch_size=8")
@@ -240,30 +226,13 @@ class GatheringModel(PlainModel):
         self.losses.clear()
 
 
-class Gathers(pl.Callback):
-    """Does so, too."""
-
-    def __init__(self) -> None:
-        self.losses: list[Tensor] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
-        self.losses.append(outputs["loss"])
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        pl_module.log("train/gathered", torch.stack(self.losses).mean())
-        self.losses.clear()
-
-
-def test_an_end_that_goes_by_what_was_lost_is_left_out_and_told(train: Train) -> None:
+def test_a_module_that_keeps_an_epochs_steps_goes_on_where_the_epochs_end_was_cut_off(train: Train) -> None:
+    """From a step of that epoch, so that its end has something to read."""
     run = (f"model._target_={HERE}.GatheringModel", *WHOLE[1:], f"callbacks.dies._target_={HERE}.Dies")
-    run = (*run, f"callbacks.gathers._target_={HERE}.Gathers")
     run = (*run, "callbacks.dies.hook=on_validation_start")
     cut_off = train(*run, "callbacks.dies.step=10", check=False)
     gone_on = train(*run, "callbacks.dies.step=null", folder=cut_off.folder)
-    for owner, name in (("GatheringModel", "train/mean"), ("Gathers", "train/gathered")):
-        told = f"epoch 1 was interrupted before its end: on_train_epoch_end of {owner} fails without the data"
-        assert told in gone_on.out
-        assert set(gone_on.column(name)) == {4, 14, 19}
+    assert set(gone_on.column("train/mean")) == {4, 9, 14, 19}
 
 
 def ended(run: Finished) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from lightswitch.checkpoints.boundary import StepBoundary
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.shards import Piece
 from lightswitch.errors import LostRank
@@ -93,7 +94,7 @@ def test_without_the_watch_all_ranks_hear_at_once_of_one_that_fails_while_it_sav
 def _told(folder: Path) -> str | None:
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, strategy=DDP(), max_steps=2, logger=False, enable_progress_bar=False,
-        callbacks=[LastCheckpoints(str(folder), every_n_steps=2)], enable_model_summary=False,
+        callbacks=[StepBoundary(), LastCheckpoints(str(folder), every_n_steps=2)], enable_model_summary=False,
     )  # fmt: skip
     replace_loops(trainer)
     try:

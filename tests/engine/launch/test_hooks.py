@@ -184,29 +184,3 @@ def _shown(folder: Path, arrange: Callable[[Trainer], None]) -> list[dict[str, d
     arrange(trainer)
     trainer.fit(Logging(), PlainData())
     return shown.seen
-
-
-def test_an_error_at_the_end_of_an_epoch_without_a_batch_ends_a_run_that_was_not_resumed(tmp_path: Path) -> None:
-    """The engine lets it pass where the batches were read by the process before."""
-
-    class Gathering(PlainModel):
-        def on_train_epoch_start(self) -> None:
-            self.trainer.should_stop = True
-
-        def on_train_epoch_end(self) -> None:
-            torch.stack([])
-
-    trainer = trained_by(tmp_path, [], max_epochs=2, limit_val_batches=0)
-    replace_loops(trainer)
-    with pytest.raises(RuntimeError, match="non-empty"):
-        trainer.fit(Gathering(), PlainData())
-
-
-def test_a_hook_that_the_module_has_set_itself_is_called_at_the_end_of_each_epoch(tmp_path: Path) -> None:
-    ended: list[int] = []
-    model = PlainModel()
-    model.on_train_epoch_end = lambda: ended.append(model.current_epoch)  # type: ignore[method-assign]
-    trainer = trained_by(tmp_path, [], max_epochs=3, limit_val_batches=0)
-    replace_loops(trainer)
-    trainer.fit(model, PlainData())
-    assert ended == [0, 1, 2]

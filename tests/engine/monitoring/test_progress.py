@@ -16,7 +16,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -27,8 +26,6 @@ from lightswitch.monitoring.display import clock as clock_text
 from lightswitch.monitoring.display import compact, table
 from lightswitch.monitoring.notices import ModelSize, StepsAreCounted
 from lightswitch.monitoring.progress import Progress
-from tests.engine.conftest import PLAIN as PLAIN_RUN
-from tests.engine.conftest import Train
 from tests.engine.fits import PLAIN, trained
 from tests.engine.monitoring.conftest import Clock
 from tests.engine.monitoring.test_metrics import SaveAt
@@ -286,23 +283,3 @@ def test_steps_that_are_not_counted_are_told_after_the_first_epoch_and_others_no
     assert "no step" not in pool(1)(trained, replace(FIT, arguments="max_epochs=2", steps=18))[0].told
     by_hand = replace(FIT, module=PastLightning, arguments="gradient_clip_val=null max_epochs=2")
     assert pool(1)(trained, by_hand)[0].told.count(NO_STEP) == 1
-
-
-class FailsAfterTheLastStep(pl.Callback):
-    """Fails once, where an epoch ends whose steps are all in a checkpoint."""
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not Path("failed").exists():
-            Path("failed").touch()
-            raise RuntimeError("a passing fault")
-
-
-def test_a_start_that_only_ends_an_epoch_is_not(train: Train) -> None:
-    fails = "callbacks.fails._target_=tests.engine.monitoring.test_progress.FailsAfterTheLastStep"
-    short = ("trainer.max_epochs=1", "trainer.limit_train_batches=3", "callbacks.last_checkpoint.every_n_steps=3")
-    words = (*PLAIN_RUN, fails, *short, "run_id=mine")
-    failed = train(*words, check=False)
-    resumed = train(*words, folder=failed.folder)
-    assert failed.returncode == 1
-    assert "resumes    runs/plainmodel/mine/checkpoints/step_3.ckpt, at step 3" in resumed.out
-    assert "no step" not in resumed.out + resumed.err
