@@ -93,7 +93,7 @@ def _told(had: Sequence[tuple[Evidence, Mapping[str, str]]], form: str) -> str |
     here, there = dict(kinds[1][0]), dict(kinds[0][0])
     names = [name for name in {**there, **here} if here.get(name) != there.get(name)]
     unnamed = [name for name in names if "{value}" not in form or _is_hidden(name, here, there)]
-    message = listed([_value(name, here, "another {name}" if name in unnamed else form) for name in names], "others")
+    message = listed([f"another {name}" if name in unnamed else _value(name, here, form) for name in names], "others")
     others = _who(usual) if len(usual) == 1 else f"the other {len(usual)}" if len(usual + odd) == len(had) else "most"
     if unnamed == names:
         return f"{_who(odd)} {_have(odd)} {message} than {others}"
