@@ -30,7 +30,7 @@ CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 BUDGETS = {
     **{"fork": 220, "doctor": 350, "launch": 2150, "checking": 1150, "compare": 530, "sweeps": 530, "reference": 350},
     **{"preflight": 1500, "planning": 2450, "loop": 420, "failures": 1400, "runs": 1050, "export": 450, "config": 790},
-    **{"deepspeed": 1100, "strategies": 2060, "context": 50, "cluster": 600, "process": 300, "checkpoints": 2530},
+    **{"deepspeed": 1100, "strategies": 2060, "context": 50, "cluster": 600, "process": 300, "checkpoints": 2540},
     **{"batches": 2400, "monitoring": 1460, "figures": 150, "hooked_strategy": 200, "mixins": 50, "patches": 500},
     **{"versions": 50, "regular_files": 200, "errors": 150},
 }

@@ -37,7 +37,9 @@ def follow(cfg: DictConfig, run: RunContext) -> None:
     renamed = replace(cfg)
     if renamed and run.placement.rank == 0:
         changes = [f"{key}._target_={name} is now {today(name)}" for key, name in renamed.items()]
-        log.info("advice     %s; change it in your config: lightswitch %s drops the old name", "; ".join(changes), UNTIL)
+        log.info(
+            "advice     %s; change it in your config: lightswitch %s drops the old name", "; ".join(changes), UNTIL
+        )
 
 
 def replace(cfg: DictConfig) -> dict[str, str]:
