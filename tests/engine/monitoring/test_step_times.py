@@ -126,12 +126,14 @@ class Reporting(pl.Callback):
 
 
 class Saving(pl.Callback):
-    """Saves after the fourth step, which takes longer than a step."""
+    """Saves between two steps, before other hooks of the next one, as the engine does."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 4:
             trainer.save_checkpoint(f"{trainer.default_root_dir}/fourth.ckpt")
 
+
+class SlowToSave(pl.Callback):
     def on_save_checkpoint(self, *_: Any) -> None:
         time.sleep(SAVE)
 
@@ -162,7 +164,7 @@ def test_each_phase_takes_the_time_that_it_takes(tmp_path: Path) -> None:
     expected = {"data": DATA, "forward": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER, "rest": REST}
 
     def measure() -> StepTimes:
-        callbacks = [Reporting(), StepTimer(str(tmp_path), skip_steps=2, steps=4), Saving()]
+        callbacks = [Reporting(), Saving(), StepTimer(str(tmp_path), skip_steps=2, steps=4), SlowToSave()]
         run = trainer(tmp_path, callbacks=callbacks, max_steps=12, limit_val_batches=0)
         run.fit(Paced(), DataLoader(PacedBatches(), batch_size=1), loader(8))
         found = read(tmp_path)
