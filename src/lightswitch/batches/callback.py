@@ -181,7 +181,7 @@ class GlobalBatch(Callback):
         self._items.count(trainer, self._share_of_samples > 0)
         weight = self._weight()
         if isinstance(weight, Tensor) or weight != 1.0:
-            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]  # untyped
+            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._items.divide(trainer, optimizer)

@@ -99,7 +99,7 @@ def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-class _Partitioned(deepspeed.zero.Init):  # type: ignore[misc]  # untyped
+class _Partitioned(deepspeed.zero.Init):  # type: ignore[misc]  # the library has no types for it
     def _zero_init_param(self, param: nn.Parameter) -> None:
         """Partition a parameter as DeepSpeed does, and also a scalar, for which DeepSpeed fails (0.19)."""
         _cast([param], self.dtype)

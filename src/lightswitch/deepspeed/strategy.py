@@ -435,7 +435,7 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         assert isinstance(engine, deepspeed.DeepSpeedEngine)
         in_each_pass = engine.zero_optimization_stage() > 1
         if closure_loss.requires_grad and (in_each_pass or engine.is_gradient_accumulation_boundary()):
-            closure_loss.register_hook(lambda _: unused.refuse_uneven(in_each_pass))  # type: ignore[no-untyped-call]  # untyped
+            closure_loss.register_hook(lambda _: unused.refuse_uneven(in_each_pass))  # type: ignore[no-untyped-call]  # the library has no types for it
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         with self.outside_of_hooks():  # a callback's hook may save
@@ -519,7 +519,7 @@ def _tell_of_hooks(module: LightningModule) -> None:
         )  # fmt: skip
 
 
-class _CPU(cpu_accelerator.CPU_Accelerator):  # type: ignore[misc]  # untyped
+class _CPU(cpu_accelerator.CPU_Accelerator):  # type: ignore[misc]  # the library has no types for it
     """CPU accelerator without the shared-memory collectives, which only inference uses.
 
     DeepSpeed would compile test programs for a minute to find out whether it can compile that operator.

@@ -45,7 +45,7 @@ def weighted(outputs: Sequence[Any], weight: Weight) -> Iterator[None]:
     """Context of a backward pass from losses that are weighted by this rank's share of the batch."""
     is_even = not isinstance(weight, Tensor) and weight == 1.0
     losses = [] if is_even else [one for one in outputs if isinstance(one, Tensor) and one.requires_grad]
-    hooks = [one.register_hook(lambda gradient: gradient * weight) for one in losses]  # type: ignore[no-untyped-call]  # untyped
+    hooks = [one.register_hook(lambda gradient: gradient * weight) for one in losses]  # type: ignore[no-untyped-call]  # the library has no types for it
     try:
         yield
     finally:

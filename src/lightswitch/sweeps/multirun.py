@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightswitch import patches
 from lightswitch.cluster import placement
 from lightswitch.config import moved
+from lightswitch.config.confidential import masked_override
 from lightswitch.config.overrides import check_names, key_and_value, quoted, typed_overrides
 from lightswitch.errors import ExitCode, Refused, RefusedRequest
 from lightswitch.preflight import check, devices, root_keys
@@ -76,7 +77,7 @@ def run(
         logged = {name for file in folder.glob(f"*/{finished.RESULTS}") for name in finished.read_results(file.parent)}
         print(record.table(jobs, str(cfg.objective), logged), end="", flush=True)
         if any(job.state != FINISHED for job in jobs):
-            print(f"\ngo on      {_go_on(cfg)}", flush=True)
+            print(f"\ngo on      {go_on(cfg)}", flush=True)
     for text in of_jobs(cfg, folder) if jobs else ():
         print(f"\n{text}" if text.endswith("\n") else text, flush=True)
     if any(job.has_failed for job in jobs):
@@ -134,10 +135,10 @@ def _wrong_slots(sweep: Mapping[str, Any], is_local: bool) -> Iterator[str]:
         yield f"sweep.devices_per_job={each}: found {len(found)} GPUs; on CPUs type sweep.jobs_at_once=2"
 
 
-def _go_on(cfg: DictConfig) -> str:
+def go_on(cfg: DictConfig) -> str:
     """Return the command that starts the sweep again; what has finished is not run again."""
     hydra = [word for word in cfg.hydra.overrides.hydra if not word.startswith("hydra.mode=")]
-    typed = typed_overrides(cfg.hydra)
+    typed = [masked_override(word) for word in typed_overrides(cfg.hydra)]
     named = [] if any(word.startswith(("run_id=", "++run_id=")) for word in typed) else [f"run_id={cfg.run_id}"]
     return shlex.join(["python", sys.argv[0], "-m", *hydra, *typed, *named])
 

@@ -96,16 +96,22 @@ class Pool:
             output: file for what it prints; None for the streams of this process.
             is_lost: returns whether the command can no longer succeed and must be killed.
         """
-        slot = self._free.pop()
         # the run inherits the mask, and unblocks what it handles
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)
-        with contextlib.ExitStack() as files:
-            stream = files.enter_context(output.open("ab")) if output is not None else None
-            process = subprocess.Popen(
-                command, cwd=cwd, env={**os.environ, **slot}, start_new_session=True, stdout=stream, stderr=stream
-            )
-        self._running.append(_Job(process, slot, is_lost, end))
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            with contextlib.ExitStack() as files:
+                stream = files.enter_context(output.open("ab")) if output is not None else None
+                process = subprocess.Popen(
+                    command,
+                    cwd=cwd,
+                    env={**os.environ, **self._free[-1]},
+                    start_new_session=True,
+                    stdout=stream,
+                    stderr=stream,
+                )
+            self._running.append(_Job(process, self._free.pop(), is_lost, end))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def wait_for_slot(self) -> None:
         """Wait until a slot is free.

@@ -30,7 +30,7 @@ from lightswitch.config.overrides import normalised
 from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.preflight import devices
 from lightswitch.sweeps import job, record
-from lightswitch.sweeps.multirun import shared_problems, slots
+from lightswitch.sweeps.multirun import go_on, shared_problems, slots
 from lightswitch.sweeps.pool import Pool, ProcessEnd
 from tests.engine.config.mistaken import answers
 from tests.engine.conftest import CHECKOUT, PLAIN, PLAIN_DATA
@@ -180,6 +180,17 @@ def test_slots_are_groups_of_the_gpus_that_this_process_sees(monkeypatch: pytest
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     monkeypatch.setattr(devices, "present", lambda: devices.Present(cuda=2))
     assert [*map(str, of(devices_per_job=1))] == [str({"CUDA_VISIBLE_DEVICES": f"GPU-{one}"}) for one in "ab"]
+
+
+def test_the_command_to_go_on_names_the_run_and_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    overrides = {
+        "hydra": ["hydra.mode=MULTIRUN", "hydra/sweeper=optuna"],
+        "task": ["seed=1,2", "model.api_key=hunter2"],
+    }
+    cfg = OmegaConf.create({"run_id": "mine", "hydra": {"overrides": overrides}})
+    expected = "python train.py -m hydra/sweeper=optuna seed=1,2 'model.api_key=***' run_id=mine"
+    assert go_on(cfg) == expected
 
 
 def test_a_job_of_four_at_once_that_is_killed_is_run_again_by_the_printed_command(sweep: Sweep) -> None:
