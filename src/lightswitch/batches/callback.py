@@ -273,8 +273,11 @@ class GlobalBatch(Callback):
         assert position is not None, "a run resumes only from a checkpoint with a position"
         self._resumed = position
         if position.lacks_ending and trainer.is_global_zero:
-            due = "the validation that was due at step %d, or its epoch's end: a version before 0.2 saved before these"
-            log.warning(f"resumes    without {due}", position.global_step)
+            log.warning(
+                "resumes    without the validation that was due at step %d, or the end of its epoch: an earlier "
+                "version saved the checkpoint before these",
+                position.global_step,
+            )
         are_new = position.step == 0 and trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set past its type
         self._loaders.start_at(position, [] if are_new else checkpoint.get(STREAMS, []))
         if (fetcher := trainer.fit_loop._data_fetcher) is not None:  # the module has requested the number of steps

@@ -126,7 +126,7 @@ class Position:
     global_batch: int = 0
     dataset: int | None = None  # samples in the training set; None if its loader runs unchanged
     optimizer_steps: int | None = None  # taken in total, as the Trainer counts them; None if each batch is a step
-    lacks_ending: bool = False  # saved by a version before 0.2, before its validation or the end of its epoch
+    lacks_ending: bool = False  # saved by an earlier version, before its validation or the end of its epoch
     splits_by_seed: bool = False  # data are prepared and set up under `seed` itself; before 0.2, under a hash of it
 
     @property
@@ -149,7 +149,7 @@ class Position:
         return None
 
 
-_DUE = ("validation_due", "epoch_end_due")  # flags in checkpoints of versions before 0.2
+_DUE = ("validation_due", "epoch_end_due")  # flags in checkpoints of earlier versions
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(_DUE, bool),
     **{field.name: type(field.default) for field in fields(Position)},  # types of numbers and flags

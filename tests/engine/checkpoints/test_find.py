@@ -64,7 +64,7 @@ def test_a_checkpoint_that_an_older_python_has_written_is_read(tmp_path: Path) -
 
 
 def test_of_two_at_a_step_the_validated_one_is_taken(tmp_path: Path) -> None:
-    """As versions before 0.2 saved them."""
+    """As earlier versions saved them."""
     write(tmp_path / "checkpoints" / "last.ckpt", global_step=20, validation_due=True)
     validated = write(tmp_path / "checkpoints" / "best.ckpt", global_step=20)
     assert newest(tmp_path) == (validated, Position(global_step=20))
