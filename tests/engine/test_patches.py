@@ -37,7 +37,7 @@ ALLOWED = {
     "model.trainer": "Lightning documents it: how a module is given its Trainer",
     "generator.bit_generator.state": "NumPy documents it: how a generator is seeded again",
     "original.__class__": "of a parameter that sharding has replaced, as torch changes that of a lazy one",
-    "undivided.rank": "of a copy of the user's sampler",
+    "whole.rank": "of a copy of the user's sampler",
 }
 SETTING = (  # modules whose functions and classes set attributes of others' objects
     "lightning.pytorch.utilities.parsing",
