@@ -26,7 +26,6 @@ from lightswitch.batches.generators import (
     restoring,
     seed_generators,
 )
-from lightswitch.batches.metrics import Ending, EpochMetrics
 from lightswitch.batches.plan import BatchPlan, Position, scaled_learning_rate
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
@@ -48,7 +47,7 @@ from lightswitch.loop.hooks import skip_empty_hooks
 from lightswitch.loop.loops import replace_loops
 from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.monitored import BestCheckpoint
-from lightswitch.monitoring.notices import ModelSize, PlateauValidation, StepsAreCounted, StepsByHand
+from lightswitch.monitoring.notices import ModelSize, StepsAreCounted, StepsByHand
 from lightswitch.monitoring.progress import Progress
 from lightswitch.monitoring.step_timer import StepTimer
 from lightswitch.preflight import devices, root_keys
@@ -68,9 +67,6 @@ log = logging.getLogger(__name__)
 
 
 Built = tuple[LightningModule, LightningDataModule | None, Trainer]
-
-
-_VALIDATION = {"trainer.val_check_interval", "trainer.check_val_every_n_epoch"}
 
 
 _CLIPPING = "trainer.gradient_clip_val"
@@ -263,8 +259,8 @@ def callbacks_of_engine(
     The record of the run comes first, then the watchdog, then the division of batches (docs/architecture.md has the
     reasons).
     """
-    engine: list[Callback] = [record, watchdog, Ending(), batch]
-    engine += [EpochMetrics(), Preemption(run.signals)]
+    engine: list[Callback] = [record, watchdog, batch]
+    engine += [Preemption(run.signals)]
     engine += [PredictionWriter(), ModelSize(), Freezing(), TransientBuffers(), Reconfiguration()]
     engine += [PublicHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]
@@ -275,8 +271,6 @@ def callbacks_of_engine(
         engine.append(FiniteLoss(batch, cfg.on_nan))
     if compilation is not None:
         engine.append(compilation)
-    if _VALIDATION.isdisjoint(typed_keys(run.hydra)):
-        engine.append(PlateauValidation())
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from, cfg.get("init_names")))
     return engine
