@@ -76,7 +76,6 @@ def _replaced() -> set[str]:
 def test_the_table_lists_what_is_replaced_and_nothing_else() -> None:
     in_a_loop = {"_WORLD_GROUP"}  # lightswitch.planning.fakes
     in_a_loop |= {"TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE"}
-    in_a_loop |= {"limit_test_batches", "limit_predict_batches"}  # lightswitch.batches.evaluation
     in_a_loop |= {"setup"}  # lightswitch.patches.call_when_built
     in_a_loop |= {"assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"}
     assert _replaced() - {"<name>"} == {patch.name for patch in PATCHES} - in_a_loop

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.optim import Optimizer
@@ -148,10 +147,14 @@ class Items:
             is_of_step: False if the micro-batch repeats a sample, because the step has fewer samples than
                 micro-batches.
         """
-        if self._of_batch is None or _is_whole(trainer):
+        is_whole = trainer.world_size == trainer.accumulate_grad_batches == 1  # its mean is that of the step
+        if self._of_batch is None or is_whole:
             return
         if self._unit is None:
-            mean = float(_mean(trainer.strategy, self._of_batch)) * trainer.accumulate_grad_batches
+            mean = (
+                float(trainer.strategy.reduce(self._of_batch.clone(), reduce_op="mean"))
+                * trainer.accumulate_grad_batches
+            )
             self._unit = 2.0 ** round(math.log2(max(1.0, mean)))
         counted = self._of_batch * is_of_step
         self._of_step = counted if self._of_step is None else self._of_step + counted
@@ -162,7 +165,7 @@ class Items:
         of_step, self._of_step, self.factor = self._of_step, None, None
         if of_step is None or self._unit is None:
             return
-        self.factor = self._unit / _mean(trainer.strategy, of_step)
+        self.factor = self._unit / trainer.strategy.reduce(of_step.clone(), reduce_op="mean")
         HookedStrategy.of(trainer).multiply_gradients(optimizer, self.factor)
 
 
@@ -177,13 +180,3 @@ def _number(given: Any, trainer: Trainer) -> Tensor:
     if not trainer.lightning_module.automatic_optimization:
         raise Refused(f'training_step uses manual optimization, and weights its losses itself; leave "{KEY}" out')
     return torch.as_tensor(given, dtype=torch.float32, device=trainer.strategy.root_device).detach().reshape(())
-
-
-def _is_whole(trainer: Trainer) -> bool:
-    """Return whether a step is one micro-batch of one process, whose mean is that of the step."""
-    return trainer.world_size == 1 and trainer.accumulate_grad_batches == 1
-
-
-def _mean(strategy: Strategy, number: Tensor) -> Tensor:
-    mean: Tensor = strategy.reduce(number.clone(), reduce_op="mean")
-    return mean

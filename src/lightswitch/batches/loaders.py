@@ -15,6 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightswitch.batches import stream
 from lightswitch.batches.order import (
     EvaluationBatches,
     FormedSlices,
@@ -26,16 +27,6 @@ from lightswitch.batches.order import (
 )
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.batches.seeds import EvaluatedSamples, SeededSamples, mix, reads_batches
-from lightswitch.batches.stream import (
-    IndexedStream,
-    StreamCollate,
-    StreamLoader,
-    StreamReceiver,
-    StreamRounds,
-    StreamSlices,
-    evaluated_stream,
-    training_stream,
-)
 from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -222,7 +213,7 @@ def training_loader(
         Refused: `drop_last` drops all samples, or there are none.
     """
     if is_stream(loader):
-        return _of_stream(loader, *training_stream(loader, plan, rank, seed, at, combined), pins_for_gpu, gather)
+        return _of_stream(loader, *stream.training_stream(loader, plan, rank, seed, at, combined), pins_for_gpu, gather)
     if combined is not None:
         combined.makes_batches |= takes_one(loader)
     read = SeededSamples(loader.dataset, seed, loader.collate_fn)
@@ -260,7 +251,7 @@ def evaluation_loader(
         Refused: there are no samples, or fewer than ranks.
     """
     if is_stream(loader):
-        return _of_stream(loader, *evaluated_stream(loader, plan, rank, seed), pins_for_gpu, gather)
+        return _of_stream(loader, *stream.evaluated_stream(loader, plan, rank, seed), pins_for_gpu, gather)
     batches: Any = EvaluationBatches(loader, plan, rank, seed)
     given: Any = loader.batch_sampler
     if given is not unwrapped(given):  # in Lightning's wrapper, which records the predicted indices
@@ -272,8 +263,8 @@ def evaluation_loader(
 
 def _of_stream(
     loader: DataLoader[Any],
-    slices: StreamSlices | StreamRounds,
-    reader: IndexedStream,
+    slices: stream.StreamSlices | stream.StreamRounds,
+    reader: stream.IndexedStream,
     pins_for_gpu: bool,
     gather: Callable[[int], list[int]] | None,
 ) -> DataLoader[Any]:
@@ -283,9 +274,9 @@ def _of_stream(
             "engine's batches with their positions; use torch's DataLoader, or type data.sharded_by=dataset to leave "
             "the loader unchanged"
         )
-    collate = StreamCollate(loader.collate_fn)
-    copied = sliced(loader, reader, pins_for_gpu, collate, StreamLoader, batch_sampler=None, sampler=slices)
-    copied.received = StreamReceiver(slices, gather or (lambda number: [number]))
+    collate = stream.StreamCollate(loader.collate_fn)
+    copied = sliced(loader, reader, pins_for_gpu, collate, stream.StreamLoader, batch_sampler=None, sampler=slices)
+    copied.received = stream.StreamReceiver(slices, gather or (lambda number: [number]))
     return copied
 
 
@@ -361,7 +352,7 @@ def _slices(loader: Any) -> Any:
 def samples_in(loader: Any, batch_idx: int) -> int | None:
     """Return the number of samples in a batch of an evaluation's loader; None if only the loader knows it."""
     slices = _slices(loader)
-    is_known = isinstance(slices, EvaluationBatches | StreamRounds) and not loader.makes_batches
+    is_known = isinstance(slices, EvaluationBatches | stream.StreamRounds) and not loader.makes_batches
     return int(slices.samples_in(batch_idx)) if is_known else None
 
 

@@ -61,10 +61,16 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
+def generator_states(device: torch.device) -> tuple[Any, ...]:
+    """Return the states of the generators of Python, NumPy, torch's CPU and a device."""
+    of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return random.getstate(), np.random.get_state(), torch.random.get_rng_state(), of_device
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Context in which the generators of Python, NumPy and torch's CPU begin with a seed; restores them."""
-    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    of_python, of_numpy, of_torch, _ = generator_states(torch.device("cpu"))
     seed_generators(seed)
     try:
         yield
