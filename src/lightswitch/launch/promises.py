@@ -20,7 +20,7 @@ from lightswitch.checking import table
 from lightswitch.checking.check import SINGLE, Check
 from lightswitch.checking.comparison import EPS_32, states
 from lightswitch.checking.runs import Ended, Starter, Way
-from lightswitch.config.values import AUTO, files_of_group
+from lightswitch.config.overrides import AUTO, files_of_group
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended as RunEnded
 from lightswitch.errors import ExitCode, Refused, RefusedRequest, shown

@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
 
-from lightswitch.config.values import ALLOWED, KINDS, KINDS_OF_OTHERS, WORDS
 from lightswitch.errors import Command
-from lightswitch.preflight.signatures import Parameter, Signature
+from lightswitch.preflight.root_keys import ALLOWED, KINDS, WORDS
+from lightswitch.preflight.targets import Parameter, Signature
 from lightswitch.reference import choices
 from lightswitch.reference.choices import Choice, Key, config, groups, signature_of
 
@@ -168,7 +168,7 @@ def _allowed(path: str) -> dict[str, Any]:
     """Return the schema of a key's value in config.yaml: fixed words, or its types; empty if anything is valid."""
     if path in ALLOWED:
         return {"enum": list(ALLOWED[path])}
-    kinds = (KINDS | KINDS_OF_OTHERS).get(path)
+    kinds = KINDS.get(path)
     if not kinds:
         return {}
     words = [{"enum": list(WORDS[path])}] if path in WORDS else []
