@@ -26,14 +26,12 @@ from lightswitch.batches.generators import (
     restoring,
     seed_generators,
 )
-from lightswitch.batches.metrics import Ending, EpochMetrics
 from lightswitch.batches.plan import BatchPlan, Position, scaled_learning_rate
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import InitialWeights, TransientBuffers
 from lightswitch.checkpoints.reconfiguration import Reconfiguration
 from lightswitch.cluster import environments
-from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.failures.launchers import install_launcher
@@ -48,7 +46,7 @@ from lightswitch.loop.hooks import skip_empty_hooks
 from lightswitch.loop.loops import replace_loops
 from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.monitored import BestCheckpoint
-from lightswitch.monitoring.notices import ModelSize, PlateauValidation, StepsAreCounted, StepsByHand
+from lightswitch.monitoring.notices import ModelSize, StepsAreCounted, StepsByHand
 from lightswitch.monitoring.progress import Progress
 from lightswitch.monitoring.step_timer import StepTimer
 from lightswitch.preflight import devices, root_keys
@@ -68,9 +66,6 @@ log = logging.getLogger(__name__)
 
 
 Built = tuple[LightningModule, LightningDataModule | None, Trainer]
-
-
-_VALIDATION = {"trainer.val_check_interval", "trainer.check_val_every_n_epoch"}
 
 
 def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Start | None = None) -> Built:
@@ -250,8 +245,8 @@ def callbacks_of_engine(
     The record of the run comes first, then the watchdog, then the division of batches (docs/architecture.md has the
     reasons).
     """
-    engine: list[Callback] = [record, watchdog, Ending(), batch]
-    engine += [EpochMetrics(), Preemption(run.signals)]
+    engine: list[Callback] = [record, watchdog, batch]
+    engine += [Preemption(run.signals)]
     engine += [PredictionWriter(), ModelSize(), Freezing(), TransientBuffers(), Reconfiguration()]
     engine += [PublicHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]
@@ -262,8 +257,6 @@ def callbacks_of_engine(
         engine.append(FiniteLoss(batch, cfg.on_nan))
     if compilation is not None:
         engine.append(compilation)
-    if _VALIDATION.isdisjoint(typed_keys(run.hydra)):
-        engine.append(PlateauValidation())
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from, cfg.get("init_names")))
     return engine

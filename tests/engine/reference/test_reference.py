@@ -6,9 +6,7 @@ import csv
 import itertools
 import json
 import re
-import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,15 +16,14 @@ from omegaconf.basecontainer import get_yaml_loader
 
 from lightswitch.config.overrides import asks_for_help
 from lightswitch.errors import RefusedRequest
-from lightswitch.reference.choices import config, groups, help_text, sentences
+from lightswitch.reference.choices import config, groups, help_text
 from lightswitch.reference.schema import schemas
 from tests.engine.config import test_hydra_errors as mistakes
 from tests.engine.conftest import CHECKOUT, PLAIN, Train
 from tests.engine.launch.test_habits import RUNS
 from tests.engine.tables import environment
-from tests.engine.tables.claims import HELD, MEASURED
 from tests.engine.tables.documents import MADE
-from tests.engine.tables.reference import FOLDER, pages
+from tests.engine.tables.reference import FOLDER, pages, sentences
 from tests.engine.tables.run_directory import COLUMNS, FILES, FILES_OF_SOME, RECORDS
 
 TRAIN, CONF = CHECKOUT / "train.py", CHECKOUT / "conf"
@@ -86,16 +83,13 @@ def test_what_is_not_there_is_refused_in_a_line(about: str, told: str) -> None:
 def test_each_key_that_can_be_typed_has_a_sentence() -> None:
     """But for those of a device's sheet, of peft, and of fsdp_tp's plans, which are named by the model's class."""
     keys = [key for choice in (config(CONF), *itertools.chain(*groups(CONF).values())) for key in choice.keys]
-    told = sentences(CONF)
+    told = sentences()
     mute = {key.path for key in keys if not key.is_node and not key.name.startswith("_") and key.path not in told}
     unnamed = ("plan.device.", "model.lora.", "trainer.strategy.plans.")
     assert [path for path in mute if not path.startswith(unnamed)] == []
 
 
-# The pages that are made are as conf, the code, a run and the results of benchmarks are now
-
-
-TIME_OR_SPEED = re.compile(r"\d[\d.,]* (?:µs|ms|MB)\b|\w+ of (?:a second of )?CPU\b|\w+ times faster")
+# The pages that are made are as conf, the code and a run are now
 
 
 @pytest.fixture(scope="module")
@@ -147,25 +141,6 @@ def _pattern(name: str) -> str:
 
 def test_every_variable_that_is_read_is_told() -> None:
     assert environment.readers().keys() == {*environment.YOURS, *environment.OF_LAUNCHERS, *environment.SET}
-
-
-def test_each_time_or_speed_of_a_document_is_on_the_page_with_a_command_that_measures_it() -> None:
-    for path in {*(CHECKOUT / "docs").glob("*.md"), CHECKOUT / "README.md"}:
-        prose = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
-        prose = " ".join(re.sub(r"^    .*$|^ *\|.*$", "", prose, flags=re.MULTILINE).split())
-        told = " ".join(claim.words for claim in (*HELD, *MEASURED) if CHECKOUT / claim.document == path)
-        assert [found for found in TIME_OR_SPEED.findall(prose) if found not in told] == [], path
-    for claim in MEASURED:
-        match shlex.split(claim.shown_by):
-            case ["make", target]:
-                assert re.search(rf"^{target}:", (CHECKOUT / "Makefile").read_text(), re.MULTILINE), claim
-            case ["torchrun", *_, "-m", module] | ["python", "-m", module, *_]:
-                path = CHECKOUT / Path("src" if module.startswith("lightswitch") else "", *module.split("."))
-                assert path.is_dir() or path.with_suffix(".py").is_file(), claim
-            case kept:
-                assert kept == [] or kept[:2] in (["python", "train.py"], ["python", "-c"]), claim
-    for claim in HELD:
-        assert "def test_" in (CHECKOUT / claim.shown_by).read_text(), claim
 
 
 # What an editor knows of conf: every file of it is right, and what train.py would refuse is marked
