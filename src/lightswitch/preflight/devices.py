@@ -29,7 +29,6 @@ class Launcher:
         ordered: the global rank, the node's and the local rank.
         options: what sets the number of nodes, and of processes on each.
         fewer: how to start fewer processes on a node, or let each see more GPUs.
-        in_order: how to number the processes node by node.
     """
 
     starter: str
@@ -38,7 +37,6 @@ class Launcher:
     ordered: tuple[str, str, str]
     options: tuple[str, str]
     fewer: str
-    in_order: str
 
 
 _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -50,7 +48,6 @@ LAUNCHERS = {
         ("RANK", "GROUP_RANK", "LOCAL_RANK"),
         ("--nnodes={}", "--nproc-per-node={}"),
         "use --nproc-per-node={}, or list {} GPUs in CUDA_VISIBLE_DEVICES",
-        "start it with torchrun, which exports all of them",
     ),
     "env": Launcher(
         f"export {', '.join(_MEETING)} for each process",
@@ -59,7 +56,6 @@ LAUNCHERS = {
         ("RANK", "NODE_RANK", "LOCAL_RANK"),
         ("GROUP_WORLD_SIZE={}", "LOCAL_WORLD_SIZE={}"),
         "export LOCAL_WORLD_SIZE={} and start that many ranks, or list {} GPUs in CUDA_VISIBLE_DEVICES",
-        "export LOCAL_WORLD_SIZE, the number of processes on a node, and leave out the others",
     ),
     "slurm": Launcher(
         "start it with srun python train.py",
@@ -68,7 +64,6 @@ LAUNCHERS = {
         ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"),
         ("--nodes={}", "--ntasks-per-node={}"),
         "use --ntasks-per-node={}, or --gpus-per-node={} in place of --gpus-per-task",
-        "start it with srun --distribution=block",
     ),
 }
 _UNEVENLY = {  # what each process needs, too, where nodes have different numbers of processes
@@ -152,7 +147,7 @@ def _out_of_order(name: str, launcher: Launcher, environ: Mapping[str, str]) -> 
     if number * per_node + int(environ.get(local, place.rank % per_node)) != place.rank:
         found = _set(environ, [one for one in launcher.ordered if one in environ])
         whole = f"{per_node} processes on each of {place.nodes} nodes"
-        yield f"{found}: {whole} must be numbered node by node; {launcher.in_order}"
+        yield f"{found}: {whole} must be numbered node by node; {launcher.starter}"
 
 
 def _ranks_of_nobody(environ: Mapping[str, str]) -> Iterator[str]:
