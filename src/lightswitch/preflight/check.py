@@ -52,10 +52,11 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         _raise(strategies.mode_problems(plain, place, *known))
         plain = strategies.on_its_device(plain)
     trainer = plain["trainer"]
+    found = versions.of(("torch", "torchvision"))
+    _raise(devices.torchvision_problems(found, versions.required_by("torchvision")))  # else lightning can't be imported
     _raise(
-        devices.other_torchvision(versions.of(("torch", "torchvision")), versions.required_by("torchvision")),
-        devices.of_accelerate({key_and_value(word)[0] for word in typed}),
-        devices.other_processes(plain, place),
+        devices.accelerate_problems({key_and_value(word)[0] for word in typed}),
+        devices.process_problems(plain, place),
     )
     if (timeout := os.environ.get("NCCL_TIMEOUT")) and run.is_first and "timeout_seconds" not in str(trainer):
         log.info("advice     NCCL_TIMEOUT has no effect; type trainer.strategy.timeout_seconds=%s instead", timeout)
@@ -71,7 +72,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         () if of_one_process else devices.absent(trainer, place),
         () if of_one_process else strategies.compiler_problems(plain, kind),
     )
-    _raise(() if of_one_process else devices.lonely(plain, place))
+    _raise(() if of_one_process else devices.node_problems(plain, place))
     return _plan(plain, place)
 
 

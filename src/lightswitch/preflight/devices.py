@@ -186,7 +186,7 @@ _ACCELERATE = {  # what `accelerate launch` exports, and the key that does the s
 _STEPS_OF_ONE_BATCH = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}
 
 
-def of_accelerate(typed: Set[str], environ: Mapping[str, str] = os.environ) -> Iterator[str]:
+def accelerate_problems(typed: Set[str], environ: Mapping[str, str] = os.environ) -> Iterator[str]:
     """Yield a problem for what `accelerate launch` has exported, and a run would pass over.
 
     Args:
@@ -200,7 +200,7 @@ def of_accelerate(typed: Set[str], environ: Mapping[str, str] = os.environ) -> I
         yield f"{found}; type {words}"
 
 
-def other_torchvision(found: Mapping[str, str], requirements: Sequence[str]) -> Iterator[str]:
+def torchvision_problems(found: Mapping[str, str], requirements: Sequence[str]) -> Iterator[str]:
     """Yield a problem if torchvision is built for another torch; torchmetrics imports torchvision in every run.
 
     Args:
@@ -345,7 +345,7 @@ def idle(used: int, place: Placement, there: Present | None = None) -> Iterator[
         yield f"{found}; type {words}"
 
 
-def without_compiler(accelerator: str) -> Iterator[str]:
+def missing_compiler(accelerator: str) -> Iterator[str]:
     """Yield the tools that inductor needs to build its kernels, and that are missing."""
     if accelerator not in ("cpu", "mps") and importlib.util.find_spec("triton") is None:
         yield "on a GPU, compile=true needs triton, which is not installed; type pip install triton"
@@ -369,7 +369,7 @@ _MPI_SIZES = {"mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}  # of Ope
 _DETECT = "lightswitch.cluster.environments.detect"
 
 
-def other_processes(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
+def process_problems(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
     """Yield the problems of a config that does not match the processes that were started."""
     trainer, cluster = cfg["trainer"], _cluster(cfg).rpartition(".")[2]
     nodes, per_node, started = trainer["num_nodes"], count(trainer), place.launcher
@@ -410,7 +410,7 @@ def _cluster(cfg: dict[str, Any]) -> str:
     return str((cfg.get("cluster") or {}).get("_target_", _DETECT))
 
 
-def lonely(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
+def node_problems(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
     """Yield a problem if the run's other nodes would not be there, or not survive a change."""
     nodes, elastic = cfg["trainer"]["num_nodes"], elastic_nodes()
     is_met = place.is_external or _cluster(cfg) != _DETECT or os.environ.keys() >= {"MASTER_ADDR", "MASTER_PORT"}

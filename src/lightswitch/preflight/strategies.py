@@ -299,7 +299,7 @@ def compiler_problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
     if node.get("scope") == "whole" and is_zero_3:
         yield "compile.scope=whole: at ZeRO stage 3 the graph would break at each layer; leave it out"
     if node and node.get("backend", "inductor") == "inductor":
-        yield from devices.without_compiler(accelerator)
+        yield from devices.missing_compiler(accelerator)
         with_graphs = accelerator == "cuda" and node.get("mode") in ("reduce-overhead", "max-autotune")
         if with_graphs and (is_zero_3 or name in ("FSDP", "TensorParallel")):  # pytorch/pytorch#183451
             yield (

@@ -134,7 +134,7 @@ def test_processes_of_mpi_that_would_be_runs_of_their_own_are_refused(
 ) -> None:
     monkeypatch.setenv(*size.split("="))
     trainer = {"num_nodes": place.nodes, "devices": place.devices_per_node or 1}
-    lines = list(devices.other_processes({"cluster": {"_target_": cluster}, "trainer": trainer}, place))
+    lines = list(devices.process_problems({"cluster": {"_target_": cluster}, "trainer": trainer}, place))
     assert [line.startswith(f"{size}: mpi") for line in lines] == [True] * is_refused
 
 

@@ -73,7 +73,7 @@ def _answer(environ: Mapping[str, str]) -> list[str]:
         return mistakes.problems
     place = placement.detect()
     problems = list(
-        devices.other_processes({"trainer": {"num_nodes": place.nodes, "devices": place.devices_per_node or 2}}, place)
+        devices.process_problems({"trainer": {"num_nodes": place.nodes, "devices": place.devices_per_node or 2}}, place)
     )
     if problems:
         return problems
@@ -108,7 +108,7 @@ PAIRS = {  # torch, torchvision and the torch that it requires
 def test_a_torchvision_of_another_torch_is_told_in_a_line(versions_: str) -> None:
     torch, torchvision, required = versions_.split()
     requirements = ["numpy", f"torch=={required}", "pillow!=8.3.*,>=5.3.0"]
-    told = devices.other_torchvision({"torch": torch, "torchvision": torchvision}, requirements)
+    told = devices.torchvision_problems({"torch": torch, "torchvision": torchvision}, requirements)
     assert "".join(told) == PAIRS[versions_]
 
 
@@ -132,7 +132,7 @@ LAUNCHED = {  # what it exports beside that, "typed" with what is typed, and wha
 def test_what_accelerate_launch_exports_is_typed_or_told(launched: str) -> None:
     exported, _, typed = launched.partition(" typed ")
     environ = _environ(f"{BEGUN} {exported}")
-    lines = list(devices.of_accelerate({*typed.split()}, environ))
+    lines = list(devices.accelerate_problems({*typed.split()}, environ))
     assert (len(lines), LAUNCHED[launched] in "".join(lines)) == (bool(LAUNCHED[launched]), True)
 
 
