@@ -220,6 +220,18 @@ class Process:
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
 
 
+def has_ended(pid: int) -> bool:
+    """Return whether a process of this machine has ended; False where that can't be known."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "Z"  # it has ended, and its parent has yet to see it
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's, or a system without /proc
+        return False
+
+
 def _is_stopped(pid: int) -> bool:
     """Return whether a process is stopped, as by SIGSTOP; False on systems without /proc."""
     try:

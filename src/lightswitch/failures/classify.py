@@ -16,10 +16,12 @@ import select
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import takewhile
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -36,7 +38,7 @@ from lightswitch.errors import ExitCode, Failure, LostRank, Refused, shown
 from lightswitch.process import Process, ended_by
 from lightswitch.runs import lock
 
-_LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters sent to the hub: an error message can have any length
+_LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters in the store: an error message can have any length
 # Errors of a rank that has lost its connection to another rank, from gloo, NCCL and the rendezvous store
 _FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to host|socket|timed? ?out", re.IGNORECASE)
 _OF_DEVICES = re.compile(r"AcceleratorError|(CUDA|HIP) error")
@@ -65,6 +67,9 @@ _LIBRARIES = (_RESTORING.partition(".")[0], "torch", "packaging", __name__.parti
 _OF_ODD_STATE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)
 _WORKER_END_SECONDS = 2.0
+_ENGINE = str(Path(__file__).parents[1])
+_PYTHON = sysconfig.get_paths()["stdlib"]
+_INSTALLED = {"site-packages", "dist-packages"}  # of this environment, or of the system's, which it may include
 _LAST_FRAME = re.compile(r'.*^  File "(.+?)", line (\d+), in ', re.MULTILINE | re.DOTALL)
 
 
@@ -269,7 +274,7 @@ def full_traceback(error: BaseException) -> str:
 
 
 def shortened(failure: Failure) -> Failure:
-    """Return a failure that fits into a message to the hub: the middle of long texts is cut out."""
+    """Return a failure that fits into the store: the middle of long texts is cut out."""
     return replace(failure, line=_cut(failure.line, _LONGEST_LINE), details=_cut(failure.details, _LONGEST_DETAILS))
 
 
@@ -292,6 +297,27 @@ def rank_of(cfg: DictConfig, placement: Placement) -> Rank:
 def node_name() -> str:
     """Return this machine's host name, as shown in messages."""
     return socket.gethostname()
+
+
+def is_of_engine(file: str) -> bool:
+    """Return whether a file of code is the engine's."""
+    return file.startswith(_ENGINE)
+
+
+@lru_cache
+def is_of_others(file: str) -> bool:
+    """Return whether a file of code is the engine's, the script's, an installed package's or Python's."""
+    is_installed = not _INSTALLED.isdisjoint(Path(file).parts)
+    return is_installed or file.startswith((_PYTHON, _ENGINE, os.path.abspath(sys.argv[0]), "<"))
+
+
+def oom_kills() -> int:
+    """Return how many processes Linux has killed for lack of memory, in any cgroup; 0 on other systems."""
+    try:
+        counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    except OSError:
+        return 0
+    return int(counts.get("oom_kill", 0))
 
 
 def _cause_of_worker(error: BaseException) -> str | None:

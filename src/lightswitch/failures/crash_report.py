@@ -6,23 +6,24 @@ The crash report is a folder in the run directory with the first failure and eac
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import logging
 import os
 import platform
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 
 from lightswitch import regular_files, versions
-from lightswitch.cluster import variables
+from lightswitch.cluster.placement import reported_variables
 from lightswitch.context import RunContext
 from lightswitch.errors import ExitCode, Failure, Refused, printable
 from lightswitch.failures.classify import Rank, one_line
-from lightswitch.failures.stacks import all_stacks
 from lightswitch.process import ignore_signals
 from lightswitch.regular_files import make_tree, remove_tree
 from lightswitch.runs import log as run_log
@@ -96,7 +97,10 @@ class CrashReport:
     def add_rank(self, rank: Rank, location: str, own: Failure | None) -> None:
         """Write a rank's file (its location in training, error, stacks and environment) and its NCCL trace, if any."""
         parts = [str(rank), f"process {rank.pid}", location, "", *([own.line, own.details] if own else [])]
-        text = "\n".join([*parts, all_stacks(), _environment()])
+        with tempfile.TemporaryFile("w+") as stacks:
+            faulthandler.dump_traceback(stacks)
+            stacks.seek(0)
+            text = "\n".join([*parts, stacks.read(), _environment()])
         self._write(f"rank_{rank.number}.txt", text.encode(errors="backslashreplace"))
         if recorded := _flight_recorder():
             self._write(f"nccl_trace_rank_{rank.number}", recorded)
@@ -125,7 +129,7 @@ def write_for_torchrun(failure: Failure) -> None:
 def _environment() -> str:
     lines = [f"python {platform.python_version()}, {platform.platform()}"]
     lines += [f"{name} {version}" for name, version in versions.of(_PACKAGES).items()]
-    lines += [f"{name}={value}" for name, value in variables.shown().items()]
+    lines += [f"{name}={value}" for name, value in reported_variables().items()]
     return "\n".join(["environment:", *lines]) + "\n"
 
 

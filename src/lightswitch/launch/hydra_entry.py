@@ -70,6 +70,8 @@ class Entry:
         """
         # Threads that spin while they wait slow a run on shared cores down tenfold; sleeping threads cost nothing.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        # torch would print C++ stacks when rank 0, which serves the store, has ended; the watchdog says so in a line
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints bugs in its own way, and exits with 1
         self.signals.catch(is_first=False)  # the rank is not known yet
         logging.getLogger("torch").setLevel(logging.WARNING)  # as torch does on import, which may not happen
