@@ -21,10 +21,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from lightswitch.cluster import consistency, environments, rendezvous
-from lightswitch.cluster.consistency import Evidence
+from lightswitch.cluster import environments, rendezvous
 from lightswitch.cluster.rendezvous import MeetingPoint
-from lightswitch.cluster.sealed import Values
 from lightswitch.doctor.machine import look_at_machine, without_nccl
 from lightswitch.errors import ExitCode
 
@@ -52,7 +50,7 @@ def examine(report: Report, timeout_seconds: float) -> None:
     environment = environments.detect()
     rank, local_rank, world_size = environment.global_rank(), environment.local_rank(), environment.world_size()
     found = look_at_machine(local_rank, RUNS)
-    versions = consistency.software(on_gpu=torch.cuda.is_available())
+    versions = rendezvous.software(on_gpu=torch.cuda.is_available())
     if world_size == 1:
         report.machines([asdict(found)])
         report.software(versions, asdict(found))
@@ -67,10 +65,10 @@ def examine(report: Report, timeout_seconds: float) -> None:
     others = _unreached(store, point, everyone, found.node, report)
     if others or len(everyone) < world_size:
         return
-    code = consistency.digests([path.resolve() for path in map(Path, CODE) if path.exists()])
+    code = rendezvous.digests([path.resolve() for path in map(Path, CODE) if path.exists()])
     shared = RUNS if RUNS.exists() else Path()
     agreed = PrefixStore("agreement", store)
-    verdict = rendezvous.agree(agreed, point, Evidence(versions, code), Values({}), shared, tell=False)
+    verdict = rendezvous.compare(agreed, point, {"versions": versions, "code": code}, shared)
     report.problems += [verdict] if verdict and rank == 0 else []
     _measure(_backends(everyone, report), store, point, local_rank, report)
 

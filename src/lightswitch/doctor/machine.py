@@ -15,7 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lightswitch.cluster import variables
+from lightswitch.cluster.placement import reported_variables
 from lightswitch.deepspeed.config import operator_problems
 
 _OPS = ("cpu_adam", "fused_adam", "async_io")
@@ -70,7 +70,7 @@ def look_at_machine(local_rank: int, folder: Path) -> Machine:
         holdings,
         [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()],
         list(_ops()) if first else [],
-        variables.shown(),
+        reported_variables(),
         [f"{node}: {problem}" for problem in problems],
     )
 
