@@ -17,8 +17,10 @@ MOVED = {
     "lightswitch.checkpoints.trainable": "lightswitch.checkpoints.finetuning",
     "lightswitch.launch.cluster": "lightswitch.cluster.environments",
     "lightswitch.monitoring.judged": "lightswitch.monitoring.monitored",
-    "lightswitch.monitoring.metrics.MLflowRun": "lightswitch.monitoring.trackers.MLflowRun",
-    "lightswitch.monitoring.mlflow": "lightswitch.monitoring.trackers",
+    "lightswitch.monitoring.grad_norm": "lightswitch.monitoring.throughput",
+    "lightswitch.monitoring.mlflow.MLflowRun": "lightning.pytorch.loggers.MLFlowLogger",
+    "lightswitch.monitoring.trackers.MLflowRun": "lightning.pytorch.loggers.MLFlowLogger",
+    "lightswitch.monitoring.trackers": "lightswitch.monitoring.metrics",
     "lightswitch.monitoring.profiler": "lightswitch.monitoring.step_timer",
     "lightswitch.strategies.auto": "lightswitch.strategies.ddp",
     "lightswitch.strategies.compilation": "lightswitch.strategies.units",
@@ -46,7 +48,7 @@ def replace(cfg: DictConfig) -> dict[str, str]:
     """Update old names and missing keys of a composed config in place; return the old names by their nodes' paths."""
     with open_dict(cfg):
         cfg.update({key: value for key, value in ADDED.items() if key not in cfg})
-    nodes = [(path, values, name) for path, values, name in _nodes(cfg) if today(name).startswith("lightswitch.")]
+    nodes = [(path, values, name) for path, values, name in _nodes(cfg) if name.startswith("lightswitch.")]
     renamed = {path: name for path, _, name in nodes if today(name) != name}
     of_null = [(path, key) for path, values, _ in nodes for key in _DROPPED_IF_NULL if values.get(key, 0) is None]
     with read_write(cfg), open_dict(cfg):

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import argparse
 import glob
-import math
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tqdm import tqdm
+
 from lightswitch.errors import Command, Refused, listed
-from lightswitch.monitoring.display import Line
 
 FOLDER_FILE = "model.safetensors"  # the file name if -o names a folder
 DTYPES = ("bfloat16", "float16", "float32")
@@ -164,18 +164,14 @@ class _Progress:
     """Progress bar in a terminal; prints nothing elsewhere."""
 
     def __init__(self, total_bytes: int) -> None:
-        self._line = Line(sys.stderr) if sys.stderr.isatty() else None
-        self._done_bytes, self.total_bytes = 0, total_bytes
+        self.total_bytes = total_bytes
+        self._bar = tqdm(desc="export", total=total_bytes, unit="B", unit_scale=True, disable=None)
 
     def read(self, count: int) -> None:
-        self._done_bytes += count
-        if self._line is not None:
-            done, total = (math.ceil(number / 1e6) for number in (self._done_bytes, self.total_bytes))
-            self._line.draw("export", done, total, " MB")
+        self._bar.update(count)
 
     def end(self) -> None:
-        if self._line is not None:
-            self._line.end()
+        self._bar.close()
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from lightswitch.loop.hooks import skip_empty_hooks
 from lightswitch.loop.loops import replace_loops
 from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.monitored import BestCheckpoint
-from lightswitch.monitoring.notices import ModelSize, PlateauValidation, StepsAreCounted, StepsByHand
+from lightswitch.monitoring.notices import Notices
 from lightswitch.monitoring.progress import Progress
 from lightswitch.monitoring.step_timer import StepTimer
 from lightswitch.preflight import devices, root_keys
@@ -265,18 +265,17 @@ def callbacks_of_engine(
     """
     engine: list[Callback] = [record, watchdog, Ending(), batch]
     engine += [EpochMetrics(), Preemption(run.signals)]
-    engine += [PredictionWriter(), ModelSize(), Freezing(), TransientBuffers(), Reconfiguration()]
+    notices = Notices(chooses_validation=_VALIDATION.isdisjoint(typed_keys(run.hydra)))
+    engine += [PredictionWriter(), notices, Freezing(), TransientBuffers(), Reconfiguration()]
     engine += [PublicHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]
-    engine += [StepsByHand(), StepsAreCounted(), GarbageBetweenSteps()]
+    engine.append(GarbageBetweenSteps())
     if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1:
         engine.append(Agreement())
     if cfg.on_nan != "ignore":
         engine.append(FiniteLoss(batch, cfg.on_nan))
     if compilation is not None:
         engine.append(compilation)
-    if _VALIDATION.isdisjoint(typed_keys(run.hydra)):
-        engine.append(PlateauValidation())
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from, cfg.get("init_names")))
     return engine
