@@ -23,7 +23,7 @@ from threading import Event, Lock, Thread, Timer
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
@@ -60,8 +60,8 @@ _GRACE_SECONDS = 10.0  # for a rank to end by itself: it may be writing a checkp
 _WAITING = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/", "/torch/cuda/")  # for other ranks
 
 
-class Watchdog(Callback):
-    """Callback that joins the watchdog, counts the batches begun, and reports an error before the teardown.
+class Watchdog:
+    """The watchdog as the callback of a run sees it: joins it, counts the batches begun, and reports an error.
 
     A run of one process has no watchdog, only a crash report.
 
@@ -79,12 +79,11 @@ class Watchdog(Callback):
     ) -> None:
         self.cfg = cfg
         self.run = run
-        self.report = CrashReport(run)
+        self.crash = CrashReport(run)
         self.batch = batch
         self.timeouts = timeouts
         self.advise = advise
         self._own: Failure | None = None
-        self._oom_kills = oom_kills()
         self._member: Member | None = None
         self._trainer: Trainer
 
@@ -96,7 +95,7 @@ class Watchdog(Callback):
         rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
         namespace = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
         everyone: list[Any] = [None] * trainer.world_size
-        torch.distributed.all_gather_object(everyone, (rank, namespace, trainer.local_rank, self.report.folder))
+        torch.distributed.all_gather_object(everyone, (rank, namespace, trainer.local_rank, self.crash.folder))
         ranks = [one for one, *_ in everyone]
         here = [one for one, other, *_ in everyone if (one.node, other) == (rank.node, namespace) and one != rank]
         self.run.process.hosts[:] = [one.node for one, _, local_rank, _ in everyone if local_rank == 0]
@@ -108,71 +107,39 @@ class Watchdog(Callback):
         if isinstance(trainer.strategy, PortableCheckpoints):
             trainer.strategy.has_lost_a_rank = self.run.process.has_lost_a_rank
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._moved()  # preparing the data may take long
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, Stopped) and self.run.signals.is_deferred:  # all ranks have agreed to stop
+    def report(self, error: BaseException, trainer: Trainer) -> None:
+        """Report what ends the Trainer, before the teardown."""
+        if isinstance(error, Stopped) and self.run.signals.is_deferred:  # all ranks have agreed to stop
             self.run.process.leave_watchdog()
-        elif isinstance(exception, Stopped):
-            self.run.process.stop_all_ranks(exception)
-        elif self._member is not None and not isinstance(exception, Ended):
-            self.failure(exception, trainer)
+        elif isinstance(error, Stopped):
+            self.run.process.stop_all_ranks(error)
+        elif self._member is not None and not isinstance(error, Ended):
+            self._own = self._failure(error, self._member.rank)
+            self._member.fail(self._own)
         elif trainer.world_size == 1:
-            self._report(exception, trainer)  # launch/ending does the rest, and Python prints the traceback
+            self._report(error, trainer)  # launch/hydra_entry does the rest, and Python prints the traceback
 
-    def failure(self, error: BaseException, trainer: Trainer) -> Failure:
-        """Report this rank's error, and return the run's first failure, which may be another rank's."""
-        if self._member is None:
-            return self._report(error, trainer)
-        self._own = self._failure(error, self._member.rank)
-        return self._member.fail(self._own)
-
-    def _report(self, error: BaseException, trainer: Trainer) -> Failure:
-        """Write the crash report of a run of one process, and return its failure."""
+    def _report(self, error: BaseException, trainer: Trainer) -> None:
+        """Write the crash report of a run of one process."""
         rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
         own = self._failure(error, rank)
         if own.lacks_memory:
             own = replace(own, line=f"{own.line}\n{self.advise(trainer)}")
         if own.exit_code == ExitCode.FAILED:
             self._note_reached(trainer)
-            crash_report.add_report(error, own, rank, self.batch.describe_position(trainer), self.report)
-        return own
+            crash_report.add_report(error, own, rank, self.batch.describe_position(trainer), self.crash)
 
     def _note_reached(self, trainer: Trainer) -> None:
         if trainer.training:
             starts.note_reached(self.run.run_dir, trainer.global_step)
 
     def _failure(self, error: BaseException, rank: Rank) -> Failure:
-        own = classify.failure(error, self.cfg, rank, self.run.process.steps_have_begun.is_set())
-        if own.exit_code == ExitCode.FAILED and classify.worker_was_killed(error) and oom_kills() > self._oom_kills:
-            return replace(own, line=f"{own.line}; {rank.node} ran out of memory")
-        return own
+        return classify.failure(error, self.cfg, rank, self.run.process.steps_have_begun.is_set())
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._step()
-
-    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.sanity_checking:
-            self._moved()
-        else:
-            self._step()
-
-    def on_test_batch_start(self, *_: Any) -> None:
-        self._step()
-
-    def on_predict_batch_start(self, *_: Any) -> None:
-        self._step()
-
-    def on_save_checkpoint(self, *_: Any) -> None:
-        self._moved()
-
-    def _step(self) -> None:
-        if not self.run.process.steps_have_begun.is_set():  # `set` takes a lock; avoid that in each step
+    def begin_batch(self, is_step: bool) -> None:
+        """Count a batch; with its first step, a run has begun."""
+        if is_step and not self.run.process.steps_have_begun.is_set():  # `set` takes a lock; avoid that in each step
             self.run.process.steps_have_begun.set()
-        self._moved()
-
-    def _moved(self) -> None:
         if self._member is not None:
             self._member.progress += 1
 
@@ -185,12 +152,12 @@ class Watchdog(Callback):
         if failure.exit_code == ExitCode.FAILED:
             self._note_reached(self._trainer)
             advice = f"{self.advise(self._trainer)}\n" if failure.lacks_memory else ""
-            self.report.print_failure(replace(failure, details=advice + failure.details))
-            self.report.add_rank(member.rank, self.batch.describe_position(self._trainer), self._own)
+            self.crash.print_failure(replace(failure, details=advice + failure.details))
+            self.crash.add_rank(member.rank, self.batch.describe_position(self._trainer), self._own)
         elif failure.rank == member.rank.number and not (self.run.is_first and stopped_with(failure.exit_code)):
             self.run.process.note_failure(failure.line)
             print(failure.line, file=sys.stderr, flush=True)
-            self.report.log_details(failure.details)
+            self.crash.log_details(failure.details)
 
 
 class Member:

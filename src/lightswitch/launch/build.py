@@ -37,7 +37,7 @@ from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.failures.launchers import install_launcher
-from lightswitch.failures.stopping import FiniteLoss, Preemption
+from lightswitch.failures.stopping import LossCheck, Survival
 from lightswitch.failures.verdict import Timeouts
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy, hooked
@@ -260,11 +260,11 @@ def callbacks_of_engine(
 ) -> list[Callback]:
     """Return the engine's callbacks in the order in which their hooks run.
 
-    The record of the run comes first, then the watchdog, then the division of batches (docs/architecture.md has the
-    reasons).
+    The record of the run comes first, then the division of batches (docs/architecture.md has the reasons).
     """
-    engine: list[Callback] = [record, watchdog, Ending(), batch]
-    engine += [EpochMetrics(), Preemption(run.signals)]
+    engine: list[Callback] = [record, Ending(), batch, EpochMetrics()]
+    losses = None if cfg.on_nan == "ignore" else LossCheck(batch, cfg.on_nan)
+    engine.append(Survival(run.signals, watchdog, losses))
     notices = Notices(chooses_validation=_VALIDATION.isdisjoint(typed_keys(run.hydra)))
     engine += [PredictionWriter(), notices, Freezing(), TransientBuffers(), Reconfiguration()]
     engine += [PublicHyperparameters(cfg), KnownCallbacks()]
@@ -272,8 +272,6 @@ def callbacks_of_engine(
     engine.append(GarbageBetweenSteps())
     if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1:
         engine.append(Agreement())
-    if cfg.on_nan != "ignore":
-        engine.append(FiniteLoss(batch, cfg.on_nan))
     if compilation is not None:
         engine.append(compilation)
     if cfg.init_from:

@@ -99,9 +99,9 @@ class Entry:
         self.signals.catch(is_first=found.rank == 0)
         register_resolvers(found, self.process)
         if found.launcher == "local" and placement.is_child():
-            self.process.follow_parent()
+            self.process.follow_parent(is_child=True)
         if found.launcher == "torchrun" or sys._xoptions.get("follows") == str(os.getppid()):
-            self.process.end_with_parent()
+            self.process.follow_parent(is_child=False)
         folder = Path(inspect.getfile(self.main)).parent.resolve() / config_path
         if (about := asks_for_help(sys.argv[1:])) is not None:
             from lightswitch.reference.choices import help_text

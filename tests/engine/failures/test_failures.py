@@ -6,11 +6,7 @@ import os
 import re
 import signal
 import socket
-import time
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.engine.conftest import PLAIN_DATA, PLAIN_MODEL, Finished, Train
@@ -63,22 +59,6 @@ def test_a_killed_rank_that_the_run_started_is_named_and_what_resumes_the_run(tr
 def test_the_command_returns_once_the_ranks_that_it_started_have_ended(train: Train) -> None:
     run = train(*RUN, "trainer.devices=2", "model.how=lingers")
     assert (run.folder / "has ended").exists()
-
-
-@pytest.mark.nightly
-def test_rank_0_that_is_stopped_is_killed_by_the_ranks_that_it_started(train: Train) -> None:
-    def stop(processes: list[BaseProcess]) -> None:
-        rank_0 = psutil.Process(processes[0].pid)
-        deadline = time.monotonic() + 300
-        while not list(Path(rank_0.cwd()).glob("runs/*/mine/metrics.csv")) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        rank_0.suspend()
-
-    slowly = ("model.step_seconds=0.5", "trainer.max_steps=1000", "trainer.log_every_n_steps=1", "model.how=trains")
-    started = ("strategy=ddp", "trainer.devices=2", "watch.lost_after_seconds=10")
-    failed = train(*RUN, *slowly, *started, check=False, meanwhile=stop, timeout_seconds=300)
-    assert failed.returncode == -signal.SIGKILL
-    assert re.match(r"rank 0 of 2 on \S+ failed: process \d+ was lost: nothing heard for 15 s", failed.err)
 
 
 @pytest.mark.parametrize("rank", [1, *at_night(0)])
