@@ -42,7 +42,7 @@ compile = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --n
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train fork test test-nightly test-lowest test-newest lint types format bench gpu constraints wheelhouse tables pictures docs clean
+.PHONY: help train fork test test-nightly test-lowest test-newest lint types format bench gpu constraints wheelhouse tables docs clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -112,9 +112,6 @@ tables: $(INSTALLED) ## run every strategy at every precision, from each to each
 	$(PYTHON) -m tests.engine.tables.failures
 	$(PYTHON) -m tests.engine.tables.guide
 	$(PYTHON) -m tests.engine.tables.habits
-
-pictures: $(INSTALLED) ## make docs/images: real runs as a browser shows them, the plan, the drawings (ten minutes, and Chromium)
-	$(PYTHON) -m tests.engine.tables.pictures $(ARGS)
 
 $(SCHEMAS): $(INSTALLED) $(shell find conf -name '*.yaml') # what an editor knows of conf
 	$(PYTHON) -m lightswitch.reference.schema conf .vscode/schemas

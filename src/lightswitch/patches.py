@@ -143,12 +143,6 @@ PATCHES = (
         for_process=True,
     ),
     Patch(
-        "lightning.pytorch.callbacks.WeightAveraging",
-        "__class__",
-        "type",
-        "adds the engine's methods: it averages the rank's shards instead of a copy of the module",
-    ),
-    Patch(
         "lightning.pytorch.callbacks.BaseFinetuning",
         "on_train_epoch_start",
         "(self, trainer, pl_module)",
@@ -381,7 +375,6 @@ OVERRIDES = {
     "hydra._internal.hydra.Hydra": ("get_mode", "multirun"),
     "lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin": ("device",),
     f"{_PL}.callbacks.ModelCheckpoint": ("_update_best_and_save",),
-    f"{_PL}.callbacks.WeightAveraging": ("_copy_average_to_current", "_swap_models"),
     f"{_PL}.loops._FitLoop": (
         "_should_reload_train_dl",
         "setup_data",

@@ -26,7 +26,7 @@ ELSEWHERE = re.compile(
     r"runs/|checkpoints/$|checkpoints_1/|crash/|\.?tensorboard/|\.?hydra/|\.submitit/|predictions/|src/project/|my/|"
     r"exports/|[\w.-]+@|slurm/site\.sh|NVIDIA/|optimization_results"
 )
-MEASURED = re.compile(r"<!-- gpu -->.*<!-- end of gpu -->", re.DOTALL)  # a page's end, which a command makes
+MEASURED = re.compile(r"<!-- (gpu|benchmarks) -->.*?<!-- end of \1 -->", re.DOTALL)  # what a command fills in
 FENCED = re.compile(r"^```\w*\n.*?^```$", re.MULTILINE | re.DOTALL)
 
 

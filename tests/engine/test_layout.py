@@ -41,7 +41,7 @@ UNDECLARED = ("torchao", "triton")  # of torch: the first has a build for each v
 WITHOUT_TORCH = """
     export.__main__ launch.entry launch.hydra_entry preflight.check preflight.root_keys preflight.targets
     preflight.devices preflight.signatures preflight.strategies runs.finished runs.claim runs.saved
-    runs.lock runs.log config.hydra_errors config.values config.overrides cluster.placement batches.plan
+    runs.log config.hydra_errors config.values config.overrides cluster.placement batches.plan
     deepspeed.config compare.__main__ fork patches figures regular_files
 """
 

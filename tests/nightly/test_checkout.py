@@ -18,8 +18,6 @@ from benchmarks import missed
 from benchmarks.results import Row, interleaved, row
 from tests.engine.conftest import CHECKOUT
 from tests.engine.slurm.cluster import PATH
-from tests.engine.tables import drawings
-from tests.engine.tables.drawings import FOLDER, HELD
 
 SUITE = ("tests/engine/slurm", "tests/engine/test_regular_files.py")
 
@@ -106,12 +104,11 @@ def test_a_dead_link_or_anchor_and_a_page_that_is_not_in_the_navigation_fail(cop
     assert [name for name in ("lost.md", "gone.md", "nowhere") if name not in built.stderr] == []
 
 
-# The pictures of the documents: small, used, as new as their code, and read by a screen reader
+# The pictures of the documents: small, used, and read by a screen reader
 
 
 PAGES = [CHECKOUT / "README.md", *(CHECKOUT / "docs").rglob("*.md")]
-DRAWN = drawings.drawings()
-STRATEGIES = {path.stem for path in (CHECKOUT / "conf" / "strategy").glob("*.yaml")}
+FOLDER = CHECKOUT / "docs" / "images"
 LARGEST_BYTES = 150_000
 SVG = "{http://www.w3.org/2000/svg}"
 PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)|<img alt=\"([^\"]*)\" src=\"([^\"]+)\"|srcset=\"([^\"]+)\"")
@@ -134,16 +131,6 @@ def test_each_picture_is_small_and_shown_and_told_to_those_who_do_not_see_it() -
         root = ElementTree.parse(path).getroot()
         read = [root.find(f"{SVG}*[@id='{label}']") for label in root.attrib["aria-labelledby"].split()]
         assert [part.tag for part in read if len(part.text) > 20] == [f"{SVG}title", f"{SVG}desc"], path
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_a_drawing_is_as_new_as_its_code(name: str) -> None:
-    assert (FOLDER / f"{name}.svg").read_text() == DRAWN[name].svg(), "run python -m tests.engine.tables.drawings"
-
-
-def test_the_drawings_name_strategies_that_are_there() -> None:
-    named = {name for drawing in DRAWN.values() for name in re.findall(r"strategy=(\w+)", drawing.svg())}
-    assert named | {name for names in HELD for name in names} <= STRATEGIES
 
 
 # Each benchmark runs and writes its results; how fast anything is, a test can't tell

@@ -1,6 +1,6 @@
 """The packages of the engine, their lines and their imports, for docs/architecture.md: read from the sources.
 
-python -m tests.engine.tables.house             # the table and docs/images/house.svg
+python -m tests.engine.tables.house             # fills its table
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tests.engine.tables import documents
-from tests.engine.tables.drawings import FOLDER, MARGIN, WIDTH, Drawing
 from tests.engine.test_layout import ENGINE, PACKAGES, TOOLS, code_lines, engine_imports, package_of
-
-_LEFT, _TOP, _CELL = 136, 48, 12.5
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,6 @@ class Package:
 def main() -> None:
     found = packages()
     documents.put("architecture.md", "house", table(found))
-    (FOLDER / "house.svg").write_text(drawing(found).svg(), encoding="utf-8")
 
 
 def packages() -> dict[str, Package]:
@@ -59,25 +55,6 @@ def table(found: Mapping[str, Package]) -> list[str]:
         f"without the tools {core:,}."
     )
     return [*documents.markdown(["package", "files", "lines of code", ""], rows), "", total]
-
-
-def drawing(found: Mapping[str, Package]) -> Drawing:
-    """Draw which package imports which: a row imports the columns that are filled, all right of the diagonal."""
-    told = Drawing(
-        "Imports between packages",
-        "Each row is a package, each column too, in one order from the top down; a filled cell is an import. "
-        "None of the imports points up.",
-    )
-    told.text("Imports between packages", "ink strong")
-    wide = min(_CELL, (WIDTH - MARGIN - _LEFT) / len(found))
-    for row, (name, package) in enumerate(found.items()):
-        y = _TOP + row * _CELL
-        told.text(name, "ink small", MARGIN, y + 10)
-        for column, other in enumerate(found):
-            kind = "muted" if row == column else "c0" if other in package.imports else "empty"
-            told.box(kind, _LEFT + column * wide, y, wide - 1.5, _CELL - 1.5)
-    told.y = _TOP + len(found) * _CELL
-    return told
 
 
 if __name__ == "__main__":

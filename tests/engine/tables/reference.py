@@ -18,7 +18,7 @@ from lightswitch import errors
 from lightswitch.errors import ExitCode
 from lightswitch.reference.choices import Choice, Key, config, groups, sentences
 from tests.engine.conftest import CHECKOUT
-from tests.engine.tables import environment, measurements, run_directory
+from tests.engine.tables import environment, run_directory
 from tests.engine.tables.documents import code, page, table
 
 FOLDER = CHECKOUT / "docs"
@@ -45,7 +45,6 @@ def pages() -> dict[str, str]:
     """Return the text of each page by its path in docs/."""
     reference = {"choices": _choices(), "commands": _commands(), "messages": _messages()}
     reference |= {"run-directory": run_directory.text(), "environment": environment.text()}
-    reference["measurements"] = measurements.text()
     return {f"reference/{name}.md": text for name, text in reference.items()}
 
 
