@@ -236,16 +236,13 @@ def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest // 2]} [...] {text[len(text) - longest // 2 :]}"
 
 
-def rank_of(cfg: DictConfig, placement: Placement) -> Rank:
+def rank_of(placement: Placement) -> Rank:
     """Return this process's rank from its environment, before the process group exists."""
     if placement.is_external:
-        world = placement.uneven or placement.nodes * (placement.devices_per_node or 1)
-        return Rank(placement.rank, world, node_name(), os.getpid())
-    world, node, local = (
-        int(os.environ.get(name, least)) for name, least in {"WORLD_SIZE": 1, "NODE_RANK": 0, "LOCAL_RANK": 0}.items()
-    )
-    per_node = world // cfg.trainer.num_nodes if world > 1 else 0  # a rank that rank 0 started has the final config
-    return Rank(node * per_node + local, world, node_name(), os.getpid())
+        number, world = placement.rank, placement.uneven or placement.nodes * (placement.devices_per_node or 1)
+    else:
+        number, world = (int(os.environ.get(name, of)) for name, of in (("RANK", placement.rank), ("WORLD_SIZE", 1)))
+    return Rank(number, world, node_name(), os.getpid())
 
 
 def node_name() -> str:

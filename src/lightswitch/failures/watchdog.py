@@ -94,16 +94,15 @@ class Watchdog:
             return
         rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
         namespace = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
+        member = Member(rank, self.timeouts, self.run.process, self._answer)
         everyone: list[Any] = [None] * trainer.world_size
         torch.distributed.all_gather_object(everyone, (rank, namespace, trainer.local_rank, self.crash.folder))
-        ranks = [one for one, *_ in everyone]
-        here = [one for one, other, *_ in everyone if (one.node, other) == (rank.node, namespace) and one != rank]
+        mates = [one for one, other, *_ in everyone if (one.node, other) == (rank.node, namespace) and one != rank]
         self.run.process.hosts[:] = [one.node for one, _, local_rank, _ in everyone if local_rank == 0]
         self.run.process.crash_folder = everyone[0][3]
-        self._member = Member(rank, ranks, here, self.timeouts, self.run.process, self._answer)
-        torch.distributed.barrier()  # every rank has a report
-        self._member.start()
-        self.run.process.join_watchdog(self._member)
+        member.start([one for one, *_ in everyone], mates)
+        self._member = member
+        self.run.process.join_watchdog(member)
         if isinstance(trainer.strategy, PortableCheckpoints):
             trainer.strategy.has_lost_a_rank = self.run.process.has_lost_a_rank
 
@@ -161,30 +160,18 @@ class Watchdog:
 
 
 class Member:
-    """A rank's part in the watchdog.
+    """A rank's part in the watchdog. Its report is in the store from the beginning.
 
     Args:
-        ranks: all ranks, in order.
-        mates: the other ranks of this node, whose processes this one can see.
         process: of this rank.
         answer: called with the run's first failure, in another thread, before this rank ends.
     """
 
-    def __init__(
-        self,
-        rank: Rank,
-        ranks: Sequence[Rank],
-        mates: Sequence[Rank],
-        timeouts: Timeouts,
-        process: Process,
-        answer: Callable[[Failure], None],
-    ) -> None:
+    def __init__(self, rank: Rank, timeouts: Timeouts, process: Process, answer: Callable[[Failure], None]) -> None:
         self.rank = rank
         self.process = process
         self.progress = 0  # batches begun
         self.verdict: Failure | None = None
-        self._first = ranks[0]
-        self._mates = mates
         self._timeouts = timeouts
         self._answer = answer
         self._oom_kills = oom_kills()
@@ -194,16 +181,24 @@ class Member:
         self._timer: Timer | None = None
         self._writing = Lock()
         self._report: dict[str, Any] = {"gone": {}}
-        self._store, orders = _connection(), _connection()  # one each for the threads that write and that read
-        self._judge = Judge(ranks, timeouts, self._store) if rank == ranks[0] else None
-        self._threads = [
-            Thread(target=self._follow, args=(orders,), name="watchdog", daemon=True),
-            Thread(target=self._watch, name="watchdog's clock", daemon=True),
-        ]
+        self._judge: Judge | None = None
+        self._store = _connection()
         self._say()
 
-    def start(self) -> None:
-        """Start watching, once every rank has a report in the store."""
+    def start(self, ranks: Sequence[Rank], mates: Sequence[Rank]) -> None:
+        """Start watching, once every rank has a report.
+
+        Args:
+            ranks: all ranks, in order.
+            mates: the other ranks of this node, whose processes this one can see.
+        """
+        self._first, self._mates = ranks[0], mates
+        if self.rank == self._first:
+            self._judge = Judge(ranks, self._timeouts, self._store)
+        self._threads = [
+            Thread(target=self._follow, name="watchdog", daemon=True),
+            Thread(target=self._watch, name="watchdog's clock", daemon=True),
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -242,8 +237,9 @@ class Member:
             with contextlib.suppress(DistError):  # `_follow` detects that the store is gone
                 self._store.set(str(self.rank.number), json.dumps(self._report))
 
-    def _follow(self, store: PrefixStore) -> None:
+    def _follow(self) -> None:
         """Send this rank's progress, and follow the orders of rank 0."""
+        store = _connection()
         beat_at, orders_read = 0.0, 0
         try:
             while not self._is_over.wait(_TICK_SECONDS):

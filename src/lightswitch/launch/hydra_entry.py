@@ -373,7 +373,7 @@ def report_failure(error: BaseException, cfg: DictConfig, run: RunContext) -> in
         first = member.verdict or member.fail(classify.failure(error, cfg, member.rank, has_begun))
         return first.exit_code
     report = CrashReport(run)
-    rank = classify.rank_of(cfg, run.placement)
+    rank = classify.rank_of(run.placement)
     first = classify.failure(error, cfg, rank, has_begun)
     if first.exit_code == ExitCode.REFUSED or rank.world_size != 1:
         return _report(first, report)

@@ -110,7 +110,7 @@ class Table:
         self._last_start = self._end = self._size = 0  # offsets in the file, in bytes
         try:
             self._load()
-        except (ValueError, csv.Error):
+        except (ValueError, KeyError, csv.Error):
             aside = (path.with_name(f"{path.stem}_damaged_{number}{path.suffix}") for number in itertools.count(1))
             kept = next(other for other in aside if not other.exists())
             path.rename(kept)

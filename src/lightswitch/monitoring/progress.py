@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from contextlib import ExitStack, redirect_stdout
+from shutil import get_terminal_size
+from threading import RLock
 from time import perf_counter
 from typing import Any
 
@@ -22,6 +24,9 @@ from lightswitch.monitoring.step_results import batches
 from lightswitch.monitoring.throughput import Meter
 
 log = logging.getLogger(__name__)
+
+tqdm.monitor_interval = 0  # no thread beside training
+tqdm.set_lock(RLock())  # not its lock of processes, which a loader worker that is killed may hold
 
 REDRAW_SECONDS = 0.2
 LOG_LINES_A_RUN = 10
@@ -107,11 +112,7 @@ class Progress(ProgressBar):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._meter.pause()
-        self._start_evaluation()
-
-    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        if not trainer.sanity_checking:
-            self._count_evaluation("validate", trainer.num_val_batches)
+        self.on_test_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.is_shown or trainer.sanity_checking:
@@ -128,29 +129,36 @@ class Progress(ProgressBar):
             log.info("%s %s%s", self._unit_of_progress, _of_total(self._done(trainer), self._total), values)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start_evaluation()
+        self._open()
+        self._evaluated_batches = 0
+        self._next_seconds = perf_counter() + (LOG_EVALUATION_SECONDS if self._bar is None else REDRAW_SECONDS)
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        self._count_evaluation("test", trainer.num_test_batches)
+        self._evaluated_batches += 1
+        if not self.is_shown or perf_counter() < self._next_seconds or trainer.sanity_checking:
+            return
+        stage = trainer.state.stage
+        assert stage is not None
+        batches = sum(getattr(trainer, f"num_{stage.dataloader_prefix}_batches"))
+        total = int(batches) if batches < math.inf else None
+        if self._bar is None:
+            log.info("%s %s", stage.value, _of_total(self._evaluated_batches, total))
+        else:
+            self._draw(stage.value, self._evaluated_batches, total, "")
+        self._next_seconds = perf_counter() + (LOG_EVALUATION_SECONDS if self._bar is None else REDRAW_SECONDS)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close(leaves=False)
 
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start_evaluation()
-
-    def on_predict_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        self._count_evaluation("predict", trainer.num_predict_batches)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close(leaves=False)
+    on_predict_start, on_predict_end = on_test_start, on_test_end
+    on_validation_batch_end = on_predict_batch_end = on_test_batch_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close()
 
     def _open(self) -> None:
         if self._bar is None and self.is_shown and sys.stdout.isatty():
-            self._bar = tqdm(file=sys.stdout, bar_format=" ")
+            self._bar = tqdm(file=sys.stdout, bar_format=" ", nrows=2)
             # what is logged or printed meanwhile appears above the bar
             self._terminal.enter_context(logging_redirect_tqdm())
             self._terminal.enter_context(redirect_stdout(DummyTqdmFile(sys.stdout)))
@@ -164,9 +172,13 @@ class Progress(ProgressBar):
 
     def _draw(self, label: str, done: int, total: int | None, status: str) -> None:
         assert self._bar is not None
-        form = "{n_fmt}" if total is None else "{percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt}"
+        columns = get_terminal_size().columns - 1  # some terminals wrap at the last column
+        room = columns - len(f"{label} 100% || {done}/{total}{status}")
+        bar = f" |{{bar:{min(20, room)}}}|" if room > 4 else ""
+        form = "{n_fmt}" if total is None else f"{{percentage:3.0f}}%{bar} {{n_fmt}}/{{total_fmt}}"
         self._bar.bar_format = f"{label} {form}" + status.replace("{", "{{").replace("}", "}}")
         self._bar.n, self._bar.total = done, total
+        self._bar.ncols = columns
         try:
             self._bar.refresh()
         except OSError:
@@ -211,22 +223,6 @@ class Progress(ProgressBar):
             seconds = self._meter.seconds_for((self._total - done) * trained / max(1, done))
             parts += [] if seconds is None else [f"{clock(seconds)} left"]
         return parts
-
-    def _start_evaluation(self) -> None:
-        self._open()
-        self._evaluated_batches = 0
-        self._next_seconds = perf_counter() + (LOG_EVALUATION_SECONDS if self._bar is None else REDRAW_SECONDS)
-
-    def _count_evaluation(self, mode: str, batches: Sequence[int | float]) -> None:
-        self._evaluated_batches += 1
-        if not self.is_shown or perf_counter() < self._next_seconds:
-            return
-        total = int(sum(batches)) if sum(batches) < math.inf else None
-        if self._bar is None:
-            log.info("%s %s", mode, _of_total(self._evaluated_batches, total))
-        else:
-            self._draw(mode, self._evaluated_batches, total, "")
-        self._next_seconds = perf_counter() + (LOG_EVALUATION_SECONDS if self._bar is None else REDRAW_SECONDS)
 
 
 def _total(trainer: Trainer) -> int | None:
