@@ -26,7 +26,6 @@ from lightswitch.batches.generators import (
     restoring,
     seed_generators,
 )
-from lightswitch.batches.metrics import Ending, EpochMetrics
 from lightswitch.batches.plan import BatchPlan, Position, scaled_learning_rate
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
@@ -68,9 +67,6 @@ log = logging.getLogger(__name__)
 
 
 Built = tuple[LightningModule, LightningDataModule | None, Trainer]
-
-
-_VALIDATION = {"trainer.val_check_interval", "trainer.check_val_every_n_epoch"}
 
 
 _CLIPPING = "trainer.gradient_clip_val"
@@ -262,11 +258,10 @@ def callbacks_of_engine(
 
     The record of the run comes first, then the division of batches (docs/architecture.md has the reasons).
     """
-    engine: list[Callback] = [record, Ending(), batch, EpochMetrics()]
+    engine: list[Callback] = [record, batch]
     losses = None if cfg.on_nan == "ignore" else LossCheck(batch, cfg.on_nan)
     engine.append(Survival(run.signals, watchdog, losses))
-    notices = Notices(chooses_validation=_VALIDATION.isdisjoint(typed_keys(run.hydra)))
-    engine += [PredictionWriter(), notices, Freezing(), TransientBuffers(), Reconfiguration()]
+    engine += [PredictionWriter(), Notices(), Freezing(), TransientBuffers(), Reconfiguration()]
     engine += [PublicHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]
     engine.append(GarbageBetweenSteps())

@@ -1,4 +1,4 @@
-"""A callback that logs notices about a run: the model's size, and what its curve, steps and validations depend on."""
+"""A callback that logs notices about a run: the model's size, what its curve depends on, and steps that don't count."""
 
 from __future__ import annotations
 
@@ -24,15 +24,11 @@ class Notices(Callback):
     It leaves calling `configure_model` to Lightning: a second call may read weights, or form a process group that the
     other ranks do not join.
 
-    Args:
-        chooses_validation: whether the user has not set when to validate.
-
     Attributes:
         counts: numbers of parameters, empty until they are known.
     """
 
-    def __init__(self, chooses_validation: bool = False) -> None:
-        self._chooses_validation = chooses_validation
+    def __init__(self) -> None:
         self._is_logged = False
         self._first_step: int | None = None  # None once the first epoch is over
         self.counts: dict[str, int] = {}
@@ -43,17 +39,7 @@ class Notices(Callback):
             patches.call_when_built(pl_module, partial(self._log_size, trainer, pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validate at the end of each epoch if a ReduceLROnPlateau schedule, which reads a metric there, needs it.
-
-        With a validation interval in steps, there may be no validation by then, and the run would fail.
-        """
         self._first_step = trainer.global_step
-        waits = any(config.reduce_on_plateau and config.interval == "epoch" for config in trainer.lr_scheduler_configs)
-        if waits and self._chooses_validation and trainer.check_val_every_n_epoch is None:
-            patches.replace(trainer, "check_val_every_n_epoch", 1)
-            patches.replace(trainer, "val_check_batch", trainer.num_training_batches)
-            if trainer.is_global_zero:
-                log.info("validates  once an epoch, because ReduceLROnPlateau needs it")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn after the first epoch if Lightning has counted no step: checkpoints and limits depend on the number."""

@@ -16,7 +16,7 @@ from typing import TypeGuard
 
 from lightswitch import errors
 from lightswitch.errors import ExitCode
-from lightswitch.reference.choices import Choice, Key, config, groups, sentences
+from lightswitch.reference.choices import Choice, Key, config, groups
 from tests.engine.conftest import CHECKOUT
 from tests.engine.tables import environment, run_directory
 from tests.engine.tables.documents import code, page, table
@@ -62,7 +62,7 @@ def _choices() -> str:
 
 
 def _group(name: str, choices: list[Choice]) -> str:
-    sentences = table(("choice", "what it is"), ((code(choice.name), choice.sentence) for choice in choices))
+    listed = table(("choice", "what it is"), ((code(choice.name), choice.sentence) for choice in choices))
     told: set[str] = set()
     sections = []
     for choice in choices:
@@ -70,7 +70,7 @@ def _group(name: str, choices: list[Choice]) -> str:
         told |= {key.path for key in keys}
         if keys:
             sections.append(f"### {name}={choice.name}\n\n{_keys(keys)}")
-    return "\n\n".join((f"## {name}", sentences, *sections))
+    return "\n\n".join((f"## {name}", listed, *sections))
 
 
 def _keys(keys: Iterable[Key]) -> str:
@@ -84,13 +84,16 @@ def _row(key: Key) -> tuple[str, ...]:
         code(key.value or ""),
         code(key.kind),
         code(default),
-        key.sentence or _sentences().get(key.path, ""),
+        key.sentence or sentences().get(key.path, ""),
     )
 
 
 @functools.cache
-def _sentences() -> dict[str, str]:
-    return sentences(CHECKOUT / "conf")
+def sentences() -> dict[str, str]:
+    """Return the description of each key of conf, by path, for the keys that have one."""
+    conf = CHECKOUT / "conf"
+    choices = (config(conf), *(choice for group in groups(conf).values() for choice in group))
+    return {key.path: key.sentence for choice in reversed(choices) for key in choice.keys if key.sentence}
 
 
 def _commands() -> str:
