@@ -179,8 +179,9 @@ class Member:
         self._is_done = Event()
         self._beats = 0
         self._timer: Timer | None = None
-        self._writing = Lock()
-        self._report: dict[str, Any] = {"gone": {}}
+        self._writing, self._ending = Lock(), Lock()
+        self._gone: dict[int, tuple[str, bool]] = {}  # ranks of this node whose processes have ended, and how
+        self._report: dict[str, Any] = {}
         self._judge: Judge | None = None
         self._store = _connection()
         self._say()
@@ -233,18 +234,18 @@ class Member:
     def _say(self, **news: Any) -> None:
         """Write this rank's report, with some news."""
         with self._writing:
-            self._report |= {"beats": self._beats, "progress": self.progress} | news
+            self._report |= {"beats": self._beats, "progress": self.progress, "gone": self._gone} | news
             with contextlib.suppress(DistError):  # `_follow` detects that the store is gone
                 self._store.set(str(self.rank.number), json.dumps(self._report))
 
     def _follow(self) -> None:
-        """Send this rank's progress, and follow the orders of rank 0."""
+        """Send this rank's progress, and follow the orders of rank 0. Blocks while rank 0 is stopped or cut off."""
         store = _connection()
-        beat_at, orders_read = 0.0, 0
+        beat_at, orders_read, gone = 0.0, 0, self._gone
         try:
             while not self._is_over.wait(_TICK_SECONDS):
-                if time.monotonic() > beat_at + self._timeouts.lost_after_seconds / 8:
-                    beat_at = time.monotonic()
+                if time.monotonic() > beat_at + self._timeouts.lost_after_seconds / 8 or gone is not self._gone:
+                    beat_at, gone = time.monotonic(), self._gone
                     self._beats += 1
                     self._say()
                 if not store.check([f"order {orders_read}"]):  # a wait would log each time that it is over
@@ -264,25 +265,27 @@ class Member:
             self._lose(WITHOUT_MESSAGE)
 
     def _watch(self) -> None:
-        """Look every moment at the processes of this node and for a sign of rank 0; in rank 0, judge all ranks."""
+        """Look every moment at the processes of this node, and for a sign of rank 0; in rank 0, judge all ranks.
+
+        Never waits for the store of another process.
+        """
         silence_seconds = 1.5 * self._timeouts.lost_after_seconds  # if the network fails, rank 0 reports first
         now = heard_at = 0.0
-        before, beats, gone = time.monotonic(), 0, self._report["gone"]
+        before, beats = time.monotonic(), 0
         while not self._is_over.wait(_TICK_SECONDS):
             # the time for which this process was suspended is nobody's silence
             now += min(time.monotonic() - before, self._timeouts.lost_after_seconds / 4)
             before = time.monotonic()
             for mate in self._mates:
-                if str(mate.number) not in gone and has_ended(mate.pid):
+                if mate.number not in self._gone and has_ended(mate.pid):
                     how = self.process.how_ended(mate.pid) or WITHOUT_MESSAGE
-                    gone[str(mate.number)] = (how, oom_kills() > self._oom_kills)
-                    self._say()
+                    self._gone = {**self._gone, mate.number: (how, oom_kills() > self._oom_kills)}
             if self._judge is not None:
                 try:
                     self._judge.judge(now)
                 except DistError:  # this process ends
                     return
-            elif str(self._first.number) in gone:
+            elif self._first.number in self._gone:
                 self._lose(WITHOUT_MESSAGE)
             if self._beats != beats:
                 beats, heard_at = self._beats, now
@@ -293,7 +296,7 @@ class Member:
         self._end(Failure(f"{self._first} failed: process {self._first.pid} {how}"))
 
     def _end(self, failure: Failure) -> None:
-        with self._writing:
+        with self._ending:
             if self.verdict is not None or self._is_done.is_set():
                 return
             self.verdict = failure

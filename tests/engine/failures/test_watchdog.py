@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -78,6 +80,24 @@ def _leaves() -> float:
         start = time.monotonic()
         own.leave()
         return time.monotonic() - start
+
+
+def test_rank_0_that_is_stopped_is_lost(pool: Pool) -> None:
+    """Calls of its store never return."""
+    stopped, told = verdicts(pool, _rank_0_is_stopped)
+    assert stopped is None
+    assert re.fullmatch(r"rank 0 of 2 on node1 failed: process \d+ was lost: nothing heard for 3 s", told or "")
+
+
+def _rank_0_is_stopped() -> Failure | None:
+    with member(lost_after_seconds=2) as own:
+        pids = [0, 0]
+        dist.all_gather_object(pids, os.getpid())
+        if own.rank.number == 1:
+            os.kill(pids[0], signal.SIGSTOP)
+            own._is_done.wait(60)
+            os.kill(pids[0], signal.SIGCONT)
+        return own.verdict
 
 
 def test_a_suspension_of_all_ranks_is_no_silence(pool: Pool) -> None:
