@@ -116,7 +116,7 @@ class Watchdog:
             self._own = self._failure(error, self._member.rank)
             self._member.fail(self._own)
         elif trainer.world_size == 1:
-            self._report(error, trainer)  # launch/hydra_entry does the rest, and Python prints the traceback
+            self._report(error, trainer)  # launch/ending does the rest, and Python prints the traceback
 
     def _report(self, error: BaseException, trainer: Trainer) -> None:
         """Write the crash report of a run of one process."""
