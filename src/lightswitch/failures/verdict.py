@@ -101,7 +101,7 @@ def standstill(present: Sequence[RankState], seconds: float) -> str | None:
         return None
     return (
         f"waiting    for {seconds:.0f} s without a batch, with ranks at different lines; some may have called what "
-        f"all must call, such as self.log with sync_dist=True\n{lines}"
+        f"all must call, such as self.all_gather\n{lines}"
     )
 
 
