@@ -2,7 +2,8 @@
 
 import lightswitch
 
-model = lightswitch.load("runs/NAME/RUN_ID")
+run = lightswitch.train("model=gpt", "strategy=ddp", "trainer.devices=2")
+model = run.load()                                 # or of any other run: lightswitch.load("runs/NAME/RUN_ID")
 logits = model(ids)
 """
 
@@ -19,13 +20,16 @@ if sys.platform == "win32":  # before any import of what Windows lacks: signals,
 
 if TYPE_CHECKING:
     from lightswitch.export.models import load
+    from lightswitch.launch.from_python import FailedRun, Run, compose, train
 
-__all__ = ["load"]
+__all__ = ["FailedRun", "Run", "compose", "load", "train"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "load":  # on first use: it imports torch, which most of the launch does not need
-        from lightswitch.export.models import load
-
-        return load
-    raise AttributeError(f"module {__name__} has no attribute {name}")
+        from lightswitch.export import models as module
+    elif name in __all__:
+        from lightswitch.launch import from_python as module
+    else:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(module, name)
