@@ -11,13 +11,26 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, random_split
 
 import lightswitch
 from lightswitch.errors import ExitCode, Refused
 from tests.engine.conftest import CHECKOUT, PLAIN
+from tests.engine.plain import PlainData, Points
 
 NOTEBOOK = CHECKOUT / "docs" / "notebook.ipynb"
 SHORT = (*PLAIN, "strategy=single", "trainer.accelerator=cpu", "trainer.max_steps=4", "trainer.val_check_interval=2")
+
+
+class SplitData(PlainData):
+    def setup(self, stage: str) -> None:
+        self.training, self.held_out = random_split(Points(70), [50, 20])
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.training, self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.held_out, self.batch_size)
 
 
 @pytest.fixture(autouse=True)
@@ -44,16 +57,17 @@ def test_the_notebook_of_the_pages_runs_cell_by_cell(project: Path) -> None:
 def test_a_run_is_returned_with_its_metrics_model_and_data_as_it_has_split_them() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    split = "data._target_=tests.engine.batches.test_drawn.SplitData"
+    split = f"data._target_={__name__}.SplitData"
     run = lightswitch.train(*SHORT, split, "run_id=mine", "trainer.max_steps=2")
     assert run.directory == Path("runs/plainmodel/mine").absolute()
     assert run.config.trainer.max_steps == 2
 
-    model, (batch,) = run.load(), run.data().val_dataloader()
+    model, data = run.load(), run.data()
+    assert torch.equal(torch.get_rng_state(), before)
+    (batch,) = data.val_dataloader()
     assert not model.training
     loss = cross_entropy(model.net(batch[0]), batch[1])
     assert float(loss) == pytest.approx(run.metrics["val/loss"], rel=1e-5)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
