@@ -43,7 +43,7 @@ class HookedStrategy(Mixin, Strategy):
         meeting: context in which the process group is formed, before the user's code runs; None for none.
         share: returns the data loader that this rank reads instead of the given one; None for the given loader.
         on_data: called before `prepare_data` and again before `setup`; None for nothing.
-        on_loaders: called before training loaders are requested; None for nothing.
+        on_loaders: called before loaders are requested, with whether they are for training; None for nothing.
         on_batch: called before a training batch is passed to the hooks that move it; None for nothing.
         on_output: called with the return value of `training_step`; None for nothing.
         loss_weight: returns the weight of this rank's loss in the mean over a step; None if all ranks weigh the same.
@@ -55,7 +55,7 @@ class HookedStrategy(Mixin, Strategy):
     meeting: Callable[[], AbstractContextManager[None]] | None = None
     share: Callable[[object], object] | None = None
     on_data: Callable[[], None] | None = None
-    on_loaders: Callable[[], None] | None = None
+    on_loaders: Callable[[bool], None] | None = None
     on_batch: Callable[[], None] | None = None
     on_output: Callable[[Any], None] | None = None
     loss_weight: Callable[[], float | Tensor] | None = None

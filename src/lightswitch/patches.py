@@ -65,18 +65,10 @@ _LOG = (
     "add_dataloader_idx, batch_size, metric_attribute, rank_zero_only)"
 )
 _HOOKS = "skips empty hooks, which cost a small model's step more time than its arithmetic"
-_PLATEAU = "validates once an epoch if a schedule needs the metric: schedules are known only once training begins"
 _AGREED = "a planned step has no rank 0 to agree with; restored after the step"
 _ASKED = "supplies the tensor values that a planned step reads: these reads call no operator"
 _FAKE = "a planned step's tensors have no values to move, and there is no other rank to wait for"
 _KEPT = "restored after a planned step: DeepSpeed stores it per process, and would use it for the next engine"
-_OWN_BATCHES = (
-    "lifted while an evaluation's loaders are made: they are cut to so many of their own batches, not of a device's; "
-    "mode=check sets 0, to end within an epoch without a validation"
-)
-_STAGES = ("val", "test", "predict")
-_LIMITED = "limits of an evaluation count the batches of a loader: Lightning counts those of a device"
-_EVALUATIONS = ("_EvaluationLoop", "_PredictionLoop")
 _ITEMS = "the gradients of a step are divided by its number of items: DeepSpeed's setter logs every call"
 
 PATCHES = (
@@ -100,21 +92,18 @@ PATCHES = (
         "(self, filepath, weights_only, storage_options)",
         "puts off a save that a hook asks for to the moment before the next step, so that it can be resumed from",
     ),
-    Patch("lightning.pytorch.Trainer", "check_val_every_n_epoch", "int | None", _PLATEAU),
-    Patch(
-        "lightning.pytorch.Trainer",
-        "val_check_batch",
-        "int | float | None",
-        "a fraction of an epoch ends at a step: Lightning counts micro-batches; and " + _PLATEAU,
-    ),
     Patch(
         "lightning.pytorch.Trainer",
         "fit_loop",
         "_FitLoop",
         "loops that recompute less in each batch, and end a run that is resumed with no step left to train",
     ),
-    *(Patch("lightning.pytorch.Trainer", f"limit_{stage}_batches", "int | float", _OWN_BATCHES) for stage in _STAGES),
-    *(Patch(f"lightning.pytorch.loops.{loop}", "setup_data", "(self)", _LIMITED) for loop in _EVALUATIONS),
+    Patch(
+        "lightning.pytorch.Trainer",
+        "limit_val_batches",
+        "int | float",
+        "mode=check sets 0, to end within an epoch without a validation",
+    ),
     Patch(
         "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector",
         "register_signal_handlers",
@@ -141,12 +130,6 @@ PATCHES = (
         "under FSDP, lets ranks use different parameters, weights the loss of `loss.backward()` and refuses second "
         "derivatives; under DeepSpeed, refuses `loss.backward()`; restored after the step",
         for_process=True,
-    ),
-    Patch(
-        "lightning.pytorch.callbacks.WeightAveraging",
-        "__class__",
-        "type",
-        "adds the engine's methods: it averages the rank's shards instead of a copy of the module",
     ),
     Patch(
         "lightning.pytorch.callbacks.BaseFinetuning",
@@ -377,11 +360,9 @@ PATCHES = (
 _PL = "lightning.pytorch"
 OVERRIDES = {
     "deepspeed.runtime.zero.partition_parameters.Init": ("_zero_init_param",),
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl": ("load_configuration",),
-    "hydra._internal.hydra.Hydra": ("get_mode", "multirun"),
+    "hydra._internal.hydra.Hydra": ("compose_config", "get_mode", "multirun"),
     "lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin": ("device",),
     f"{_PL}.callbacks.ModelCheckpoint": ("_update_best_and_save",),
-    f"{_PL}.callbacks.WeightAveraging": ("_copy_average_to_current", "_swap_models"),
     f"{_PL}.loops._FitLoop": (
         "_should_reload_train_dl",
         "setup_data",
@@ -407,14 +388,14 @@ OVERRIDES = {
     f"{_PL}.strategies.strategy._ForwardRedirection": ("on_after_inner_forward",),
     f"{_PL}.trainer.connectors.logger_connector.logger_connector._LoggerConnector": (
         "epoch_end_reached",
-        "on_batch_end",
+        "metrics",
         "on_batch_start",
         "on_epoch_end",
         "update_eval_step_metrics",
         "update_train_step_metrics",
     ),
-    f"{_PL}.trainer.connectors.logger_connector.result._ResultCollection": ("metrics", "reset", "to", "update_metrics"),
-    f"{_PL}.trainer.connectors.logger_connector.result._ResultMetric": ("to",),
+    f"{_PL}.trainer.connectors.logger_connector.result._ResultCollection": ("metrics", "update_metrics"),
+    f"{_PL}.trainer.connectors.logger_connector.result._ResultMetric": ("to", "update"),
     "torch.amp.GradScaler": ("_unscale_grads_",),
 }
 

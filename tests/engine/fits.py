@@ -21,7 +21,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.batches.metrics import EpochMetrics
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.boundary import StepBoundary
 from lightswitch.checkpoints.finetuning import Freezing
@@ -67,7 +66,7 @@ class Fit:
         ranks = int(os.environ["WORLD_SIZE"])
         replicas = ranks // getattr(strategy := make(), "_tensor_parallel_size", 1)
         plan = BatchPlan.derive(self.global_batch, self.micro_batch, replicas)
-        engine = [GlobalBatch(plan, seed=42), EpochMetrics(), Freezing(), TransientBuffers(), KnownCallbacks()]
+        engine = [GlobalBatch(plan, seed=42), Freezing(), TransientBuffers(), KnownCallbacks()]
         engine += [FusedStep(), *([] if any(isinstance(one, StepBoundary) for one in callbacks) else [StepBoundary()])]
         trainer = pl.Trainer(
             accelerator="cpu",

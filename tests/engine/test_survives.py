@@ -124,6 +124,7 @@ def test_a_model_with_a_partial_among_its_hyperparameters_is_resumed(train: Trai
 
 def test_a_schedule_by_validation_steps_in_the_epoch_that_a_run_resumes_in(train: Train) -> None:
     plateau = ("++model._target_=tests.engine.plain.PlateauModel", PLAIN_DATA, "run_id=mine", "global_batch_size=40")
+    plateau += ("trainer.check_val_every_n_epoch=1",)
     first = train("~model", *plateau, "trainer.log_every_n_steps=1", "trainer.max_steps=7")
     resumed = train("~model", *plateau, "trainer.log_every_n_steps=1", "trainer.max_steps=15", folder=first.folder)
     rates = resumed.column("lr-SGD")
@@ -134,7 +135,7 @@ def test_a_schedule_by_validation_steps_in_the_epoch_that_a_run_resumes_in(train
 @pytest.mark.parametrize("name", ["step_10.ckpt", *at_night("best.ckpt")])
 def test_a_schedule_by_validation_steps_at_the_end_of_the_epoch_that_a_checkpoint_ends(name: str, train: Train) -> None:
     run = ("++model._target_=tests.engine.plain.PlateauModel", "~model", PLAIN_DATA, "global_batch_size=40")
-    run += ("trainer.log_every_n_steps=1", "callbacks.last_checkpoint.keep=9")
+    run += ("trainer.log_every_n_steps=1", "callbacks.last_checkpoint.keep=9", "trainer.check_val_every_n_epoch=1")
     first = train(*run, "run_id=first", "trainer.max_steps=11", "callbacks.last_checkpoint.every_n_steps=5")
     checkpoint = replace(first, run_id="first").run_dir / "checkpoints" / name
     resumed = train(*run, "run_id=other", f"resume={checkpoint}", "trainer.max_steps=16", folder=first.folder)

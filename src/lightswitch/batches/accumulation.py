@@ -88,7 +88,7 @@ def samples_in(loaders: Combined, plan: BatchPlan, micro_batch: int) -> int | No
         return None
     slices, (step, micro) = loaders.slices[0], divmod(micro_batch, plan.accumulation)
     samples: float = slices.weight(step, micro) * slices.step_samples(step) / plan.slices
-    return max(1, round(samples))
+    return round(samples)
 
 
 class CountedSamples:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
@@ -16,11 +17,11 @@ from torch.optim import Optimizer
 
 from lightswitch.batches import accumulation
 from lightswitch.batches.accumulation import CountedSamples, Items
-from lightswitch.batches.combined import check_fraction, round_validation
-from lightswitch.batches.evaluation import Limits, samples_in
+from lightswitch.batches.combined import check_fractions, refuse_unvalidated
+from lightswitch.batches.evaluation import samples_in
 from lightswitch.batches.generators import generators_of_run, mix, seed_generators, seed_own
 from lightswitch.batches.loaders import SharedLoaders, data_rank
-from lightswitch.batches.logs import Connector, LogsOfRanks, RepeatedSamples, StepLogs
+from lightswitch.batches.logs import LogsOfRanks, MetricStates, gather_lists_whole
 from lightswitch.batches.plan import (
     STREAMS,
     BatchPlan,
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 _TRANSFER = 1  # seed component for the hooks that move a batch to its device, which run before the others
 _END = 1  # seed component for the hooks at the end of an epoch or evaluation
 _LOADERS = 2  # seed component for the methods that make loaders
+_METRICS = "metrics"  # checkpoint key
+_STOPPED_AT = "stopped_at"  # checkpoint key: the limits of a run that was asked to end
 _EVALUATION = -1  # seed component in place of an epoch
 
 
@@ -68,9 +71,8 @@ class GlobalBatch(Callback):
         self._items = Items()
         self._samples = CountedSamples(plan)
         self._share_of_samples = 1.0  # weight of this micro-batch by its samples
-        self._step_logs: StepLogs | None = None
-        self._repeated: RepeatedSamples | None = None
-        self._limits: Limits | None = None
+        self._metrics = MetricStates()
+        self._last_values: dict[str, float] = {}  # of the Trainer's callback metrics in the checkpoint
         self._kept: list[Any] = []  # random generators of module, callbacks and data module
         self._drawn = torch.random.get_rng_state()  # random state after model, data, callbacks and loggers are created
 
@@ -79,10 +81,7 @@ class GlobalBatch(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = HookedStrategy.of(trainer)
         _check_replicas(trainer, self.plan)
-        self._limits = Limits(
-            trainer, self.plan.accumulation, partial(self._seed_alike, trainer, _EVALUATION, _LOADERS)
-        )
-        strategy.share = partial(self._loaders.share, trainer, limited=self._limits.of)
+        strategy.share = partial(self._loaders.share, trainer)
         strategy.on_loaders = partial(self._seed_loaders, trainer)
         strategy.on_batch = partial(self._seed, trainer, _TRANSFER)
         strategy.on_output = partial(self._items.note, trainer)
@@ -90,17 +89,16 @@ class GlobalBatch(Callback):
         # configure_model draws the same weights as a constructor: from the same random state, in 32 bits, on the CPU
         torch.random.set_rng_state(self._drawn)
         strategy.precision_plugin = with_mixin(_DrawsIn32Bits, strategy.precision_plugin)
-        share = self.plan.replicas / trainer.world_size
-        self._step_logs, self._repeated = StepLogs(trainer, share), RepeatedSamples(trainer, pl_module)
-        logs = LogsOfRanks(trainer, share) if trainer.world_size > 1 else None
-        Connector.of(trainer).combine(self._step_logs, logs, self._repeated)
+        strategy.on_start = partial(self._metrics.restore, pl_module)
+        gather_lists_whole()
+        self._logs = LogsOfRanks.of(trainer)
+        self._logs.combine(self.plan.replicas / trainer.world_size)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = HookedStrategy.of(trainer)
         strategy.share = strategy.on_loaders = strategy.on_batch = strategy.on_output = strategy.loss_weight = None
-        Connector.of(trainer).combine(None)
-        if self._limits is not None:
-            self._limits.end()
+        strategy.on_start = None
+        self._logs.combine(None)
 
     # Training
 
@@ -112,29 +110,46 @@ class GlobalBatch(Callback):
         """
         at, loaders = self._resumed, self._loaders.training
         loaders.check()
-        check_fraction(trainer, self.plan)
+        check_fractions(trainer, self.plan)
         if loaders.slices and (lost := at.other_dataset(loaders.samples)) is not None:
             raise Refused(
                 f"{trainer.ckpt_path} can't be resumed: {lost}; to start from its weights alone, "
                 f"type init_from={trainer.ckpt_path} and another run_id"
             )
         accumulation.check_optimizers(trainer.optimizers, self.plan)
+        refuse_unvalidated(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.check_start(trainer)
-        round_validation(trainer, self.plan)
         for config in trainer.lr_scheduler_configs:
             # Lightning counts micro-batches, and steps no schedule within an optimizer step, which may have fewer
             if config.interval == "step" and config.frequency > 1:
                 config.frequency *= trainer.accumulate_grad_batches
         self._kept = _generators(trainer)
         self._counter.start_at(self._resumed)
+        values = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._last_values.items()}
+        trainer._logger_connector._callback_metrics.update(values)
+        if self._resumed.step and trainer.is_global_zero:
+            log.info(
+                "means      that self.log takes over epoch %d cover the rest of it, in which this run goes on",
+                self._resumed.epoch,
+            )
+        self._say_what_is_repeated(trainer)
+
+    def _say_what_is_repeated(self, trainer: Trainer) -> None:
+        """Report that the last step of an epoch has fewer samples than slices: the others repeat one, at weight 0."""
+        for slices in self._loaders.training.slices:
+            if 0 < (last := slices.least_samples) < self.plan.slices and trainer.is_global_zero:
+                log.info(
+                    "last step  of an epoch has %d samples for %d micro batches: the others repeat one, which counts "
+                    "in no loss and no mean, but in torchmetrics; drop_last=True in the loader leaves that step out",
+                    last, self.plan.slices,
+                )  # fmt: skip
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._counter.start_epoch(trainer)
         if trainer.current_epoch > 0 and not trainer.fit_loop.is_resuming:  # new iterators are made
             self._loaders.note_replaced(trainer)
-        round_validation(trainer, self.plan)  # of loaders that are made anew
         self._loaders.start_epoch(trainer.current_epoch)
         self._seed_alike(trainer, trainer.current_epoch)
 
@@ -143,10 +158,8 @@ class GlobalBatch(Callback):
         if self._loaders.training.is_formed:
             self._samples.count(trainer, batch, self._loaders.training)
         self._share_of_samples = accumulation.weight(self._loaders.training, self.plan, self._counter.micro_batches)
-        if self._repeated is not None and self._share_of_samples == 0:
-            self._repeated.begin()
         samples = accumulation.samples_in(self._loaders.training, self.plan, self._counter.micro_batches)
-        _count(trainer, samples)
+        self._logs.count(samples)
         self._seed(trainer)
 
     def _seed(self, trainer: Trainer, *of: int) -> None:
@@ -167,8 +180,11 @@ class GlobalBatch(Callback):
         seed_generators(seed, trainer.strategy.root_device)
         seed_own(self._kept, seed)
 
-    def _seed_loaders(self, trainer: Trainer) -> None:
-        """Seed the generators for new training loaders, by the epoch in which an uninterrupted run makes them."""
+    def _seed_loaders(self, trainer: Trainer, for_training: bool) -> None:
+        """Seed the generators for new loaders, by the epoch in which an uninterrupted run makes those for training."""
+        if not for_training:
+            self._seed_alike(trainer, _EVALUATION, _LOADERS)
+            return
         every = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set past its declaration
         self._seed_alike(trainer, trainer.current_epoch // every * every if every else 0, _LOADERS)
 
@@ -193,8 +209,7 @@ class GlobalBatch(Callback):
         if logged:
             weight = self._weight()
             self._loss.add(outputs, weight)
-            if self._step_logs is not None:
-                self._step_logs.weight = float(weight)
+            self._logs.weight = float(weight)
         self._counter.finish_batch()
         if logged and self._counter.is_at_step_end(trainer):
             self._log_step(trainer, pl_module)
@@ -234,6 +249,9 @@ class GlobalBatch(Callback):
 
     # Evaluation
 
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._seed_loaders(trainer, for_training=False)
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._seed_alike(trainer, _EVALUATION)
 
@@ -249,7 +267,7 @@ class GlobalBatch(Callback):
         """Seed the generators by the batch, so that the same weights give the same results, also after a resume."""
         if not trainer.predicting:
             samples = samples_in(trainer._evaluation_loop._combined_loader, dataloader_idx, batch_idx)
-            _count(trainer, samples)
+            self._logs.count(samples)
         seed_generators(mix(self.seed, dataloader_idx, batch_idx, data_rank(trainer)), trainer.strategy.root_device)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
@@ -261,6 +279,10 @@ class GlobalBatch(Callback):
             return
         if trainer.state.status == TrainerStatus.INTERRUPTED:  # an error, in the middle of a step: no run resumes there
             return
+        self._metrics.save(pl_module, checkpoint)
+        checkpoint[_METRICS] = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        if trainer.should_stop:
+            checkpoint[_STOPPED_AT] = _limits(trainer)
         save_position(checkpoint, position := self._counter.position(trainer))
         checkpoint[STREAMS] = self._loaders.states_at(position.step)
 
@@ -272,6 +294,11 @@ class GlobalBatch(Callback):
             return
         assert position is not None, "a run resumes only from a checkpoint with a position"
         self._resumed = position
+        self._metrics.load(checkpoint)
+        self._last_values = checkpoint.get(_METRICS, {})
+        if (stopped_at := checkpoint.get(_STOPPED_AT)) and stopped_at == _limits(trainer)[: len(stopped_at)]:
+            trainer.should_stop = True  # it was asked to end, for example by early stopping, and no limit has changed
+        trainer.num_sanity_val_steps = 0  # its batches would count in metrics such as the best value so far
         if position.lacks_ending and trainer.is_global_zero:
             log.warning(
                 "resumes    without the validation that was due at step %d, or the end of its epoch: an earlier "
@@ -300,9 +327,11 @@ class _DrawsIn32Bits(Mixin, Precision):
         return nullcontext()
 
 
-def _count(trainer: Trainer, samples: int | None) -> None:
-    if isinstance(connector := trainer._logger_connector, Connector):  # `setup` has replaced it
-        connector.count(samples)
+def _limits(trainer: Trainer) -> list[float | None]:
+    callbacks = callbacks_of(trainer)
+    timers = [callback._duration for callback in callbacks if isinstance(callback, Timer)]
+    patience = [callback.patience for callback in callbacks if isinstance(callback, EarlyStopping)]
+    return [trainer.max_steps, trainer.max_epochs, *timers, *patience]
 
 
 def _generators(trainer: Trainer) -> list[Any]:

@@ -8,7 +8,6 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 
-from lightswitch import patches
 from lightswitch.batches.generators import mix
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
@@ -150,24 +149,52 @@ def _uneven(slices: Slices) -> str:
     )
 
 
-def check_fraction(trainer: Trainer, plan: BatchPlan) -> None:
-    """Check that a fraction of an epoch, given as `limit_train_batches` or `overfit_batches`, has whole steps.
+def check_fractions(trainer: Trainer, plan: BatchPlan) -> None:
+    """Check that fractions of an epoch have whole steps: Lightning counts micro-batches.
 
     Raises:
-        Refused: it ends within a step.
+        Refused: one ends within a step.
     """
-    fraction, micro_batches = trainer.limit_train_batches, trainer.num_training_batches
-    if isinstance(fraction, float) and fraction < 1.0 and micro_batches % plan.accumulation:
-        name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"  # type: ignore[attr-defined]  # set past Lightning's declaration
-        raise Refused(
-            f"trainer.{name}={fraction} of an epoch is {micro_batches} micro batches, and {plan.accumulation} are a "
-            f"step; type a number of steps, as trainer.{name}={max(1, int(micro_batches) // plan.accumulation)}"
-        )
+    limit = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"  # type: ignore[attr-defined]  # set past Lightning's declaration
+    counted: dict[str, Any] = {limit: trainer.num_training_batches, "val_check_interval": trainer.val_check_batch}
+    for name, micro_batches in counted.items():
+        fraction = getattr(trainer, name)
+        if isinstance(fraction, float) and fraction < 1.0 and micro_batches % plan.accumulation:
+            raise Refused(
+                f"trainer.{name}={fraction} of an epoch is {micro_batches} micro batches, and {plan.accumulation} are "
+                f"a step; type a number of steps, as trainer.{name}={max(1, int(micro_batches) // plan.accumulation)}"
+            )
 
 
-def round_validation(trainer: Trainer, plan: BatchPlan) -> None:
-    """Let a fraction of an epoch, given as `val_check_interval`, end at a step: Lightning counts micro-batches."""
-    fraction, micro_batches = trainer.val_check_interval, trainer.num_training_batches
-    if isinstance(fraction, float) and fraction < 1.0:
-        steps = max(1, int(micro_batches // plan.accumulation * fraction))
-        patches.replace(trainer, "val_check_batch", steps * plan.accumulation)
+def refuse_unvalidated(trainer: Trainer) -> None:
+    """Check that a schedule which reads a metric of validation finds one at the end of its epochs.
+
+    Raises:
+        Refused: there is none yet.
+    """
+    if not trainer.lightning_module.automatic_optimization:  # Lightning steps no schedule
+        return
+    every, first = trainer.check_val_every_n_epoch, trainer.val_check_batch
+    for config in (config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau):
+        of_validation = str(config.monitor).lower().startswith(("val", "eval"))
+        if config.interval != "epoch" or not config.strict or not of_validation:
+            continue
+        if every is not None and config.frequency % every:
+            raise Refused(
+                f"ReduceLROnPlateau reads {config.monitor} every {config.frequency} epochs, but validation "
+                f'runs every {every}; in configure_optimizers, write "frequency": {every} beside '
+                '"monitor", or type trainer.check_val_every_n_epoch=1'
+            )
+        micro_batches = trainer.num_training_batches * config.frequency
+        if (
+            every is None
+            and first is not None
+            and first > micro_batches
+            and config.monitor not in trainer.callback_metrics
+        ):
+            steps = trainer.accumulate_grad_batches
+            raise Refused(
+                f"ReduceLROnPlateau reads {config.monitor} after {micro_batches / steps:g} steps, at the end of an "
+                f"epoch, but the first validation is after {first / steps:g}; type trainer.check_val_every_n_epoch=1 "
+                "to validate once an epoch"
+            )

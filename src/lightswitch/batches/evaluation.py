@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DistributedSampler, Sampler, SequentialSampler
 
-from lightswitch import patches
 from lightswitch.batches.generators import mix
 from lightswitch.batches.order import check_shared, digest, epoch_order, unwrapped
 from lightswitch.batches.plan import pieces
 from lightswitch.batches.rank_loader import RankLoader
-
-Limited = Callable[[float, int], float]  # see `Limits.of`
-
-
-def whole(samples: float, batch: int) -> float:
-    """Return all samples of a loader."""
-    return samples
 
 
 class EvaluationBatches(Sampler[Any]):
@@ -57,9 +46,7 @@ class EvaluationBatches(Sampler[Any]):
         return mix(digest(self._order, dataset), *self._sizes) >> 1
 
 
-def shares(
-    sampler: Any, samples: int, batch: int, replicas: int, rank: int, seed: int, most: int | None = None
-) -> EvaluationBatches:
+def shares(sampler: Any, samples: int, batch: int, replicas: int, rank: int, seed: int) -> EvaluationBatches:
     """Return the batches of a contiguous share of the samples, each exactly once over all ranks.
 
     Shares that differ by one sample are split into as many batches, which differ by one sample.
@@ -68,13 +55,12 @@ def shares(
         samples: number of samples, over all ranks.
         batch: maximum number of samples in a batch.
         seed: seed of the order, if the sampler draws one.
-        most: number of samples to read, from the start of the order; None for all.
 
     Raises:
         Refused: there are fewer samples than ranks.
     """
     is_in_order = type(sampler) in (SequentialSampler, DistributedSampler)
-    order = (range(samples) if is_in_order else epoch_order(sampler, samples, mix(seed, 0), 0))[:most]
+    order = range(samples) if is_in_order else epoch_order(sampler, samples, mix(seed, 0), 0)
     count = rounds(len(order), -(-len(order) // batch), replicas)
     return EvaluationBatches(order, pieces(pieces(order, replicas)[rank], count), batch)
 
@@ -90,66 +76,6 @@ def rounds(samples: int, batches: int, replicas: int) -> int:
     """
     check_shared(samples, replicas)
     return min(-(-batches // replicas), samples // replicas)
-
-
-class Limits:
-    """Limits of the evaluation that a Trainer runs, or fits with, in batches as the user's loaders make them.
-
-    Lightning counts those of a device, whose sizes depend on the number of devices. Here loaders that are copied end by
-    themselves, after the samples of so many of the user's batches; of others each rank reads so many batches.
-
-    Args:
-        accumulation: micro-batches of a step, in which Lightning has the limits that count training steps, too.
-        on_loaders: called before loaders are requested.
-    """
-
-    def __init__(self, trainer: Trainer, accumulation: int, on_loaders: Callable[[], None]) -> None:
-        self._trainer, self._accumulation, self._on_loaders = trainer, accumulation, on_loaders
-        self._limit: float = 1.0
-        predicts = trainer.state.fn == TrainerFn.PREDICTING
-        self._loop: Any = trainer.predict_loop if predicts else trainer._evaluation_loop
-        self._counts = "max_batches" if predicts else "_max_batches"  # name of the list that is made with the loaders
-        patches.replace(self._loop, "setup_data", self._set_up)
-
-    def end(self) -> None:
-        """Let Lightning apply its own limits again."""
-        patches.restore(self._loop, "setup_data")
-
-    def of(self, samples: float, batch: int) -> float:
-        """Return how many of a loader's samples are read.
-
-        Args:
-            samples: those that it has; infinity for an unknown number.
-            batch: samples of one of its batches.
-
-        Raises:
-            MisconfigurationException: a fraction of them is none, or their number is unknown.
-        """
-        stage, limit = self._trainer.state.stage, self._limit
-        assert stage is not None
-        return _parse_num_batches(stage, samples, limit * batch if isinstance(limit, int) else limit)
-
-    def _set_up(self) -> None:
-        """Set up the loaders of the evaluation, unless there are some already."""
-        trainer, before = self._trainer, vars(self._loop)[self._counts]
-        name = f"limit_{self._loop._data_source.name.removesuffix('_dataloader')}_batches"
-        given = getattr(trainer, name)
-        self._limit = self._of_user(name, given)
-        self._on_loaders()
-        patches.replace(trainer, name, 1.0 if given else given)
-        try:
-            type(self._loop).setup_data(self._loop)
-        finally:
-            patches.replace(trainer, name, given)
-        if (counts := vars(self._loop)[self._counts]) is not before:
-            for at, loader in enumerate(self._loop._combined_loader.flattened):
-                counts[at] = counts[at] if isinstance(loader, RankLoader) else self.of(counts[at], 1)
-
-    def _of_user(self, name: str, limit: float) -> float:
-        """Return a limit as it was typed: Lightning has those that count training steps, too, in micro-batches."""
-        trainer: Any = self._trainer  # sets these past their declaration
-        of_steps = trainer.fast_dev_run or (trainer.overfit_batches and name == "limit_val_batches")
-        return limit // self._accumulation if of_steps and isinstance(limit, int) else limit
 
 
 def samples_in(loaders: Any, dataloader_idx: int, batch_idx: int) -> int | None:

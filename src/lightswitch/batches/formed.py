@@ -6,13 +6,13 @@ import contextlib
 import copy
 import logging
 from collections.abc import Sequence
-from itertools import accumulate, chain, cycle, islice
+from itertools import accumulate, chain, cycle, islice, pairwise
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.evaluation import EvaluationBatches, Limited, rounds, whole
+from lightswitch.batches.evaluation import EvaluationBatches, rounds
 from lightswitch.batches.generators import mix
 from lightswitch.batches.order import TrainingSlices, draw, splits_by_rank, undivided
 from lightswitch.batches.plan import BatchPlan, Position, pieces
@@ -64,6 +64,11 @@ class FormedSlices(TrainingSlices):
         return self._size(self.epoch, 0)
 
     @property
+    def least_samples(self) -> int:
+        begins = self._begins_of(self.epoch, 0)
+        return min(end - begin for begin, end in pairwise(begins))
+
+    @property
     def is_even(self) -> bool:
         return self.plan.slices == 1  # batches may have any size
 
@@ -99,9 +104,7 @@ class FormedSlices(TrainingSlices):
         return mix(super()._digest(order), *self._begins_of_last[:_COMPARED])
 
 
-def formed_rounds(
-    sampler: Any, replicas: int, rank: int, seed: int, dataset: Any, limited: Limited = whole
-) -> EvaluationBatches:
+def formed_rounds(sampler: Any, replicas: int, rank: int, seed: int, dataset: Any) -> EvaluationBatches:
     """Return each n-th batch that a batch sampler forms for an evaluation, for n ranks.
 
     If their number does not divide over the ranks, the largest ones are cut in two.
@@ -109,13 +112,12 @@ def formed_rounds(
     Args:
         sampler: the loader's batch sampler.
         seed: seed of the order, if the batch sampler draws one.
-        limited: see `lightswitch.batches.evaluation.Limits`.
 
     Raises:
         Refused: there are no batches, one has no samples, or there are fewer samples than ranks.
     """
     count = _count(sampler, dataset)
-    batches = _formed(sampler, dataset, count, mix(seed, 0), 0, is_first=True)[: int(limited(count, 1))]
+    batches = _formed(sampler, dataset, count, mix(seed, 0), 0, is_first=True)
     sizes, order = [*map(len, batches)], [*chain.from_iterable(batches)]
     cut = _cut(batches, order, replicas * rounds(len(order), len(batches), replicas))
     return EvaluationBatches(order, cut[rank::replicas], max(sizes), sizes[:_COMPARED])

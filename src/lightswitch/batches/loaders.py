@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightswitch.batches.combined import Combined
-from lightswitch.batches.evaluation import EvaluationBatches, Limited, shares, whole
+from lightswitch.batches.evaluation import EvaluationBatches, shares
 from lightswitch.batches.formed import FormedSlices, formed_rounds
 from lightswitch.batches.order import (
     TrainingSlices,
@@ -47,6 +47,7 @@ class SharedLoaders:
         self._start = Position()
         self._states: Sequence[Any] = ()  # of the training streams in the checkpoint
         self._is_complete = True  # the set of training loaders; the next one starts a new set
+        self._told_limits: set[str] = set()
         self._is_compared = False  # the samples that the ranks draw in this epoch
         self._earlier: Any = None  # Lightning's combined loader before this set; it may re-create loaders at any time
         self.training = Combined()
@@ -92,11 +93,8 @@ class SharedLoaders:
         """Return the states of training loaders for a resume at a step of this epoch."""
         return [slices.state_at(step) for slices in self.training.slices]
 
-    def share(self, trainer: Trainer, loader: Any, limited: Limited) -> object:
+    def share(self, trainer: Trainer, loader: Any) -> object:
         """Return a copy of a loader that reads this rank's share of the samples, or the loader if it can't be copied.
-
-        Args:
-            limited: of an evaluation, see `lightswitch.batches.evaluation.Limits`.
 
         Raises:
             Refused: there are too few samples, or a scheduler needs the length of a stream that has none.
@@ -114,7 +112,7 @@ class SharedLoaders:
                 _set_epoch(loader, self._start.epoch)
             _say_what_does_not_hold(trainer, reason, is_training, splits=cannot is None)
             return loader
-        return self._made_anew(trainer, loader, is_training, limited)
+        return self._made_anew(trainer, loader, is_training)
 
     def _split(self, loader: Any) -> str | None:
         """Return why a stream, or a batch sampler, is expected to split itself by rank; None if it isn't."""
@@ -125,9 +123,7 @@ class SharedLoaders:
             return "its dataset splits itself by rank"
         return None if self._shares_streams else "its dataset splits itself by rank (data.sharded_by=dataset)"
 
-    def _made_anew(
-        self, trainer: Trainer, loader: DataLoader[Any], is_training: bool, limited: Limited
-    ) -> DataLoader[Any]:
+    def _made_anew(self, trainer: Trainer, loader: DataLoader[Any], is_training: bool) -> DataLoader[Any]:
         plan, rank, gather = self._plan, data_rank(trainer), functools.partial(_gather, trainer)
         if plan.micro_batch > 1 and is_training and not _forms_batches(loader) and takes_one(loader):
             raise Refused(
@@ -136,9 +132,10 @@ class SharedLoaders:
             )
         pins = trainer.strategy.root_device.type == "cuda"
         if not is_training:
+            self._say_what_a_limit_means(trainer, loader)
             if is_stream(loader):
-                return evaluation_stream(loader, plan, rank, self._seed, gather, pins, limited)
-            evaluated = evaluation_loader(loader, plan, rank, self._seed, pins, limited)
+                return evaluation_stream(loader, plan, rank, self._seed, gather, pins)
+            evaluated = evaluation_loader(loader, plan, rank, self._seed, pins)
             order: EvaluationBatches = unwrapped(evaluated.batch_sampler)
             _compare(trainer, order.digest(loader.dataset), "an evaluation set", _forms_batches(loader))
             return evaluated
@@ -158,6 +155,23 @@ class SharedLoaders:
                 readers, max(1, loader.num_workers),
             )  # fmt: skip
         return shared
+
+    def _say_what_a_limit_means(self, trainer: Trainer, loader: DataLoader[Any]) -> None:
+        """Log, once a stage, that a limit counts batches of a device, whose samples depend on how a batch is split."""
+        assert trainer.state.stage is not None
+        name = f"limit_{trainer.state.stage.dataloader_prefix}_batches"
+        limit, plan, own = getattr(trainer, name), self._plan, loader.batch_size or self._plan.micro_batch
+        is_split = plan.replicas > 1 or plan.micro_batch < own
+        is_whole = limit == 0 or (limit == 1.0 and isinstance(limit, float))
+        if is_whole or not is_split or name in self._told_limits:
+            return
+        self._told_limits.add(name)
+        if trainer.global_rank == 0:
+            log.info(
+                "limit      trainer.%s=%s counts the batches of each device, %d × up to %d samples at once: other "
+                "numbers of devices, or another micro_batch_size, evaluate other samples",
+                name, limit, plan.replicas, min(own, plan.micro_batch),
+            )  # fmt: skip
 
     def _check_length(self, trainer: Trainer) -> None:
         if not self.training.is_sized and trainer.max_steps == -1 and not trainer.optimizers:
@@ -313,20 +327,16 @@ def evaluation_loader(
     rank: int,
     seed: int,
     pins_for_gpu: bool = False,
-    limited: Limited = whole,
 ) -> RankLoader:
     """Return a copy of a DataLoader that reads this rank's share of the samples, each once over all ranks.
 
     A batch is at most as large as the loader's batch size and a micro-batch, or as a batch sampler forms it. The
     arguments are those of `training_loader`.
 
-    Args:
-        limited: returns how many samples are read; see `lightswitch.batches.evaluation.Limits`.
-
     Raises:
         Refused: there are no samples.
     """
-    slices, given = _evaluated(loader, plan, rank, seed, limited), loader.batch_sampler
+    slices, given = _evaluated(loader, plan, rank, seed), loader.batch_sampler
     wrap: Any = type(given)
     if given is not unwrapped(given):  # in Lightning's wrapper, which records the predicted indices
         slices = wrap(slices)
@@ -334,16 +344,15 @@ def evaluation_loader(
     return copy_of_loader(RankLoader, loader, evaluated, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
 
 
-def _evaluated(loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, limited: Limited) -> EvaluationBatches:
+def _evaluated(loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int) -> EvaluationBatches:
     if _forms_batches(loader):
-        return formed_rounds(unwrapped(loader.batch_sampler), plan.replicas, rank, seed, loader.dataset, limited)
+        return formed_rounds(unwrapped(loader.batch_sampler), plan.replicas, rank, seed, loader.dataset)
     sampler = sampler_of(loader)
     samples = samples_of(sampler, loader.dataset)
     if not samples:
         raise Refused("an evaluation set has no samples; leave its loader out")
-    own = unwrapped(loader.batch_sampler).batch_size
-    batch, most = min(own, plan.micro_batch), int(limited(samples, own))
-    return shares(sampler, samples, batch, plan.replicas, rank, seed, most)
+    batch = min(unwrapped(loader.batch_sampler).batch_size, plan.micro_batch)
+    return shares(sampler, samples, batch, plan.replicas, rank, seed)
 
 
 def _forms_batches(loader: DataLoader[Any]) -> bool:

@@ -1,92 +1,103 @@
-"""Combination of what ranks and micro-batches log, before it reaches loggers and callbacks."""
+"""What a module logs, combined over ranks and micro-batches before it reaches loggers and callbacks; its metrics."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _ResultMetric
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.utilities.data import dim_zero_cat
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+from torchmetrics.utilities.distributed import gather_all_tensors
+from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightswitch import patches
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.monitoring.metrics import MetricsFile
-from lightswitch.monitoring.step_results import Logged, Results, is_counted, joined, logged
+from lightswitch.monitoring.step_results import Results, is_counted
 
-_Any = TypeVar("_Any")
+log = logging.getLogger(__name__)
+
+# What a rank has logged under a name: the name for loggers; mean, sum, min or max; the value; its weight in a mean
+Part = tuple[str, str, float, float]
 
 
-class Connector(Mixin, _LoggerConnector):
-    """Connector of logged values to loggers and callbacks that combines those of ranks and micro-batches first.
+class LogsOfRanks(Mixin, _LoggerConnector):
+    """Connector of logged values to loggers and callbacks that combines those of all ranks and micro-batches first.
 
-    In an evaluation, a step is one batch; its values only go to loggers with an axis for them, not to metrics.csv,
-    which has one row per training step.
+    It does so at three moments that all ranks reach: the end of an optimizer step that is logged, the end of the last
+    batch of an epoch or evaluation, and the end of its hooks. So `self.log` itself waits for no other rank.
     """
 
-    _steps: StepLogs | None = None
-    _ranks: LogsOfRanks | None = None
-    _repeated: RepeatedSamples | None = None
+    _share: float | None = None  # data-parallel ranks by the world size; None combines nothing
+    weight = 1.0  # of the last micro-batch in the mean over its step
 
     @classmethod
-    def of(cls, trainer: Trainer) -> Connector:
+    def of(cls, trainer: Trainer) -> LogsOfRanks:
         """Return the Trainer's connector; it is replaced if it is Lightning's."""
         connector = with_mixin(cls, trainer._logger_connector)
         patches.replace(trainer, "_logger_connector", connector)
         return connector
 
-    def combine(
-        self, steps: StepLogs | None, ranks: LogsOfRanks | None = None, repeated: RepeatedSamples | None = None
-    ) -> None:
-        """Combine values from now on; without arguments of a kind, such values stay as they are."""
-        self._steps, self._ranks, self._repeated = steps, ranks, repeated
+    def combine(self, share: float | None) -> None:
+        """Combine values from now on.
 
-    def epoch_end_reached(self) -> None:
-        super().epoch_end_reached()
-        if isinstance(results := self.trainer._results, Results):
-            results.log_before(self.trainer)
-        if self._ranks is not None:
-            self._ranks.join()
+        Args:
+            share: number of data-parallel ranks by the world size: tensor-parallel ranks read the same samples.
+        """
+        self._share = share
+        self._of_step: list[tuple[str, Part]] = []  # of the micro-batches so far, by Lightning's key
+        self._combined: dict[str, Tensor] = {}  # values of an epoch that are those of all ranks, by Lightning's key
+        self._of_others: dict[str, Tensor] = {}  # values that only other ranks have logged, by their name
 
-    def on_epoch_end(self) -> None:
-        if self._ranks is not None:
-            self._ranks.join()
-        super().on_epoch_end()
+    @property
+    def metrics(self) -> _METRICS:
+        found: _METRICS = super().metrics
+        if self._share is None or not self._of_others:
+            return found
+        known, others = found["log"], self._of_others
+        return _METRICS(callback=others | found["callback"], log=others | known, pbar=found["pbar"])
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        if self._first_loop_iter is None:  # of an epoch or evaluation
+            self._of_others = {}
         super().on_batch_start(batch, dataloader_idx)
         if isinstance(results := self.trainer._results, Results):
-            results.of_batch = {}
+            results.start_batch()
 
     def count(self, samples: int | None) -> None:
         """Weight what the current batch logs by its number of samples; None lets Lightning guess it from the batch.
 
         Lightning takes the first dimension of the first tensor that it finds, which may be the length of a sample.
         """
-        if samples is not None and isinstance(results := self.trainer._results, Results):
-            results.count(samples)
-        elif samples is not None:
-            patches.replace(results, "batch_size", samples)
-
-    def on_batch_end(self) -> None:
-        super().on_batch_end()
-        if self._repeated is not None:
-            self._repeated.undo()
+        if samples is not None:
+            patches.replace(self.trainer._results, "batch_size", samples)
 
     def update_train_step_metrics(self) -> None:
-        if self._steps is not None:
-            self._steps.join_step()
+        if self._share is not None and is_counted(self.trainer):
+            self._combine_step()
         super().update_train_step_metrics()
 
+    def epoch_end_reached(self) -> None:
+        super().epoch_end_reached()
+        self._combine_epoch()
+
+    def on_epoch_end(self) -> None:
+        self._combine_epoch()
+        super().on_epoch_end()
+
     def update_eval_step_metrics(self, step: int) -> None:
+        """Log values of an evaluation's batch, but not to metrics.csv, which has a row for each training step."""
         loggers = self.trainer.loggers
         self.trainer.loggers = [logger for logger in loggers if not isinstance(logger, MetricsFile)]
         try:
@@ -94,193 +105,177 @@ class Connector(Mixin, _LoggerConnector):
         finally:
             self.trainer.loggers = loggers
 
-
-class LogsOfRanks:
-    """Combination of the values that a Trainer's ranks log, at two moments that all ranks reach.
-
-    These are the end of the last batch of an epoch or evaluation, before hooks are called, and the end of those hooks.
-
-    Args:
-        share: number of data-parallel ranks divided by the world size; tensor-parallel ranks read the same samples.
-    """
-
-    def __init__(self, trainer: Trainer, share: float) -> None:
-        self._trainer = trainer
-        self._share = share
-        self._joined: dict[str, Tensor] = {}  # by Lightning's key, the combined value, until another one is logged
-
-    def join(self) -> None:
-        """Set each value to that of all ranks, including values that this rank has not logged. Collective."""
-        results = self._trainer._results
-        assert results is not None
-        own = {
-            key: item
-            for key, item in logged(results).items()
-            if not _is_left_to_lightning(item) and self._joined.get(key) is not item.value
-        }
-        of_ranks = _of_ranks({key: Logged.of(item) for key, item in own.items()}, self._trainer)
-        for key, whole in joined(of_ranks).items():
-            if key not in own:
-                whole.log_name(results, self._trainer)
+    def _combine_step(self) -> None:
+        """Set each value of a step, once it ends, to that of all its micro-batches and ranks. Collective."""
+        trainer, results = self.trainer, self.trainer._results
+        assert isinstance(results, Results)
+        for key, value in results.of_batch.items():
             item = results[key]
-            vars(item).update(_attributes(whole, item.value, self._share))
-            self._joined[key] = item.value
-
-
-def _of_ranks(own: dict[str, _Any], trainer: Trainer) -> list[dict[str, _Any]]:
-    """Return the dictionaries of all ranks. Collective."""
-    of_ranks = [own]
-    if trainer.world_size > 1:
-        of_ranks = [{} for _ in range(trainer.world_size)]
-        dist.all_gather_object(of_ranks, own)
-    return of_ranks
-
-
-def _is_left_to_lightning(item: _ResultMetric) -> bool:
-    """Return whether the user logs the value of rank zero alone, or that of a group of ranks."""
-    return bool(item.meta.sync.rank_zero_only or item.meta.sync.group is not None)
-
-
-def _attributes(whole: Logged, like: Tensor, share: float) -> dict[str, Tensor]:
-    """Return the attributes of an item of Lightning's with the value of all ranks.
-
-    It counts as computed, so with `sync_dist` Lightning does not wait for ranks that have not logged the name.
-    """
-    tensor = partial(torch.tensor, device=like.device)
-    if whole.reduce_fx == "mean":
-        value, samples = tensor(whole.value, dtype=like.dtype), tensor(whole.samples)
-        return {"value": value, "cumulated_batch_size": samples, "_computed": value / samples}
-    value = tensor(whole.value * share if whole.reduce_fx == "sum" else whole.value, dtype=like.dtype)
-    return {"value": value, "_computed": value}
-
-
-@dataclass(frozen=True)
-class Part:
-    """Value that a rank has logged in a micro-batch.
-
-    Attributes:
-        reduce_fx: mean, sum, min or max, as over an epoch.
-        weight: weight of the micro-batch in the mean over its step.
-    """
-
-    reduce_fx: str
-    value: float
-    weight: float
-
-
-class StepLogs:
-    """Step values, combined over micro-batches and ranks before they reach the loggers.
-
-    Lightning sends the value that rank zero logged in the last micro-batch, which depends on how the batch is split;
-    with `sync_dist`, the mean of ranks whose slices may differ in size.
-
-    Args:
-        share: see `LogsOfRanks`.
-
-    Attributes:
-        weight: weight of the last micro-batch that was trained on.
-    """
-
-    def __init__(self, trainer: Trainer, share: float) -> None:
-        self._trainer = trainer
-        self._share = share
-        self.weight = 1.0
-        self._values: list[tuple[str, Tensor, float]] = []  # of this step so far, with weights, by Lightning's key
-
-    def join_step(self) -> None:
-        """Combine the values that are due to be logged with this batch, once it ends a step. Collective."""
-        results = self._trainer._results
-        if is_counted(self._trainer) and isinstance(results, Results):
-            self._values += [(key, value, self.weight) for key, value in results.of_batch.items()]
-            if not (self._trainer.fit_loop._should_accumulate() and self._is_automatic):
-                self._join(results)
-
-    @property
-    def _is_automatic(self) -> bool:
-        return self._trainer.lightning_module.automatic_optimization
-
-    def _join(self, results: Results) -> None:
-        """Set each value of the step to that of all its micro-batches and ranks. Collective."""
-        own: dict[str, list[Part]] = {}
-        for key, value, weight in self._values:
-            own.setdefault(key, []).append(Part(results[key].meta.reduce_fx.__name__, float(value), weight))
-        self._values = []
-        of_ranks = _of_ranks(own, self._trainer)
-        names = dict.fromkeys(key for parts in of_ranks for key in parts)
-        if any(parts.keys() != names.keys() for parts in of_ranks):
-            items = {key: results[key] for key in own}
-            shared = {key: Logged.of(item) for key, item in items.items() if not _is_left_to_lightning(item)}
-            for key, record in joined(_of_ranks(shared, self._trainer)).items():
-                if key not in own:
-                    record.log_name(results, self._trainer)
-        for key in names.keys() & results.keys():
-            parts = itertools.chain.from_iterable(parts.get(key, ()) for parts in of_ranks)
-            results.put_of_step(key, whole(parts, self._share))
-        if names:  # refresh the metrics that Lightning has cached, and shows until the next batch ends
-            connector = self._trainer._logger_connector
-            _ = connector.callback_metrics, connector.logged_metrics, connector.progress_bar_metrics
-
-
-def whole(parts: Iterable[Part], share: float = 1.0) -> float:
-    """Return the combined value of all parts, except those of weight 0, which repeat a sample of another slice."""
-    counted = [part for part in parts if part.weight]
-    if not counted:
-        return float("nan")
-    values = [part.value for part in counted]
-    fx = counted[0].reduce_fx
-    if fx == "mean":
-        return sum(part.value * part.weight for part in counted) / sum(part.weight for part in counted)
-    return {"sum": lambda: sum(values) * share, "min": lambda: min(values), "max": lambda: max(values)}[fx]()
-
-
-class RepeatedSamples:
-    """Undo the changes that a batch of a repeated sample makes to logged values and metrics, after its hooks have run.
-
-    A rank repeats a sample if a step has fewer samples than slices. Data that a module collects itself, for example in
-    a list, still contains the repeated sample.
-    """
-
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer, self._module = trainer, module
-        self._metrics: dict[Metric, dict[str, Any]] | None = None  # their states before the batch
-        self._logged: dict[str, dict[str, Any]] = {}  # attributes of the logged values before it
-
-    def begin(self) -> None:
-        """Save metrics and logged values before a batch that repeats a sample."""
-        metrics = (module for module in self._module.modules() if isinstance(module, Metric))
-        self._metrics = {metric: metric._copy_state_dict() for metric in metrics}
-        self._logged = {key: dict(vars(item)) for key, item in self._results.items() if item.is_tensor}
-
-    @property
-    def _results(self) -> _ResultCollection:
-        results = self._trainer._results
-        assert results is not None
-        return results
-
-    def undo(self) -> None:
-        """Undo the changes, if the batch that has ended repeats a sample."""
-        if self._metrics is None:
+            name = results._forked_name(item, on_step=True)[1]
+            self._of_step.append((key, (name, item.meta.reduce_fx.__name__, float(value), self.weight)))
+        if trainer.fit_loop._should_accumulate() and trainer.lightning_module.automatic_optimization:
             return
-        for metric, states in self._metrics.items():
-            for name, before in states.items():
-                is_cat = metric._reductions[name] is dim_zero_cat
-                setattr(metric, name, _without(getattr(metric, name), before) if is_cat else before)
-        for key, item in self._results.items():
-            if item.is_tensor and not item.has_reset:
-                _set_back(item, self._logged.get(key))
-        self._metrics = None
+        own: dict[str, list[Part]] = {}
+        for key, part in self._of_step:
+            own.setdefault(key, []).append(part)
+        self._of_step = []
+        of_ranks = self._of_all_ranks(own)
+        for key, parts in of_ranks.items():
+            if key in results and results[key]._forward_cache is not None:
+                results.put_of_step(key, self._whole(parts))
+            else:
+                self._of_others[parts[0][0]] = torch.tensor(self._whole(parts))
+        if of_ranks:  # refresh the metrics that Lightning has cached, and shows until the next batch ends
+            _ = self.callback_metrics, self.logged_metrics, self.progress_bar_metrics
+
+    def _combine_epoch(self) -> None:
+        """Set each value of an epoch or evaluation to that of all ranks, unless it is so already. Collective."""
+        results = self.trainer._results
+        if self._share is None or self.trainer.world_size == 1 or results is None:
+            return
+        items: dict[str, _ResultMetric] = {
+            key: item
+            for key, item in results.valid_items()
+            if item.is_tensor and item.meta.on_epoch and self._combined.get(key) is not item.value
+            if not item.meta.sync.rank_zero_only
+            and item.meta.sync.group is None  # the user's choice, left to Lightning
+        }
+        own: dict[str, list[Part]] = {}
+        for key, item in items.items():
+            samples = item.cumulated_batch_size.item() if item.meta.is_mean_reduction else 1
+            value = item.value.item() / samples if samples else 0.0
+            own[key] = [(results._forked_name(item, on_step=False)[1], item.meta.reduce_fx.__name__, value, samples)]
+        for key, parts in self._of_all_ranks(own).items():
+            value, samples = self._whole(parts), sum(weight for *_, weight in parts)
+            if (own_item := items.get(key)) is None:
+                self._of_others[parts[0][0]] = torch.tensor(value)
+                continue
+            like = own_item.value
+            if own_item.meta.is_mean_reduction:
+                own_item.cumulated_batch_size = torch.tensor(samples, device=like.device)
+            own_item.value = like.new_tensor(value * samples if own_item.meta.is_mean_reduction else value)
+            own_item._computed = like.new_tensor(value)  # so that with `sync_dist` Lightning waits for no rank
+            self._combined[key] = own_item.value
+
+    def _of_all_ranks(self, own: dict[str, list[Part]]) -> dict[str, list[Part]]:
+        """Return the parts that all ranks have logged. Collective."""
+        if self.trainer.world_size == 1:
+            return own
+        of_ranks: list[dict[str, list[Part]]] = [{} for _ in range(self.trainer.world_size)]
+        dist.all_gather_object(of_ranks, own)
+        keys = dict.fromkeys(key for parts in of_ranks for key in parts)
+        return {key: [*itertools.chain.from_iterable(parts.get(key, ()) for parts in of_ranks)] for key in keys}
+
+    def _whole(self, parts: Iterable[Part]) -> float:
+        """Return the combined value of all parts, without those of weight 0, which repeat a sample of another slice."""
+        counted = [part for part in parts if part[3]]
+        if not counted:
+            return float("nan")
+        (_, fx, *_), values = counted[0], [value for *_, value, _ in counted]
+        if fx == "mean":
+            return sum(value * weight for *_, value, weight in counted) / sum(weight for *_, weight in counted)
+        return sum(values) * (self._share or 1.0) if fx == "sum" else {"min": min, "max": max}[fx](values)
 
 
-def _without(state: Any, before: Any) -> Any:
-    """Return a metric's state before a batch; in a list state, empty tensors of the same shape replace added rows."""
-    if not isinstance(state, list):
-        return before
-    return [*before, *(rows[:0] for rows in state[len(before) :] if isinstance(rows, Tensor) and rows.ndim)]
+OF_RANKS = "of_ranks"  # checkpoint key: a list of the entries of each rank, in numbers, lists and dictionaries
+_LARGEST = 10_000  # maximum number of elements of a saved metric state; it goes through the rendezvous store
+_REDUCED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    dim_zero_sum: torch.add,
+    dim_zero_min: torch.minimum,
+    dim_zero_max: torch.maximum,
+}
 
 
-def _set_back(item: _ResultMetric, before: dict[str, Any] | None) -> None:
-    """Restore a logged value; reset it if it is new or belonged to an earlier evaluation."""
-    if before is not None and not before["has_reset"]:
-        vars(item).update(before)
-    else:
-        Metric.reset(item)  # not Lightning's reset, which would mark the value as never logged
+class MetricStates:
+    """States of the module's torchmetrics in checkpoints: of an unfinished epoch, and of the best value so far.
+
+    These are sums, minima and maxima over samples, of all ranks, so that they resume at any world size. Metrics that
+    store the samples themselves, such as curves, only see the rest of the epoch; so do means that `self.log` takes.
+    """
+
+    def __init__(self) -> None:
+        self._saved: list[Any] = []  # entries of ranks, until training starts
+
+    def save(self, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Store this rank's states. Devices that share a layer have the same ones, which the first of them saves."""
+        states = {
+            name: {state: getattr(metric, state).tolist() for state in metric._defaults}
+            for name, metric in _metrics(module)
+            if metric.update_called and _is_kept(metric)
+            if metric.process_group is None or 0 in dist.get_process_group_ranks(metric.process_group)
+        }
+        if states:
+            checkpoint[OF_RANKS] = [{"metrics": states}]
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the states of a checkpoint for `restore`."""
+        self._saved = checkpoint.get(OF_RANKS, [])
+
+    def restore(self, module: LightningModule) -> None:
+        """Restore the states, after the module's `on_train_start`, in which many reset metrics of the sanity check.
+
+        Metrics sum their states over ranks when they are computed, so only the first rank restores what was saved.
+        """
+        saved, self._saved = self._saved, []
+        for name, metric in _metrics(module):
+            states = [of["metrics"][name] for of in saved if name in of["metrics"]]
+            if not states or not _is_kept(metric) or set(states[0]) != set(metric._defaults):
+                continue
+            metric.reset()
+            if not dist.is_initialized() or dist.get_rank(metric.process_group) == 0:
+                for state in metric._defaults:
+                    own = getattr(metric, state)
+                    parts = [torch.tensor(one[state], dtype=own.dtype, device=own.device) for one in states]
+                    setattr(metric, state, functools.reduce(_REDUCED[metric._reductions[state]], parts))
+            patches.replace(metric, "_update_count", 1)  # so that it is saved again, and computed without a warning
+
+
+def _metrics(module: LightningModule) -> Iterator[tuple[str, Metric]]:
+    for part in module.modules():
+        if isinstance(part, MetricCollection):
+            part.values()  # in a compute group, only one metric is updated; this call shares its state with the others
+    return ((name, part) for name, part in module.named_modules() if isinstance(part, Metric))
+
+
+def _is_kept(metric: Metric) -> bool:
+    """Return whether a metric's states can be combined, hold all of its data (unlike a wrapper's) and are small."""
+    are_added = all(
+        isinstance(default, Tensor) and metric._reductions[name] in _REDUCED
+        for name, default in metric._defaults.items()
+    )
+    elements = sum(getattr(metric, name).numel() for name in metric._defaults) if are_added else 0
+    return 0 < elements <= _LARGEST and not isinstance(metric, WrapperMetric)
+
+
+def gather_lists_whole() -> None:
+    """Let all torchmetrics of this process gather the lists of entries that they keep whole, in the order of ranks.
+
+    Ranks may differ by a sample in an evaluation, so torchmetrics, which gathers entry by entry, would wait forever.
+    """
+    given: Callable[..., None] = vars(Metric)["_sync_dist"]
+    if given.__module__ == __name__:
+        return
+
+    def _sync_dist(
+        self: Metric, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None
+    ) -> None:
+        reductions: dict[str, Any] = self._reductions
+        values = {name: getattr(self, name) for name, kind in reductions.items() if kind is not dim_zero_cat}
+        lists = {name: value for name, value in values.items() if isinstance(value, list)}
+        if not lists or dist_sync_fn is not gather_all_tensors:
+            return given(self, dist_sync_fn, process_group)
+        if hasattr(self, "_gather_tuple_list"):
+            patches.replace(self, "_gather_tuple_list", lambda list_to_gather, process_group=None: list_to_gather)
+        group = process_group or self.process_group
+        of_ranks: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, apply_to_collection(lists, Tensor, lambda one: one.detach().cpu()), group)
+        for name in lists:
+            setattr(self, name, [])  # nothing is left for torchmetrics to gather
+        given(self, dist_sync_fn, process_group)
+        device = "cpu" if self.compute_on_cpu else self.device
+        for name in lists:
+            entries = [entry for of_rank in of_ranks for entry in of_rank[name]]
+            whole = apply_to_collection(entries, Tensor, partial(Tensor.to, device=device))
+            setattr(self, name, reductions[name](whole) if whole and callable(reductions[name]) else whole)
+
+    patches.replace(Metric, "_sync_dist", _sync_dist)

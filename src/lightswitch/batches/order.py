@@ -181,6 +181,11 @@ class TrainingSlices(StandIn, Sampler[Any]):
         return min(self.samples, self.own_steps * self.plan.global_batch)
 
     @property
+    def least_samples(self) -> int:
+        """Samples of the smallest step of an epoch, over all ranks; 0 if it is not known."""
+        return self.epoch_samples % self.plan.global_batch or self.plan.global_batch
+
+    @property
     def is_even(self) -> bool:
         """Whether the slices of each step, including the last one, have the same number of samples."""
         return self.plan.is_even and self.epoch_samples % self.plan.global_batch % self.plan.slices == 0

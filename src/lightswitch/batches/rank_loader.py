@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -168,23 +167,16 @@ def evaluation_stream(
     seed: int,
     gather: Gather,
     pins_for_gpu: bool = False,
-    limited: Callable[[float, int], float] = lambda samples, batch: samples,
 ) -> StreamLoader:
     """Return a copy of a DataLoader over an IterableDataset that reads this rank's share of the samples.
 
     All ranks together read each sample once, and make the same number of batches. They take turns, because the stream's
     end is not known in advance.
-
-    Args:
-        limited: returns how many samples are read; see `lightswitch.batches.evaluation.Limits`.
     """
-    own, samples = loader.batch_size or plan.micro_batch, sized_len(loader.dataset)
-    read = limited(inf if samples is None else samples, own)
-    most = None if read == inf else int(read)
-    batch = min(own, plan.micro_batch)
+    batch, samples = min(loader.batch_size or plan.micro_batch, plan.micro_batch), sized_len(loader.dataset)
     of_round = BatchPlan(batch * plan.replicas, batch, plan.replicas, 1)
-    slices = StreamRounds(samples if samples is None else most, of_round)
-    groups = partial(rounds, size=of_round.global_batch, replicas=plan.replicas, most=most)
+    slices = StreamRounds(samples, of_round)
+    groups = partial(rounds, size=of_round.global_batch, replicas=plan.replicas)
     cursor = Cursor(of_round, rank, seed, groups, seeded_samples=1)
     return _shared(loader, slices, cursor, gather, pins_for_gpu)
 

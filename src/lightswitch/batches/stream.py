@@ -69,16 +69,12 @@ def global_batches(samples: Iterator[Any], size: int, drop_last: bool) -> Iterat
         yield batch
 
 
-def rounds(samples: Iterator[Any], size: int, replicas: int, most: int | None = None) -> Iterator[list[Any]]:
+def rounds(samples: Iterator[Any], size: int, replicas: int) -> Iterator[list[Any]]:
     """Yield rounds: the samples that all ranks evaluate together, at least one for each rank.
 
     To ensure that, the last rounds are split into similar sizes, as in `batches.evaluation`.
     Fewer samples than ranks form one round.
-
-    Args:
-        most: number of samples after which the stream is left; None for its end.
     """
-    samples = islice(samples, most)
     ahead = list(islice(samples, size + replicas))
     while len(ahead) == size + replicas:
         yield ahead[:size]

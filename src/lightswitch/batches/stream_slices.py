@@ -57,6 +57,10 @@ class StreamSlices(TrainingSlices):
         return self._is_sized
 
     @property
+    def least_samples(self) -> int:
+        return super().least_samples if self._is_sized else 0
+
+    @property
     def is_even(self) -> bool:
         if self._is_sized:
             return super().is_even

@@ -1,216 +1,270 @@
-"""Check of a module: compares ways to train with one process, in as few runs as possible."""
+"""Check of a module: a table of the promises under each way to train, and what differs first, at which moment."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightswitch.batches.plan import BatchPlan
-from lightswitch.checking import causes
-from lightswitch.checking.causes import UNKNOWN, Cause, Evidence
-from lightswitch.checking.comparison import EPS_32, Comparison, states
-from lightswitch.checking.runs import Ended, Measured, Starter, Way, exports
-from lightswitch.checking.table import DIAGNOSED, Cell, Found, cells, cells_in_brief
+from lightswitch.checking.comparison import EPS_32, Compared, Comparison
+from lightswitch.checking.probe import FORWARD, MODEL
+from lightswitch.checking.runs import ShortRun, export_problem
+from lightswitch.errors import listed
+from lightswitch.monitoring.display import aligned
 from lightswitch.regular_files import linked
 
 log = logging.getLogger(__name__)
 
-SINGLE = Way("single", ("strategy=single",), 1)
+KINDS = ("logged", "parameters", "buffers", "optimizer")
+RANKS, STARTS, RESUMED, IN_ONE, EXPORTED = "all ranks", "two starts", "resumed", "in one", "exported"
+PROMISES = (*KINDS, RANKS, STARTS, RESUMED, IN_ONE, EXPORTED)  # the columns of the table
+REMEDIES = {
+    "batch norm": "type trainer.sync_batchnorm=true on GPUs, use a norm over a sample's own features (GroupNorm, "
+    "LayerNorm), or give the same micro_batch_size everywhere",
+    "noise by rank": "draw it in the dataset, where each sample has its own seed, or set dropout and other noise to 0 "
+    "and check again: several devices draw different numbers than one process, which affects only this comparison",
+    "loss over the local batch": 'return {"loss": loss, "items": n} where the loss is a mean over n items, such as '
+    "tokens; gather what it compares from all devices (self.all_gather, sync_grads=True); or give the same "
+    "micro_batch_size everywhere",
+    "metric of a step": "log a metric that is no mean over samples by epoch, where it is exact: self.log(…, metric, "
+    "on_step=False, on_epoch=True) with a torchmetrics.Metric",
+}
 _NUDGE = 8  # units in the last place
 _OF_PROBE = "callbacks.check_probe"
+
+
+@dataclass(frozen=True)
+class Way:
+    """Way to train: a strategy on a number of devices.
+
+    Attributes:
+        words: overrides that select it.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    ranks: int
+
+
+SINGLE = Way("single", ("strategy=single",), 1)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Result for a promise under a way to train.
+
+    Attributes:
+        status: holds, differs, failed, refused, or none if it does not apply.
+        reason: the first difference, or an error message.
+        largest: largest relative difference; None if nothing was compared.
+    """
+
+    status: str
+    reason: str = ""
+    largest: float | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        """True if the promise does not hold."""
+        return self.status in ("differs", "failed")
+
+    @property
+    def text(self) -> str:
+        """Short text for a table."""
+        number = "" if self.largest is None else f"{self.largest:.0e}".replace("e-0", "e-").replace("0e+00", "0")
+        words = {"holds": number or "yes", "none": "-"}
+        return words.get(self.status, f"{self.status.upper()} {number}".rstrip())
+
+
+@dataclass(frozen=True)
+class Row:
+    """Findings for a way to train.
+
+    Attributes:
+        cells: by promise.
+        first: what differs first from one process, and when; empty if nothing does.
+        causes: what the comparison itself shows of the cause, by its name in `REMEDIES`.
+    """
+
+    cells: Mapping[str, Cell]
+    first: str = ""
+    causes: Mapping[str, str] = field(default_factory=dict)
+
+    def lines(self, way: str) -> Iterator[str]:
+        """Yield what is broken, what differs first, and what is shown of the cause."""
+        reported = {cell: promise for promise, cell in self.cells.items() if cell.is_broken or cell.status == "refused"}
+        for cell, promise in reported.items():
+            of = f"{way}, {promise}" if len(set(self.cells.values())) > 1 else way  # a run that ended has one cell
+            yield f"{cell.status:<10} {of}: {cell.reason}"
+        if self.first:
+            yield f"first      {way}: {self.first}"
+        for name, shown in self.causes.items():
+            yield f"cause      {way}: {name}. {shown}"
+            yield f"do         {REMEDIES[name]}"
+
+
+def holds(rows: Mapping[str, Row]) -> bool:
+    """Return whether no promise is broken, and a way beside the single process could be checked."""
+    cells = [cell for row in rows.values() for cell in row.cells.values()]
+    is_tried = any(row.cells[RANKS].status == "holds" for row in rows.values())
+    return is_tried and not any(cell.is_broken for cell in cells)
+
+
+def table(rows: Mapping[str, Row]) -> str:
+    """Return a row for each way and a column for each promise: the largest relative difference, or a status."""
+    texts = [[way, *(row.cells[promise].text for promise in PROMISES)] for way, row in rows.items()]
+    return "\n".join(aligned([("strategy", *PROMISES), *texts], [0]))
+
+
+def as_data(rows: Mapping[str, Row]) -> dict[str, Any]:
+    """Return the findings in plain types."""
+    return {"holds": holds(rows), "ways": {way: asdict(row) for way, row in rows.items()}}
 
 
 class Check:
     """Runs of a module under several ways to train, each started once, when it is first needed.
 
     Args:
-        starter: starts runs of the script.
+        start: starts a run in a folder with overrides, and returns it when it has ended.
         folder: folder of the runs.
         words: overrides of every run; they save a checkpoint after half of the steps.
         steps: number of steps that a run trains.
-        devices: number of devices in the report.
-        global_batch: samples of a step.
-        micro_batch: samples that a device processes at once; None for its whole share.
+        micro_batches: returns the micro-batch size of so many devices.
         eps: machine epsilon of the dtype that runs compute in.
         is_exact: equal starts are bitwise equal on these devices.
     """
 
     def __init__(
         self,
-        starter: Starter,
+        start: Callable[[Path, Sequence[str]], ShortRun],
         folder: Path,
         words: Sequence[str],
         steps: int,
-        devices: int,
-        global_batch: int,
-        micro_batch: int | None = None,
+        micro_batches: Callable[[int], int],
         eps: float = EPS_32,
         is_exact: bool = True,
     ) -> None:
-        self._starter, self._folder, self._words = starter, folder, words
-        self._steps, self._devices = steps, devices
-        self._global_batch, self._micro_batch = global_batch, micro_batch
+        self._start, self._folder, self._words = start, folder, words
+        self._steps, self._micro_batches = steps, micro_batches
         self._eps, self._is_exact = eps, is_exact
-        self._ended: dict[tuple[Way, str], Ended] = {}
+        self._runs: dict[tuple[Way, str], ShortRun] = {}
 
-    def closely(self, ways: Sequence[Way]) -> Found:
-        """Measure every promise under every way, and find the cause of each difference."""
-        return self._found({way.name: self._closely(way) for way in (SINGLE, *ways)})
-
-    def briefly(self, ways: Sequence[Way]) -> Found:
-        """Check each way in two runs: whether it gives the run of one process, and resumes another way's checkpoint.
-
-        A way that does not is measured closely. If it differs for a known cause, the next ways are compared with it as
-        well: batch norm, for example, changes the run on two devices, but equally under all ways on two devices.
-        """
-        alike: list[list[Way]] = [[SINGLE]]  # groups of ways that give the same run
-        rows: dict[str, tuple[list[Cell], list[Cause]]] = {"single": ([], [])}
-        for way in ways:
-            for others in alike:
-                row = self._in_brief(way, others)
-                if not any(cell.is_broken for cell in row):
-                    if self.whole(way).code == 0:
-                        others.append(way)
-                    rows[way.name] = row, rows[others[0].name][1]
-                    break
-            else:
-                rows[way.name] = self._closely(way)
-                if self._causes_in_one:  # one process that does not repeat itself hides all other differences
-                    rows["single"] = self._closely(SINGLE)
-                    return self._found(rows)
-                if self.whole(way).code == 0 and all(one.name != UNKNOWN for one in rows[way.name][1]):
-                    alike.append([way])
-        rows["single"] = self._resumed_by_one(alike[0][-1])
-        return self._found(rows)
-
-    def whole(self, way: Way) -> Ended:
-        """Return the run of a way from start to end."""
-        return self.start(way, "whole")
-
-    def start(self, way: Way, name: str, resume: Path | None = None, words: Sequence[str] = (), **probe: Any) -> Ended:
-        """Return a way's run of a given name; start it if it has not run yet.
+    def run(self, way: Way, name: str = "whole", *words: str, **probe: object) -> ShortRun:
+        """Return a way's run of a given name, such as the one from start to end; start it if it has not run yet.
 
         Args:
-            name: name of its folder.
-            resume: checkpoint to resume from.
-            words: further overrides.
             probe: further arguments of the probe.
         """
-        if (way, name) not in self._ended:
+        if (way, name) not in self._runs:
             folder = self._folder / way.name / name
-            of_run: Mapping[str, object] = {
-                "mode": "fit",
-                "run_id": "check",
-                "trainer.num_nodes": 1,
-                "trainer.devices": way.ranks,
-                "trainer.log_every_n_steps": 1,
-                "trainer.num_sanity_val_steps": 0,
-                "trainer.limit_test_batches": 0,
-                f"{_OF_PROBE}._target_": "lightswitch.checking.probe.Probe",
-                f"{_OF_PROBE}.folder": f"'{folder}'",
-                f"{_OF_PROBE}.steps": self._steps,
-                **{f"{_OF_PROBE}.{key}": value for key, value in probe.items()},
-                **({} if resume is None else {"resume": f"'{resume}'"}),
-            }
-            typed = (f"{key}={value}" for key, value in of_run.items())
-            self._ended[way, name] = self._starter.run(folder, [*self._words, *way.words, *typed, *words], way.ranks)
-        return self._ended[way, name]
+            probe |= {"_target_": "lightswitch.checking.probe.Probe", "folder": f"'{folder}'", "steps": self._steps}
+            settings: dict[str, object] = {"mode": "fit", "run_id": "check", "hydra.run.dir": f"'{folder / 'run'}'"}
+            settings |= {"trainer.num_nodes": 1, "trainer.devices": way.ranks, "trainer.log_every_n_steps": 1}
+            settings |= {"trainer.num_sanity_val_steps": 0, "trainer.limit_test_batches": 0}
+            settings |= {f"{_OF_PROBE}.{key}": value for key, value in probe.items()}
+            typed = [f"{key}={value}" for key, value in settings.items()]
+            self._runs[way, name] = self._start(folder, [*self._words, *way.words, *typed, *words])
+        return self._runs[way, name]
+
+    def row(self, way: Way) -> Row:
+        """Measure every promise under a way."""
+        log.info("checks     %s, %d device%s", way.name, way.ranks, "s" if way.ranks > 1 else "")
+        whole = self.run(way)
+        if whole.code:
+            is_refused = whole.is_refused and not whole.steps
+            return Row(dict.fromkeys(PROMISES, Cell("refused" if is_refused else "failed", whole.problem)))
+        is_one = way == SINGLE
+        cells = dict.fromkeys((*KINDS, RANKS), Cell("none")) if is_one else dict(self._same_run(whole))
+        cells |= self._starts(way)
+        problem = export_problem(whole.run_dir)
+        cells[EXPORTED] = Cell("failed", problem) if problem else Cell("holds")
+        is_different = any(cells[promise].status == "differs" for promise in (*KINDS, RANKS))
+        # if one process does not repeat itself, no other way does
+        return Row(cells, *self._first(way)) if is_different and self._comparison.is_repeated else Row(cells)
 
     @cached_property
-    def comparison(self) -> Comparison:
-        """Comparison with the run of one process."""
-        whole = self.whole(SINGLE).moments
+    def _comparison(self) -> Comparison:
+        whole = self.run(SINGLE)
         return Comparison(
-            states(whole),
-            lambda: states(self._killed(SINGLE).moments),
-            lambda: states(self.start(SINGLE, "nudged", nudge=_NUDGE * self._eps).moments),
-            whole[0]["parameters"],
+            whole.states,
+            self._killed(SINGLE).states,
+            lambda: self.run(SINGLE, "nudged", nudge=_NUDGE * self._eps).states,
+            whole.moments[0]["parameters"],
             self._eps,
             self._is_exact,
         )
 
-    def _found(self, rows: Mapping[str, tuple[list[Cell], list[Cause]]]) -> Found:
-        cells_of = {name: row for name, (row, _) in rows.items()}
-        return Found(cells_of, {name: found for name, (_, found) in rows.items()}, self._steps, self._devices)
+    def _killed(self, way: Way) -> ShortRun:
+        return self.run(way, "killed", kill_after_step=self._steps // 2 + 1)
 
-    def _closely(self, way: Way) -> tuple[list[Cell], list[Cause]]:
-        measured = self._one if way == SINGLE else self._measured(way)
-        row = cells(measured, self.comparison)
-        return row, list(self._causes(measured, row))
+    def _same_run(self, whole: ShortRun) -> Iterator[tuple[str, Cell]]:
+        """Yield the cells that compare a way's whole run with one process's, and its ranks with one another."""
+        yield from ((kind, _cell(self._comparison.of_kind(kind, whole.states))) for kind in KINDS)
+        for (step, _), state in sorted(whole.states.items(), key=lambda one: one[0]):
+            for name in state.unequal.keys() & set(whole.moments[0]["parameters"]):
+                ranks = listed([str(rank) for rank in state.unequal[name]])
+                reason = f"{name.removeprefix(MODEL)} on rank {ranks} differs from rank 0 after step {step}"
+                yield RANKS, Cell("differs", reason)
+                return
+        yield RANKS, Cell("holds")
 
-    def _measured(self, way: Way) -> Measured:
-        """Run a way, kill it after half of its steps, resume it, and export its last checkpoint."""
-        log.info("checks     %s, %d device%s", way.name, way.ranks, "s" if way.ranks > 1 else "")
-        whole = self.whole(way)
-        if whole.code or not states(whole.moments):
-            return Measured(way, whole)
-        killed = self._killed(way)
+    def _starts(self, way: Way) -> dict[str, Cell]:
+        """Return the cells of a run that kills itself, and of those that go on from its checkpoint."""
+        whole, killed = self.run(way).states, self._killed(way)
+        again = self._comparison.again(killed.states, whole)
+        starts = _cell(again) if killed.code <= 0 and again.count else Cell("failed", killed.problem)
         checkpoint = killed.run_dir / "checkpoints" / "last.ckpt"
-        resumed = elsewhere = None
-        if checkpoint.exists():
-            checkpoint = linked(checkpoint).resolve()
-            if way != SINGLE:
-                elsewhere = self.start(SINGLE, f"{way.name}_elsewhere", resume=checkpoint)
-            resumed = self.start(way, "resumed", resume=checkpoint)
-        exported = self._starter.call(exports, whole.run_dir) or "the process that loads the exported file has ended"
-        return Measured(way, whole, killed, resumed, elsewhere, exported)
+        if not checkpoint.exists():
+            lost = Cell("failed", "the killed run saved no checkpoint")
+            return {STARTS: starts, RESUMED: lost, IN_ONE: Cell("none")}
+        resume = f"resume='{linked(checkpoint).resolve()}'"
+        run = self.run(way, "resumed", resume)
+        resumed = Cell("failed", run.problem) if run.code else _cell(self._comparison.again(run.states, whole))
+        if way == SINGLE:
+            return {STARTS: starts, RESUMED: resumed, IN_ONE: Cell("none")}
+        run = self.run(SINGLE, f"from_{way.name}", resume)
+        in_one = Cell("failed", run.problem) if run.code else _cell(self._comparison.of_kind("tensors", run.states))
+        return {STARTS: starts, RESUMED: resumed, IN_ONE: in_one}
 
-    def _killed(self, way: Way) -> Ended:
-        return self.start(way, "killed", kill_after_step=self._steps // 2 + 1)
+    def _first(self, way: Way) -> tuple[str, dict[str, str]]:
+        """Return what differs first under a way, when, and what the comparison shows of the cause."""
+        whole, one = self.run(way).states, self.run(SINGLE)
+        logged = self._comparison.of_kind("logged", whole).differing
+        metrics = [replace(different, moment=(different.moment[0], FORWARD)) for different in logged]
+        tensors = self._comparison.of_kind("tensors", whole).differing
+        moment = min((different.moment for different in [*metrics, *tensors]), default=None)
+        if moment is None:
+            return "", {}
+        first = [different for different in [*metrics, *tensors] if different.moment == moment]
+        named, causes = [different.name for different in first], dict[str, str]()
+        if first[0] in metrics and one.states[moment].draws:
+            causes["noise by rank"] = f"the training step draws random numbers, and its {named[0]} differs"
+        if norms := [norm for norm in one.moments[0]["batch_norms"] if f"{norm}.running_mean" in named]:
+            causes["batch norm"] = f"{listed(norms)} computes its statistics over a micro batch"
+        if not tensors:
+            causes = {"metric of a step": "each step logs the mean over devices and micro batches"}
+        elif not causes and self._is_of_micro_batches(way):
+            causes["loss over the local batch"] = "one process with the micro batches of a device gives the same run"
+        return f"{listed(named)} differs first, {first[0].when}", causes
 
-    def _causes(self, way: Measured, row: Sequence[Cell]) -> Iterator[Cause]:
-        """Yield why a way differs from one process, from runs that record all of their moments."""
-        if way.way == SINGLE:
-            yield from self._causes_in_one
-            return
-        if way.whole.code and not way.whole.is_refused:
-            yield causes.of_failure(way)
-        if not any(cell.status == "differs" and cell.promise in DIAGNOSED for cell in row) or self._causes_in_one:
-            return  # if one process does not repeat itself, no other way does
-        log.info("diagnosing the difference under %s", way.way.name)
-        evidence = Evidence(
-            self._by_moments(SINGLE, "moments"), self._cut_as(way.way), self._by_moments(way.way, "moments")
-        )
-        yield causes.of_difference(evidence, self.comparison, way.states["whole"])
+    def _is_of_micro_batches(self, way: Way) -> bool:
+        """Return whether one process with a way's micro-batches gives the way's run."""
+        micro_batch = self._micro_batches(way.ranks)
+        if micro_batch == self._micro_batches(1):
+            return False
+        cut = self.run(SINGLE, f"cut_{way.name}", f"micro_batch_size={micro_batch}")
+        compared = self._comparison.of_kind("parameters", self.run(way).states, cut.states)
+        return bool(compared.count) and not compared.differing
 
-    @cached_property
-    def _one(self) -> Measured:
-        return self._measured(SINGLE)
 
-    @cached_property
-    def _causes_in_one(self) -> list[Cause]:
-        return list(causes.of_one(self._one, self.comparison))
-
-    def _cut_as(self, way: Way) -> list[dict[str, Any]]:
-        """Return the moments of one process with a way's micro-batches; empty if its micro-batches are the same."""
-        micro, own = (BatchPlan.derive(self._global_batch, self._micro_batch, n).micro_batch for n in (way.ranks, 1))
-        if micro == own:
-            return []
-        return self._by_moments(SINGLE, f"moments_{way.name}", f"micro_batch_size={micro}")
-
-    def _by_moments(self, way: Way, name: str, *words: str) -> list[dict[str, Any]]:
-        return self.start(way, name, words=words, every_moment=True).moments
-
-    def _in_brief(self, way: Way, others: Sequence[Way]) -> list[Cell]:
-        """Compare a way with ways that give the same run, and resume it from a checkpoint of the last of them."""
-        base = None if others[0] == SINGLE else states(self.whole(others[0]).moments)
-        whole = Measured(way, self.whole(way))
-        row = cells_in_brief(whole, self.comparison, base)
-        if whole.whole.code or any(cell.is_broken for cell in row):
-            return row
-        return cells_in_brief(replace(whole, resumed=self._from(others[-1], way)), self.comparison, base)
-
-    def _resumed_by_one(self, saver: Way) -> tuple[list[Cell], list[Cause]]:
-        one = Measured(SINGLE, self.whole(SINGLE), resumed=self._from(saver, SINGLE))
-        row = cells_in_brief(one, self.comparison, None)
-        return self._closely(SINGLE) if any(cell.is_broken for cell in row) else (row, [])
-
-    def _from(self, saver: Way, way: Way) -> Ended | None:
-        """Return a way's run from the first checkpoint that another way has saved, if there is one."""
-        saved = self.whole(saver).run_dir / "checkpoints"
-        found = sorted(saved.glob("step_*.ckpt"), key=lambda path: int(path.stem.removeprefix("step_")))
-        return self.start(way, f"from_{saver.name}", resume=found[0]) if found else None
+def _cell(compared: Compared) -> Cell:
+    if not compared.count:
+        return Cell("none")
+    if not compared.differing:
+        return Cell("holds", largest=compared.largest)
+    first, *others = compared.differing
+    more = f" and {len(others)} other{'s' if len(others) > 1 else ''}" if others else ""
+    return Cell("differs", f"{first.name}{more} {first.when}: {first.relative:.0e}", first.relative)

@@ -1,66 +1,71 @@
-"""Comparison of two runs step by step, which distinguishes differences from rounding."""
+"""Comparison of two runs moment by moment, which distinguishes differences from rounding."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lightswitch.checking import digests
-from lightswitch.checking.digests import Digest
-from lightswitch.checking.probe import MODEL, OPTIMIZER, START
+from lightswitch.checking.probe import END, FORWARD, LOGGED, MODEL, OPTIMIZER, STEPPED, Digest, minus, norm
 
-LOSS = "train/loss"
+EPS_32 = 2.0**-23
 _ALLOWED = 1e-5  # relative difference that the promise allows, for 32-bit numbers
 _ROUNDING = 16  # units in the last place, in the norm of a tensor
 _ABOVE_NUDGE = 10  # times the difference of a nudged run: another split sums in another order in each operation
-EPS_32 = 2.0**-23
+_MOMENTS = {
+    FORWARD: "in the forward pass",
+    STEPPED: "by the end of the optimizer's step",
+    END: "in a hook after the optimizer's step",
+}
+
+Moment = tuple[int, int]  # step, from 1, and FORWARD, STEPPED or END of it; (0, END) is the start
 
 
 @dataclass(frozen=True)
 class State:
-    """State before a step, which is the state after the previous step.
+    """Recorded state at a moment.
 
     Attributes:
-        digests: digests of tensors, by name.
-        metrics: logged metrics, by name.
-        counted: optimizer steps, as the Trainer counts them.
+        digests: of tensors and metrics, by name.
         unequal: ranks whose copy of a tensor differs, by tensor name.
+        draws: whether the training step has drawn random numbers.
     """
 
     digests: Mapping[str, Digest]
-    metrics: Mapping[str, float]
-    counted: int
-    unequal: Mapping[str, list[int]]
+    unequal: Mapping[str, list[int]] = field(default_factory=dict)
+    draws: bool = False
 
 
-States = Mapping[int, State]  # by the number of steps taken before
+States = Mapping[Moment, State]
 
 
-def states(moments: Iterable[Mapping[str, Any]]) -> dict[int, State]:
-    """Return the states before each step and after the last one."""
+def states(lines: Iterable[Mapping[str, Any]]) -> dict[Moment, State]:
+    """Return the states that a probe has recorded, by moment."""
     return {
-        one["step"]: State(one["digests"], one["metrics"], one["counted"], one["unequal"])
-        for one in moments
-        if one["moment"] == START
+        (one["moment"][0], one["moment"][1]): State(one["digests"], one["unequal"], one.get("draws", False))
+        for one in lines
     }
 
 
 @dataclass(frozen=True)
 class Difference:
-    """First difference between two runs.
+    """Tensor or metric that differs between two runs.
 
     Attributes:
-        name: name of a tensor of the module, of a state of an optimizer, or of a metric.
-        step: step after which it differs, from 1; 0 for the state at the start.
         relative: norm of the difference divided by the norm of the tensor.
     """
 
     name: str
-    step: int
+    moment: Moment
     relative: float
+
+    @property
+    def when(self) -> str:
+        """The moment in words."""
+        step, moment = self.moment
+        return f"{_MOMENTS[moment]} of step {step}" if step else "before the first step"
 
 
 @dataclass(frozen=True)
@@ -68,15 +73,13 @@ class Compared:
     """Comparison of two runs in quantities of one kind.
 
     Attributes:
-        largest: largest relative difference over all steps, of all tensors together or of the metric that differs most.
-        first: first difference beyond rounding; None if there is none.
-        differing: names of all quantities that differ at that step.
+        largest: largest relative difference of all moments, of all tensors together or of the metric that differs most.
+        differing: differences beyond rounding at the first moment that has any.
         count: number of compared values.
     """
 
     largest: float
-    first: Difference | None
-    differing: tuple[str, ...]
+    differing: tuple[Difference, ...]
     count: int
 
 
@@ -89,9 +92,9 @@ class Comparison:
 
     Args:
         one: states of the reference run.
-        again: returns the states of an equal start. If it differs, so does the nudged run, which then does not show the
-            effect of rounding.
-        nudged: returns the states of the nudged run. Neither function is called before something differs.
+        again: states of an equal start. If it differs, so does the nudged run, which then does not show the effect of
+            rounding.
+        nudged: returns the states of the nudged run. It is not called before something differs.
         parameters: names of the module's parameters; all other tensors of the module are buffers.
         eps: machine epsilon of the dtype that the run computes in.
         is_exact: equal starts are bitwise equal on this device.
@@ -100,168 +103,77 @@ class Comparison:
     def __init__(
         self,
         one: States,
-        again: Callable[[], States],
+        again: States,
         nudged: Callable[[], States],
         parameters: Iterable[str],
-        eps: float,
+        eps: float = EPS_32,
         is_exact: bool = True,
     ) -> None:
-        self.one, self.is_exact = one, is_exact
-        self._equal_start, self._nudge_weights = again, nudged
-        self.names = frozenset(parameters)
-        self._parameters = {f"{MODEL}{name}" for name in self.names}
-        self._eps = eps
-        self._start = one[min(one)] if one else State({}, {}, 0, {})
+        self._one, self._nudge_weights, self._eps, self._is_exact = one, nudged, eps, is_exact
+        self._parameters = frozenset(parameters)
+        self._start = one[min(one)].digests if one else {}
+        self.is_repeated = not self.again(again, one).differing
 
     @cached_property
     def _nudged(self) -> States:
-        is_repeated = not self.is_exact or self.again(self._started_again, self.one)[1].first is None
-        return self._nudge_weights() if is_repeated else {}
+        return self._nudge_weights() if not self._is_exact or self.is_repeated else {}
 
-    @cached_property
-    def _started_again(self) -> States:
-        return self._equal_start()
-
-    @cached_property
-    def _unsteady(self) -> set[str]:
-        """Names of logged values, such as times, that differ between equal starts whose tensors do not."""
-        if self.again(self._started_again, self.one)[1].first is not None:
-            return set()
-        return {
-            name
-            for _, here, there in _common(self.one, self._started_again)
-            for name, value in here.metrics.items()
-            if _apart(value, there.metrics.get(name, value))
-        }
-
-    def again(self, other: States, base: States) -> tuple[Compared, Compared]:
-        """Compare the losses, and all tensors, of two runs of one way.
-
-        On exact devices, the two are expected to be bitwise equal, so the nudged run is not used.
-        """
-        rounds = not self.is_exact
-        return (
-            self._metrics(other, lambda name: name == LOSS, base, rounds),
-            self._tensors(other, lambda name: True, base, rounds),
-        )
-
-    def parameters(self, other: States, base: States | None = None) -> Compared:
-        """Compare parameters with those of another run.
+    def of_kind(self, kind: str, other: States, base: States | None = None) -> Compared:
+        """Compare a run with the reference run, or with another one, in values of one kind.
 
         Args:
-            base: states to compare with; None for those of the reference run.
+            kind: logged, parameters, buffers, optimizer; or tensors, for all but logged values.
         """
-        return self._tensors(other, lambda name: name in self._parameters, base)
+        return self._compared(kind, other, self._one if base is None else base, rounds=True)
 
-    def buffers(self, other: States, base: States | None = None) -> Compared:
-        """Compare buffers, persistent or not, and other entries of the module's state."""
-        return self._tensors(other, lambda name: name.startswith(MODEL) and name not in self._parameters, base)
+    def again(self, other: States, base: States) -> Compared:
+        """Compare two runs of one way, which are expected to be equal to the bit on exact devices."""
+        return self._compared("tensors", other, base, rounds=not self._is_exact)
 
-    def optimizers(self, other: States, base: States | None = None) -> Compared:
-        """Compare the states of optimizers."""
-        return self._tensors(other, lambda name: name.startswith(OPTIMIZER), base)
+    def _is_of(self, kind: str, name: str) -> bool:
+        if name.startswith(LOGGED):
+            return kind == "logged"
+        own = "optimizer" if name.startswith(OPTIMIZER) else "parameters" if name in self._parameters else "buffers"
+        return kind in (own, "tensors")
 
-    def all_tensors(self, other: States, base: States | None = None) -> Compared:
-        """Compare the states of the module and of its optimizers."""
-        return self._tensors(other, lambda name: True, base)
-
-    def loss(self, other: States, base: States | None = None) -> Compared:
-        """Compare train/loss."""
-        return self._metrics(other, lambda name: name == LOSS, base)
-
-    def logged(self, other: States, base: States | None = None) -> Compared:
-        """Compare the other logged values, without those that differ between two equal starts."""
-        found = self._metrics(other, lambda name: name != LOSS, base)
-        if found.first is None or not self._unsteady:
-            return found
-        return self._metrics(other, lambda name: name not in {LOSS, *self._unsteady}, base)
-
-    def _tensors(self, other: States, wanted: Any, base: States | None, rounds: bool = True) -> Compared:
-        base = self.one if base is None else base
-        largest, first, differing, count = 0.0, None, list[Difference](), 0
-        for step, here, there in _common(base, other):
-            sums: dict[str, list[float]] = {}  # squared norms of differences and of tensors, by kind
+    def _compared(self, kind: str, other: States, base: States, rounds: bool) -> Compared:
+        largest, first, count = 0.0, list[Difference](), 0
+        for moment in sorted(base.keys() & other.keys()):
+            here, there = base[moment].digests, other[moment].digests
+            squares: dict[str, list[float]] = {}  # of the norms of differences and of tensors, by group
             found = []
-            for name in (name for name in here.digests if wanted(name) and name in there.digests):
+            for name in (name for name in here if self._is_of(kind, name) and name in there):
                 count += 1
-                whole = digests.norm(here.digests[name])
-                apart = digests.norm(digests.minus(there.digests[name], here.digests[name]))
-                of_kind = sums.setdefault(_kind(name), [0.0, 0.0])
-                of_kind[0], of_kind[1] = of_kind[0] + apart * apart, of_kind[1] + whole * whole
-                if apart and self._is_more(apart, self._allowed(name, step, here), rounds, name, step):
-                    found.append(Difference(_own(name), step, _ratio(apart, whole)))
-            ratios = (_ratio(math.sqrt(apart), math.sqrt(whole)) for apart, whole in sums.values())
-            largest = max([largest, *ratios], key=_finite_last)
-            if found and first is None:
-                first, differing = found[0], found
-        return Compared(largest, first, tuple(one.name for one in differing), count)
+                whole, apart = norm(here[name]), norm(minus(there[name], here[name]))
+                of_group = squares.setdefault(_group(name), [0.0, 0.0])
+                of_group[0], of_group[1] = of_group[0] + apart * apart, of_group[1] + whole * whole
+                if apart and self._is_more(apart, name, moment, here[name], rounds):
+                    found.append(
+                        Difference(name.removeprefix(MODEL).removeprefix(LOGGED), moment, _ratio(apart, whole))
+                    )
+            ratios = [_ratio(math.sqrt(apart), math.sqrt(whole)) for apart, whole in squares.values()]
+            largest = max(largest, 0.0, *(math.inf if math.isnan(one) else one for one in ratios))
+            first = first or found
+        return Compared(largest, tuple(first), count)
 
-    def _allowed(self, name: str, step: int, here: State) -> float:
-        """Return the largest allowed norm of a tensor's difference."""
-        whole = digests.norm(here.digests[name])
-        before = self._start.digests.get(name)
-        changed = whole if before is None else digests.norm(digests.minus(here.digests[name], before))
-        return _ROUNDING * self._eps * whole + _ALLOWED * self._eps / EPS_32 * changed
-
-    def _is_more(self, apart: float, allowed: float, rounds: bool, name: str, step: int) -> bool:
+    def _is_more(self, apart: float, name: str, moment: Moment, value: Digest, rounds: bool) -> bool:
         """Return whether a difference exceeds the allowed one, plus a multiple of the nudged run's if `rounds`."""
+        changed = norm(minus(value, self._start[name])) if name in self._start else norm(value)
+        allowed = _ROUNDING * self._eps * norm(value) + _ALLOWED * self._eps / EPS_32 * changed
         if apart <= allowed or not rounds:
-            return not apart <= allowed
-        nudges = (_between(name, here, there) for at, here, there in _common(self.one, self._nudged) if at <= step)
+            return not apart <= allowed  # true for NaN
+        common = (one for one in self._one.keys() & self._nudged.keys() if one <= moment)
+        pairs = ((self._one[one].digests, self._nudged[one].digests) for one in common)
+        nudges = [norm(minus(there[name], here[name])) for here, there in pairs if name in here and name in there]
         return not apart <= allowed + _ABOVE_NUDGE * max(nudges, default=0.0)
 
-    def _metrics(self, other: States, wanted: Any, base: States | None, rounds: bool = True) -> Compared:
-        base = self.one if base is None else base
-        largest, first, differing, count = 0.0, None, list[Difference](), 0
-        for step, here, there in _common(base, other):
-            found = []
-            for name in (name for name in here.metrics if wanted(name) and name in there.metrics):
-                count += 1
-                value, apart = abs(here.metrics[name]), _apart(here.metrics[name], there.metrics[name])
-                largest = max(largest, _ratio(apart, value), key=_finite_last)
-                allowed = _ALLOWED * self._eps / EPS_32 * value
-                if apart and self._is_more(apart, allowed, rounds, name, step):
-                    found.append(Difference(name, step, _ratio(apart, value)))
-            if found and first is None:
-                first, differing = found[0], found
-        return Compared(largest, first, tuple(one.name for one in differing), count)
 
-
-def unequal(other: States, wanted: Container[str] | None = None) -> Iterator[tuple[int, str, list[int]]]:
-    """Yield the step, the name and the ranks of each tensor whose copies differ between ranks."""
-    for step, state in sorted(other.items()):
-        for name, ranks in state.unequal.items():
-            if wanted is None or name in wanted:
-                yield step, _own(name), ranks
-
-
-def _common(one: States, other: States) -> list[tuple[int, State, State]]:
-    return [(step, one[step], other[step]) for step in sorted(one.keys() & other.keys())]
-
-
-def _between(name: str, one: State, other: State) -> float:
-    """Return the distance of a tensor or metric between two states; a missing metric counts as 0."""
-    if name in one.digests and name in other.digests:
-        return digests.norm(digests.minus(other.digests[name], one.digests[name]))
-    return _apart(one.metrics.get(name, 0.0), other.metrics.get(name, 0.0))
-
-
-def _kind(name: str) -> str:
+def _group(name: str) -> str:
     """Return the group that a tensor is compared in: all of the module, or one kind of optimizer state."""
-    return name.rpartition(".")[2] if name.startswith(OPTIMIZER) else MODEL
-
-
-def _own(name: str) -> str:
-    return name.removeprefix(MODEL)
-
-
-def _apart(one: float, other: float) -> float:
-    return 0.0 if one == other or (one != one and other != other) else abs(one - other)
+    if name.startswith(OPTIMIZER):
+        return name.rpartition(".")[2]
+    return name if name.startswith(LOGGED) else MODEL
 
 
 def _ratio(part: float, whole: float) -> float:
     return 0.0 if part == 0.0 else part / whole if whole else math.inf
-
-
-def _finite_last(value: float) -> float:
-    return math.inf if math.isnan(value) else value

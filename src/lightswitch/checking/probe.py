@@ -1,68 +1,62 @@
-"""Callback that measures a run of `mode=check`, and stops or kills it."""
+"""Callback that records the state of a run at moments of each step, as digests of its tensors.
+
+A digest is a few sums of a tensor's elements under random signs, in double precision. Digests are linear: those of
+shards add up to the whole tensor's, and the difference of two digests is that of the tensors' difference. The mean
+square of that estimates its squared norm (Alon, Matias and Szegedy 1996), to about 20 % here. Two tensors with one
+differing bit have different digests.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
-import random
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
 
 from lightswitch import patches
-from lightswitch.checking import digests
+from lightswitch.batches.generators import generator_states
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.checkpoints.shards import Stored
+from lightswitch.checkpoints.shards import Piece, Stored, local
 from lightswitch.mixins import callbacks_of
 from lightswitch.strategies.agreement import Agreement
 
 FILE = "moments.jsonl"
-MODULE = "module"
-START, FORWARD, BACKWARD, BEFORE_STEP, STEPPED = "start", "forward", "backward", "before_step", "stepped"
-MODEL, GRADIENT, OPTIMIZER = "model.", "gradient.", "optimizer."  # prefixes of tensor names
-_HOOKS = (
-    *("on_train_start", "on_train_epoch_start", "on_train_batch_start", "training_step", "on_before_backward"),
-    *("on_after_backward", "on_before_optimizer_step", "optimizer_step", "on_before_zero_grad"),
-    *("on_train_batch_end", "on_train_epoch_end", "configure_gradient_clipping"),
-)
+FORWARD, STEPPED, END = 0, 1, 2  # after the forward pass, after the optimizer's step, before the next step
+MODEL, OPTIMIZER, LOGGED = "model.", "optimizer.", "logged."  # prefixes of names
+LENGTH = 16  # sums in a digest
+_ROW, _ROWS = 1024, 4093  # signs repeat after their product, where only exactly opposite differences would cancel
+_BLOCK_ROWS = 1024  # rows that are converted to double precision at once
+
+Digest = list[float]  # LENGTH sums of a tensor, or the one value of a metric
+Shard = tuple[int, int, Digest]  # first element in the flattened whole tensor, number of elements, digest
 
 
 class Probe(Callback):
-    """Callback that records the state of a run at certain moments, as lines of JSON in ``folder``/moments.jsonl.
+    """Callback that records moments of each step as lines of JSON in ``folder``/moments.jsonl.
 
     Args:
         folder: folder that rank zero writes to.
         steps: number of steps after which the run is stopped.
-        every_moment: also record moments within a step: after forward, after backward, before and after the optimizer
-            step.
         kill_after_step: step at whose end each rank kills itself, once the last checkpoint is written.
         nudge: relative change of the initial weights, to measure the effect of rounding.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        steps: int,
-        every_moment: bool = False,
-        kill_after_step: int | None = None,
-        nudge: float = 0.0,
-    ) -> None:
+    def __init__(self, folder: str, steps: int, kill_after_step: int | None = None, nudge: float = 0.0) -> None:
         self._folder = Path(folder)
-        self._steps = steps
-        self._every_moment = every_moment
-        self._kill_after_step = kill_after_step
-        self._nudge = nudge
-        self._generators: Mapping[str, Any] = {}
+        self._steps, self._kill_after_step, self._nudge = steps, kill_after_step, nudge
+        self._generators = ""
+        self._is_in_forward = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for callback in callbacks_of(trainer):
@@ -74,34 +68,28 @@ class Probe(Callback):
             patches.replace(trainer, "limit_val_batches", 0)  # no epoch ends, so none needs validation metrics
         if self._nudge and trainer.ckpt_path is None:
             _nudge(pl_module, self._nudge)
-        self._write(trainer, {"moment": MODULE, **_described(pl_module)})
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if _batch(trainer) % trainer.accumulate_grad_batches == 0:
-            self._note_start(trainer, pl_module, _batch(trainer))
-        self._generators = generators(pl_module.device)
+        step, within = divmod(_batch(trainer), trainer.accumulate_grad_batches)
+        if not within:
+            self._record_end(trainer, pl_module, step)
+        self._generators, self._is_in_forward = _generators(pl_module.device), True
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if self._every_moment:
-            draws = self._generators != generators(pl_module.device)
-            self._note(trainer, pl_module, FORWARD, draws=draws, loss=loss.detach().double().item())
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._every_moment:
-            self._note(trainer, pl_module, BACKWARD, with_gradients=True)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._every_moment:
-            self._note(trainer, pl_module, BEFORE_STEP)
+        step, within = divmod(_batch(trainer) + 1, trainer.accumulate_grad_batches)
+        if within or not self._is_in_forward:  # of several backward passes in a step, the first
+            return
+        self._is_in_forward = False
+        draws = self._generators != _generators(pl_module.device)
+        self._record(trainer, (step, FORWARD), _buffers(pl_module), draws=draws)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._every_moment:
-            self._note(trainer, pl_module, STEPPED)
         step, within = divmod(_batch(trainer) + 1, trainer.accumulate_grad_batches)
         if within:
             return
+        self._record(trainer, (step, STEPPED), {**_state(trainer, pl_module), **_optimizer_states(trainer)})
         if step == self._kill_after_step:
             if isinstance(trainer.strategy, PortableCheckpoints):
                 trainer.strategy.wait_for_write()
@@ -111,60 +99,32 @@ class Probe(Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note_start(trainer, pl_module, _batch(trainer) + 1)
+        self._record_end(trainer, pl_module, (_batch(trainer) + 1) // trainer.accumulate_grad_batches)
 
-    def _note_start(self, trainer: Trainer, module: LightningModule, batches: int) -> None:
-        """Record the state before a step, which is the state after the previous step. Collective."""
-        tensors = {f"{MODEL}{name}": value for name, value in _state(trainer, module).items()}
-        metrics = {name: value.double().item() for name, value in trainer.callback_metrics.items()}
-        self._put(trainer, START, batches, {**tensors, **_optimizer_states(trainer)}, metrics=metrics)
+    def _record_end(self, trainer: Trainer, module: LightningModule, step: int) -> None:
+        """Record the state after a step and its hooks, which is the state before the next step. Collective."""
+        logged = {f"{LOGGED}{name}": [value.double().item()] for name, value in trainer.callback_metrics.items()}
+        parameters = [f"{MODEL}{name}" for name in names.parameters(module)]
+        state = {**_state(trainer, module), **_optimizer_states(trainer)}
+        self._record(trainer, (step, END), state, logged, parameters=parameters, batch_norms=_batch_norms(module))
 
-    def _note(
-        self, trainer: Trainer, module: LightningModule, moment: str, with_gradients: bool = False, **told: Any
+    def _record(
+        self,
+        trainer: Trainer,
+        moment: tuple[int, int],
+        tensors: Mapping[str, Stored],
+        logged: Mapping[str, Digest] | None = None,
+        **facts: Any,
     ) -> None:
-        """Record a moment within a step. Collective."""
-        tensors = {f"{MODEL}{name}": value for name, value in _state_within_step(trainer, module).items()}
-        if with_gradients and trainer.world_size == 1:
-            found = names.parameters(module).items()
-            tensors |= {f"{GRADIENT}{name}": p.grad for name, p in found if p.grad is not None}
-        self._put(trainer, moment, _batch(trainer), tensors, **told)
-
-    def _put(self, trainer: Trainer, moment: str, batches: int, tensors: Mapping[str, Stored], **told: Any) -> None:
-        found = digests.gathered(digests.shards(tensors))
-        step, micro = divmod(batches, trainer.accumulate_grad_batches)
-        line = {"moment": moment, "step": step, "micro": micro, "counted": trainer.global_step, **told}
-        self._write(trainer, {**line, "digests": found.digests, "unequal": found.unequal})
-
-    def _write(self, trainer: Trainer, line: dict[str, Any]) -> None:
+        ranks = [shards(tensors)] * trainer.world_size
+        if trainer.world_size > 1:
+            dist.all_gather_object(ranks, ranks[0])
+        digests, unequal = merged(ranks)
         if trainer.is_global_zero:
             self._folder.mkdir(parents=True, exist_ok=True)
+            line = {"moment": moment, "digests": {**digests, **(logged or {})}, "unequal": unequal, **facts}
             with (self._folder / FILE).open("a") as file:
                 file.write(json.dumps(line) + "\n")
-
-
-def read(folder: Path) -> list[dict[str, Any]]:
-    """Return the moments that a run has recorded, without a line that is incomplete because the run was killed."""
-    path = folder / FILE
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def generators(device: torch.device) -> dict[str, Any]:
-    """Return the states of the generators that a module may draw from, by name."""
-    _, numbers, position, *_ = np.random.get_state()
-    found = {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "numpy.random": (np.asarray(numbers).tobytes(), position),
-        "Python's random": random.getstate(),
-    }
-    others = {} if device.type == "cpu" else {device.type: torch.get_device_module(device).get_rng_state().tolist()}
-    return found | others
-
-
-def batch_norms(module: nn.Module) -> list[str]:
-    """Return the names of the batch norms whose statistics are those of one device's samples."""
-    parts = ((name, part) for name, part in module.named_modules() if not isinstance(part, nn.SyncBatchNorm))
-    return [names.own_name(name) for name, part in parts if isinstance(part, _BatchNorm)]
 
 
 def _batch(trainer: Trainer) -> int:
@@ -172,24 +132,21 @@ def _batch(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop.total_batch_idx
 
 
+def _generators(device: torch.device) -> str:
+    """Return the states of the generators that a module may draw from."""
+    return str([one.tolist() if isinstance(one, Tensor) else one for one in generator_states(device)])
+
+
 def _state(trainer: Trainer, module: LightningModule) -> dict[str, Stored]:
     """Return this rank's parameters, buffers (persistent or not), and other tensors of the state dict."""
-    strategy = trainer.strategy
-    whole = strategy.lightning_module_state_dict()
-    found = {name: value for name, value in whole.items() if names.is_stored(value)}
-    return {**{names.own_name(name): buffer for name, buffer in module.named_buffers()}, **found}
+    whole = trainer.strategy.lightning_module_state_dict().items()
+    return _buffers(module) | {f"{MODEL}{name}": value for name, value in whole if names.is_stored(value)}
 
 
-def _state_within_step(trainer: Trainer, module: LightningModule) -> dict[str, Stored]:
-    """Return the state if each rank holds all of it; else only buffers, as parameters are sharded in a step."""
-    strategy = trainer.strategy
-    if trainer.world_size == 1:
-        return _state(trainer, module)
-    found: dict[str, Stored] = {names.own_name(name): buffer for name, buffer in module.named_buffers()}
-    held = strategy.local_parameters() if isinstance(strategy, PortableCheckpoints) else {}
-    if all(type(value) is nn.Parameter for value in held.values()):
-        found |= held
-    return found
+def _buffers(module: nn.Module) -> dict[str, Stored]:
+    """Return the buffers, which each rank holds whole at any moment."""
+    named = module.named_buffers()
+    return {f"{MODEL}{names.own_name(name)}": value for name, value in named if names.is_stored(value)}
 
 
 def _optimizer_states(trainer: Trainer) -> dict[str, Stored]:
@@ -198,6 +155,12 @@ def _optimizer_states(trainer: Trainer) -> dict[str, Stored]:
         return {}
     states = (names.tensors_in(strategy.optimizer_state(one)["state"]) for one in trainer.optimizers)
     return {f"{OPTIMIZER}{n}.{name}": value for n, state in enumerate(states) for name, value in state.items()}
+
+
+def _batch_norms(module: nn.Module) -> list[str]:
+    """Return the names of the batch norms whose statistics are those of one device's samples."""
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return [names.own_name(name) for name, part in module.named_modules() if isinstance(part, norms)]
 
 
 @torch.no_grad()
@@ -209,7 +172,80 @@ def _nudge(module: nn.Module, relative: float) -> None:
             parameter.mul_(1 + relative * signs.to(parameter))
 
 
-def _described(module: LightningModule) -> dict[str, Any]:
-    hooks = [name for name in _HOOKS if is_overridden(name, module)]
-    facts = {"class": type(module).__name__, "hooks": hooks, "batch_norms": batch_norms(module)}
-    return {**facts, "parameters": list(names.parameters(module))}
+# Digests
+
+
+@torch.no_grad()
+def shards(tensors: Mapping[str, Stored]) -> dict[str, Shard]:
+    """Return the digests of this rank's shards of tensors, by name.
+
+    Collective if a DTensor is sharded along another dimension than its first.
+    """
+    return {name: _shard(tensor) for name, tensor in tensors.items()}
+
+
+def merged(ranks: Sequence[Mapping[str, Shard]]) -> tuple[dict[str, Digest], dict[str, list[int]]]:
+    """Return the digest of each whole tensor, and the ranks whose copy of a shard differs from the first one."""
+    digests: dict[str, Digest] = {}
+    unequal: dict[str, list[int]] = {}
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        copies: dict[tuple[int, int], Digest] = {}
+        for number, rank in enumerate(ranks):
+            first, count, digest = rank.get(name, (0, 0, []))
+            if count and norm(minus(copies.setdefault((first, count), digest), digest)) != 0:
+                unequal.setdefault(name, []).append(number)
+        digests[name] = [math.fsum(sums) for sums in zip(*copies.values(), strict=True)] or [0.0] * LENGTH
+    return digests, unequal
+
+
+def norm(digest: Digest) -> float:
+    """Return an estimate of the Euclidean norm of a tensor, or the magnitude of a metric."""
+    return math.sqrt(math.fsum(value * value for value in digest) / len(digest))
+
+
+def minus(one: Digest, other: Digest) -> Digest:
+    """Return the digest of the difference of two tensors, with 0 for equal sums that are not finite."""
+    return [0.0 if a == b or (a != a and b != b) else a - b for a, b in zip(one, other, strict=True)]
+
+
+def _shard(tensor: Stored) -> Shard:
+    held, first = local(tensor), 0
+    if isinstance(tensor, Piece):
+        first = tensor.first
+    elif isinstance(tensor, DTensor):
+        (box, *others) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # untyped in torch
+        rows = math.prod(tensor.shape[1:])
+        if others or tuple(box.sizes[1:]) != tuple(tensor.shape[1:]):  # not contiguous in the flattened tensor
+            held = tensor.full_tensor()
+        elif tensor.shape:
+            first = box.offsets[0] * rows
+    return first, held.numel(), _sums(held, first)
+
+
+def _sums(values: Tensor, first: int) -> Digest:
+    """Return the signed sums of elements from index ``first`` on."""
+    flat = values.reshape(-1)
+    if flat.is_complex():
+        flat, first = torch.view_as_real(flat).reshape(-1), 2 * first
+    columns, rows = _signs(str(flat.device))
+    total = torch.zeros(LENGTH, dtype=torch.float64, device=flat.device)
+    at = 0
+    while at < flat.numel():
+        row, within = divmod(first + at, _ROW)
+        count = min(flat.numel() - at, _BLOCK_ROWS * _ROW - within)
+        height = -(-(within + count) // _ROW)
+        padded = torch.zeros(height * _ROW, dtype=torch.float64, device=flat.device)
+        padded[within : within + count] = flat[at : at + count]
+        numbers = torch.arange(row, row + height, device=flat.device) % _ROWS
+        total += ((padded.view(height, _ROW) @ columns) * rows[numbers]).sum(0)
+        at += count
+    sums: Digest = total.tolist()
+    return sums
+
+
+@functools.cache
+def _signs(device: str) -> tuple[Tensor, Tensor]:
+    """Return signs of columns, (_ROW, LENGTH), and of rows, (_ROWS, LENGTH), the same in every process."""
+    generator = torch.Generator().manual_seed(0)
+    columns, rows = (torch.randint(0, 2, (n, LENGTH), generator=generator) * 2.0 - 1.0 for n in (_ROW, _ROWS))
+    return columns.double().to(device), rows.double().to(device)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
@@ -129,6 +130,11 @@ class PortableCheckpoints(WrittenTogether):
             advice = "use the model arguments that it was saved with"
             self._reader = Reader(self.broadcast(path), self.checkpoint_group, advice, names.parameters(module))
         state = {**self._reader.state, "state_dict": self._reader.weights()}  # for hooks; see `load_model_state_dict`
+        if any(isinstance(one, WeightAveraging) for one in callbacks_of(trainer)) and self._reader.names("trained."):
+            trained = {name: read() for name, read in self.saved("trained").items()}
+            first = {name: state.get("names_of_tied", {}).get(name, name) for name in state["state_dict"]}
+            averages = state["state_dict"]
+            state["current_model_state"] = {n: trained[of] if of in trained else averages[n] for n, of in first.items()}
         if "callbacks" in state:
             is_best = partial(is_up_to, position=saved_position(state))
             is_of_run = writing.is_within(self._reader.path, Path(trainer.default_root_dir))

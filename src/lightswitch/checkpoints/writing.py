@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed.constants import default_pg_timeout
 
-from lightswitch.batches.metrics import OF_RANKS
+from lightswitch.batches.logs import OF_RANKS
 from lightswitch.batches.plan import saved_position
 from lightswitch.checkpoints import directory, names, safe
 from lightswitch.checkpoints.names import TRANSIENT

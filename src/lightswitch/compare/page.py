@@ -1,62 +1,26 @@
-"""Compare runs: print tables, and write them with pictures as one HTML page, without scripts or network."""
+"""Compare runs: print one table of them, and write it with the curves as one HTML page, without scripts or network."""
 
 from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterator, Sequence
-from functools import partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from string import Template
 
-from lightswitch import figures, regular_files
-from lightswitch.compare import tables
+from lightswitch import regular_files
+from lightswitch.compare.quantities import Section, apart, metrics, sections
 from lightswitch.compare.run import Run, find, read
-from lightswitch.compare.tables import Table
 from lightswitch.errors import Refused, printable, shown
-from lightswitch.figures import DARK, LIGHT, Picture, Theme
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+from lightswitch.monitoring.display import aligned, compact
 
 NAME = "compare.html"
 _OURS, _TITLE_WITHIN = "runs compared", 1000  # end of a comparison's title, and where it begins at the latest
-_LONG = 32  # characters of a table cell; longer ones may break
-_STYLE = """
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 40px 28px 64px; max-width: 1080px; background: var(--background); color: var(--ink);
-  font: 15px/1.5 system-ui, "Segoe UI", "Helvetica Neue", Arial, "DejaVu Sans", sans-serif; }
-h1 { font-size: 26px; line-height: 1.25; font-weight: 650; margin: 0 0 12px; }
-h2 { font-size: 17px; font-weight: 650; margin: 44px 0 12px; }
-p { margin: 4px 0; }
-.summary { font-size: 16px; }
-.notes { color: var(--muted); font-size: 13px; margin-top: 12px; max-width: 80ch; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; min-width: 62%; font-size: 14px; font-variant-numeric: tabular-nums; }
-th { color: var(--muted); font-size: 12.5px; font-weight: 500; }
-th, td { padding: 7px 0 7px 20px; text-align: left; white-space: nowrap; border-bottom: 1px solid var(--grid); }
-th:first-child, td:first-child { padding-left: 0; }
-td:first-child { font-weight: 550; }
-.r { text-align: right; }
-.wide td { vertical-align: top; }
-.wide td:not(:first-child) { white-space: normal; overflow-wrap: break-word; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 20px 28px;
-  margin: 8px 0 20px; }
-.picture { max-width: 560px; }
-.picture svg { display: block; width: 100%; height: auto; }
-@media (max-width: 480px) { body { padding: 20px 12px 40px; } }
-.picture .dark { display: none; }
-@media (prefers-color-scheme: dark) { .picture .light { display: none; } .picture .dark { display: block; } }
-"""
-
-
-_WIDTH_INCHES = 4.5  # 432 pixels: two fit side by side on a page, and one stays readable on a phone
 _MOST_CURVES = 6  # metrics that are drawn
-_FEW_STEPS = 8  # curves with at most so many steps get markers
-_LETTERS, _LONGEST = 54, 48  # characters in the picture's width, and in a label
+_MOST_COLUMNS = 6  # runs that stand beside one another in the terminal; more stand below one another
+_COLORS = 7  # of page.html; they repeat if there are more runs
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 480, 240, 48, 222, 8  # of a picture, and of its axes, in pixels
 
 
 def write(paths: Sequence[Path], file: Path | None = None, tags: Sequence[str] = ()) -> Iterator[str]:
@@ -79,23 +43,14 @@ def write(paths: Sequence[Path], file: Path | None = None, tags: Sequence[str] =
             f"tags=[{','.join(tags)}] when you start a run"
         )
     file = file or Path(os.path.commonpath([run_dir.resolve().parent for run_dir in run_dirs])) / NAME
-    _refuse_to_replace(file)
-    names = list(dict.fromkeys(run.name for run in runs if run.name is not None))
-    title = f"{', '.join(names) or 'no name'}: {len(runs)} {_OURS}"
-    found, summary = tables.tables(runs), tables.summary(runs)
-    yield tables.terminal(found, summary)
+    is_other = file.is_file() and not file.is_symlink() and file.stat().st_size > 0
+    if is_other and _OURS not in file.read_text(errors="replace")[:_TITLE_WITHIN]:
+        raise Refused(f"{file} exists already, and is of no comparison; name another file with -o FILE.html")
+    named, lines = sections(runs), [*_lines(runs)]
+    yield printable("\n".join([*terminal(runs, named), "", *lines]).rstrip() + "\n")
     yield from (f"left out   {shown(path)}: it is no run" for path in others)
-    if (lacking := figures.missing()) is not None:
-        yield lacking
-    regular_files.write_text(file, page(title, found, summary, [] if lacking else draw_curves(runs)))
+    regular_files.write_text(file, page(runs, named, lines))
     yield f"page       {shown(file.resolve())}"
-
-
-def _refuse_to_replace(path: Path) -> None:
-    """Refuse to write over a file that is not of an earlier comparison."""
-    is_other = path.is_file() and not path.is_symlink() and path.stat().st_size > 0
-    if is_other and _OURS not in path.read_text(errors="replace")[:_TITLE_WITHIN]:
-        raise Refused(f"{path} exists already, and is of no comparison; name another file with -o FILE.html")
 
 
 def of_sweep(folder: Path) -> Iterator[str]:
@@ -106,118 +61,80 @@ def of_sweep(folder: Path) -> Iterator[str]:
         yield f"compare    {error}"
 
 
-def page(title: str, tables: Sequence[Table], summary: Sequence[str], curves: Sequence[Picture]) -> str:
-    """Return the HTML of a comparison, with pictures of the curves below the first table."""
-    parts = [f"<h1>{escape(title)}</h1>", *_paragraphs(summary, "summary")]
-    for index, table in enumerate(tables):
-        parts += [f"<section>\n<h2>{escape(table.title)}</h2>", *_table(table), *_paragraphs(table.notes, "notes")]
-        parts += [_inline(curves)] if curves and index == 0 else []
-        parts.append("</section>")
-    return _document(title, "\n".join(parts))
+def terminal(runs: Sequence[Run], named: Sequence[Section]) -> list[str]:
+    """Return the lines of one table: a column for each run or, of many runs, a row for each with values and speeds."""
+    labels = [run.label for run in runs]
+    if len(runs) <= _MOST_COLUMNS:
+        blank = ("", *("" for _ in runs))
+        rows = [row for one in named for row in (blank, *((name, *cells) for name, cells in one.rows.items()))]
+        return aligned([("", *labels), *rows[1:]], [0])
+    columns = {name: cells for one in named[:2] for name, cells in one.rows.items()}
+    return aligned([("run", *columns), *zip(labels, *columns.values(), strict=True)], [0])
 
 
-def _document(title: str, body: str) -> str:
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{_variables(LIGHT)}\n"
-        f"@media (prefers-color-scheme: dark) {{ {_variables(DARK)} }}{_STYLE}</style>\n</head>\n"
-        f"<body>\n{body}\n</body>\n</html>\n"
-    )
+def _lines(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield what ended runs, and how far the training losses of runs of one experiment are apart."""
+    yield from (f"{run.state:<10} {run.label}: {run.failure}" for run in runs if run.failure is not None)
+    if (found := apart(runs)) is not None:
+        yield found
 
 
-def _variables(theme: Theme) -> str:
-    colors = {"background": theme.background, "ink": theme.ink, "muted": theme.muted, "grid": theme.grid}
-    return f":root {{ {' '.join(f'--{name}: {color};' for name, color in colors.items())} }}"
+def page(runs: Sequence[Run], named: Sequence[Section], lines: Sequence[str]) -> str:
+    """Return the HTML of a comparison: the sections, with the curves below the first one."""
+    names = list(dict.fromkeys(run.name for run in runs if run.name is not None))
+    parts = [f"<p>{escape(line)}</p>" for line in lines]
+    for index, section in enumerate(named):
+        heads = "".join(f"<th>{escape(text)}</th>" for text in ("", *(run.label for run in runs)))
+        rows = ("".join(f"<td>{escape(text)}</td>" for text in (name, *row)) for name, row in section.rows.items())
+        table = f"<table>\n<tr>{heads}</tr>\n" + "".join(f"<tr>{row}</tr>\n" for row in rows) + "</table>"
+        parts.append(f'<h2>{escape(section.title)}</h2>\n<div class="scroll">{table}</div>')
+        parts += [f'<p class="notes">{escape(section.note)}</p>'] if section.note else []
+        parts += [_curves(runs)] if index == 0 else []
+    title = escape(f"{', '.join(names) or 'no name'}: {len(runs)} {_OURS}")
+    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    return Template(template).substitute(title=title, body="\n".join(parts))
 
 
-def _paragraphs(lines: Sequence[str], kind: str) -> Iterator[str]:
-    if lines:
-        yield f'<div class="{kind}">' + "".join(f"<p>{escape(line)}</p>" for line in lines) + "</div>"
+# Curves
 
 
-def _inline(pictures: Sequence[Picture]) -> str:
-    shown = (
-        f'<div class="picture"><div class="light">{one.light}</div><div class="dark">{one.dark}</div></div>'
-        for one in pictures
-    )
-    return f'<div class="pictures">{"".join(shown)}</div>'
-
-
-def _table(table: Table) -> Iterator[str]:
-    kind = ' class="wide"' if "r" not in table.alignment else ""
-    yield f'<div class="scroll"><table{kind}>\n<thead><tr>{_cells("th", table.columns, table.alignment)}</tr></thead>'
-    yield "<tbody>"
-    yield from (f"<tr>{_cells('td', row, table.alignment)}</tr>" for row in table.rows)
-    yield "</tbody></table></div>"
-
-
-def _cells(tag: str, cells: Sequence[str], alignment: str) -> str:
-    sides = (' class="r"' if side == "r" else "" for side in alignment)
-    return "".join(f"<{tag}{side}>{_breakable(cell)}</{tag}>" for cell, side in zip(cells, sides, strict=True))
-
-
-def _breakable(text: str) -> str:
-    """Escape a text as HTML; a long text gets optional line breaks after dots in names and slashes in paths."""
-    if len(text) <= _LONG:
-        return escape(text)
-    return re.sub(r"(?<=[A-Za-z_])([./])(?=[A-Za-z_])", r"\1<wbr>", escape(text))
-
-
-def draw_curves(runs: Sequence[Run]) -> list[Picture]:
-    """Draw metrics of all runs, a picture each: the objective, the training loss, then others with several values."""
-    several = [name for name in tables.metrics(runs) if any(len(run.curves.get(name, {})) > 1 for run in runs)]
-    first = [name for name in (*tables.objectives(runs), "train/loss") if name in several]
+def _curves(runs: Sequence[Run]) -> str:
+    """Return a picture of each of the first metrics with several values, and a legend of the runs."""
+    several = [name for name in metrics(runs) if any(len(run.curves.get(name, {})) > 1 for run in runs)]
     drawn = [run for run in runs if run.curves]
-    height_inches = 2.6 + 0.2 * math.ceil(len(drawn) / _legend_columns(drawn)) if drawn else 0.0
-    return [
-        figures.picture(partial(_draw_curves, drawn, metric), _WIDTH_INCHES, height_inches)
-        for metric in list(dict.fromkeys([*first, *several]))[:_MOST_CURVES]
+    pictures = "\n".join(f"<figure>{curve(drawn, metric)}</figure>" for metric in several[:_MOST_CURVES])
+    keys = (
+        f'<span><i class="key" style="background: var(--c{index % _COLORS})"></i>{escape(run.label)}</span>'
+        for index, run in enumerate(drawn)
+    )
+    return f'<div class="curves">{pictures}</div>\n<p class="legend">{" ".join(keys)}</p>' if pictures else ""
+
+
+def curve(runs: Sequence[Run], metric: str) -> str:
+    """Draw a metric of runs by step as SVG; a dotted line marks where a run went on with other devices."""
+    curves = [
+        {step: value for step, value in run.curves.get(metric, {}).items() if math.isfinite(value)} for run in runs
     ]
+    values = [value for one in curves for value in one.values()] or [0.0]
+    low, high, last = min(values), max(values), max((step for one in curves for step in one), default=0)
 
+    def x(step: int) -> float:
+        return round(_LEFT + (_WIDTH - _LEFT - 8) * step / (last or 1), 1)
 
-def _color(theme: Theme, index: int) -> str:
-    """Return the color of a run; the theme's colors repeat if there are more runs."""
-    return theme.colors[index % len(theme.colors)]
+    def y(value: float) -> float:
+        return round(_BOTTOM - (_BOTTOM - _TOP) * (value - low) / ((high - low) or 1), 1)
 
-
-def _label(run: Run) -> str:
-    return _plain(run.label if len(run.label) <= _LONGEST else f"{run.label[: _LONGEST - 1]}…")
-
-
-def _plain(text: str) -> str:
-    """Return a text as one line with escaped dollar signs, which matplotlib would read as formulas."""
-    return " ".join(printable(text).split()).replace("$", r"\$")
-
-
-def _legend_columns(runs: Sequence[Run]) -> int:
-    longest = max(len(_label(run)) for run in runs)
-    return max(1, min(len(runs), _LETTERS // (longest + 6)))
-
-
-def _draw_curves(drawn: Sequence[Run], metric: str, figure: Figure, theme: Theme) -> None:
-    axes = figure.subplots()
-    axes.set_title(_plain(metric))
-    axes.set_xlabel("step")
-    for index, run in enumerate(drawn):
-        color, curve = _color(theme, index), run.curves.get(metric, {})
-        for step in run.changes:  # it went on with other devices: for example, it lost a machine
-            axes.axvline(step, color=color, linewidth=0.9, linestyle=":", zorder=1)
-        axes.plot(
-            sorted(curve),
-            [curve[step] for step in sorted(curve)],
-            color=color,
-            linewidth=max(1.5, 4.5 - index),  # equal curves lie on one another, and show all of their colors
-            marker="o" if len(curve) <= _FEW_STEPS else "",
-            markersize=max(3.0, 9 - 1.6 * index),
-        )
-    _draw_legend(figure, theme, drawn)
-
-
-def _draw_legend(figure: Figure, theme: Theme, drawn: Sequence[Run]) -> None:
-    from matplotlib.lines import Line2D
-
-    lines = [Line2D([], [], color=_color(theme, index), linewidth=3.5) for index in range(len(drawn))]
-    labels = [_label(run) for run in drawn]
-    figure.legend(lines, labels, loc="outside lower left", ncols=_legend_columns(drawn), handlelength=1.6)
+    parts = []
+    for value in (low, (low + high) / 2, high):
+        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y(value)}" y2="{y(value)}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y(value) + 4}" text-anchor="end">{value:.3g}</text>')
+    for step in (0, last):
+        parts.append(f'<text x="{x(step)}" y="{_HEIGHT - 2}" text-anchor="middle">{compact(step)}</text>')
+    for index, (run, one) in enumerate(zip(runs, curves, strict=True)):
+        color, width = f"var(--c{index % _COLORS})", max(1.5, 4.5 - index)  # equal curves show all of their colors
+        points = " ".join(f"{x(step)},{y(one[step])}" for step in sorted(one))
+        parts.append(f'<polyline points="{points}" style="stroke: {color}; stroke-width: {width}"/>')
+        style = f"stroke: {color}; stroke-dasharray: 2"
+        parts += [f'<line x1="{x(at)}" x2="{x(at)}" y1="{_TOP}" y2="{_BOTTOM}" style="{style}"/>' for at in run.changes]
+    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(metric)}">{"".join(parts)}</svg>'
+    return f"<figcaption>{escape(metric)}</figcaption>{svg}"

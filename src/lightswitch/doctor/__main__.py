@@ -18,14 +18,15 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="limit for each step; default: 60")
     timeout_seconds = parser.parse_args().timeout
 
-    from lightswitch.doctor.examination import Report, examine
+    from lightswitch.cluster import environments
+    from lightswitch.doctor.examination import end, examine
 
-    report = Report()
+    problems: list[str] = []
     try:
-        examine(report, timeout_seconds)
+        examine(problems, timeout_seconds)
     except Refused as refused:
-        report.problems += refused.problems
-    raise SystemExit(report.end())
+        problems += refused.problems
+    raise SystemExit(end(problems, environments.detect().global_rank()))
 
 
 if __name__ == "__main__":

@@ -1,48 +1,49 @@
-"""The examination of a machine, or of all nodes of a job, and the report that rank 0 prints."""
+"""The examination of a machine, or of all nodes of a job: versions, devices, disk, and the network between nodes."""
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.utils import collect_env
 
-from lightswitch.cluster import consistency, environments, rendezvous
-from lightswitch.cluster.consistency import Evidence
+from lightswitch.cluster import consistency, environments, rendezvous, variables
 from lightswitch.cluster.rendezvous import MeetingPoint
-from lightswitch.cluster.sealed import Values
-from lightswitch.doctor.machine import look_at_machine, without_nccl
-from lightswitch.errors import ExitCode
+from lightswitch.errors import ExitCode, listed
 
 RUNS = Path("runs")
 CODE = ("train.py", "conf", "src")
-_REACH_SECONDS = 20.0  # for an answer of a node, which may be busy starting Python
-_QUESTION_SECONDS = 5.0  # for a connected peer to send its byte
+_LEAST_SHARED_BYTES = 256 * 2**20  # a container has 64 MiB by default
+_LEAST_DISK_BYTES = 2**30
+_LEAST_FREE_SHARE = 0.5  # of a GPU's memory
 _TIMES = {8: 50, 2**20: 10, 2**24: 3}  # size in bytes: number of all-reduces
 _TIMES_ON_GPU = {**_TIMES, 2**28: 10}
 
 
-def examine(report: Report, timeout_seconds: float) -> None:
+Findings = dict[str, Any]  # of one process on its machine, in plain types
+
+
+def examine(problems: list[str], timeout_seconds: float) -> None:
     """Examine this machine and, in a job of several processes, all of its nodes and the network between them.
 
-    Collective.
+    Rank 0 prints what is found. Collective.
 
     Args:
-        report: receives lines and problems.
+        problems: receives the problems, one line each.
         timeout_seconds: limit for each step.
 
     Raises:
@@ -50,249 +51,230 @@ def examine(report: Report, timeout_seconds: float) -> None:
         ValueError: some variables of the rendezvous are not exported.
     """
     environment = environments.detect()
-    rank, local_rank, world_size = environment.global_rank(), environment.local_rank(), environment.world_size()
-    found = look_at_machine(local_rank, RUNS)
-    versions = consistency.software(on_gpu=torch.cuda.is_available())
+    rank, world_size = environment.global_rank(), environment.world_size()
+    own = _findings(rank, environment.local_rank())
     if world_size == 1:
-        report.machines([asdict(found)])
-        report.software(versions, asdict(found))
+        _print_machines([own], problems)
         return
-    report.is_first = rank == 0
     point = MeetingPoint(environment.main_address, environment.main_port, rank, world_size, timeout_seconds)
-    report.line("processes", f"{world_size}, rendezvous at {point.address}:{point.port}")
     store = rendezvous.open_store(point, "doctor")
-    everyone = _gathered(store, point, {**asdict(found), "rank": rank}, report)
-    report.machines(everyone)
-    report.software(versions, everyone[0])
-    others = _unreached(store, point, everyone, found.node, report)
-    if others or len(everyone) < world_size:
-        return
-    code = consistency.digests([path.resolve() for path in map(Path, CODE) if path.exists()])
-    shared = RUNS if RUNS.exists() else Path()
-    agreed = PrefixStore("agreement", store)
-    verdict = rendezvous.agree(agreed, point, Evidence(versions, code), Values({}), shared, tell=False)
-    report.problems += [verdict] if verdict and rank == 0 else []
-    _measure(_backends(everyone, report), store, point, local_rank, report)
-
-
-def _backends(everyone: list[dict[str, Any]], report: Report) -> list[str]:
-    """Return the backends that all processes can use; the list is the same in each of them."""
-    if without := without_nccl(everyone):
-        if len(without) < len(everyone) and report.is_first:
-            fix = "start one process per GPU on each node, with all GPUs of the node visible to each"
-            report.problems.append(f"NCCL was not tested, because {without[0]}; {fix}")
-        return ["gloo"]
-    return ["gloo", "nccl"]
-
-
-def _gathered(store: Store, point: MeetingPoint, own: dict[str, Any], report: Report) -> list[dict[str, Any]]:
-    """Return the findings of each process that joined in time, with the address at which it listens."""
-    listener = Listener(point.address)
-    store.set(str(point.rank), json.dumps({**own, "address": listener.address}))
-    if point.rank == 0:
+    store.set(str(rank), json.dumps(own))
+    if rank == 0:
+        print_line("processes", f"{world_size}, rendezvous at {point.address}:{point.port}")
         missing = rendezvous.missing(store, point)
-        report.problems += [f"rank {rank} did not join within {point.timeout_seconds:g} s" for rank in missing]
-        store.set("came", json.dumps([rank for rank in range(point.world_size) if rank not in missing]))
-    return [json.loads(one) for one in store.multi_get([str(rank) for rank in json.loads(store.get("came"))])]
-
-
-def _unreached(
-    store: Store, point: MeetingPoint, everyone: list[dict[str, Any]], node: str, report: Report
-) -> list[str]:
-    """Return the pairs of nodes of which the first can't connect to the second; one process of each node tries."""
-    firsts = {one["node"]: one for one in reversed(everyone)}
-    is_first = firsts[node]["rank"] == point.rank
-    ways = {name: tuple(one["address"]) for name, one in firsts.items() if name != node} if is_first else {}
-    faults = [f"{node} → {name}: {fault}" for name, fault in reach(ways).items() if fault]
-    store.set(f"faults/{point.rank}", json.dumps(faults))
-    of_ranks = store.multi_get([f"faults/{one['rank']}" for one in everyone])
-    pairs = [pair for one in of_ranks for pair in json.loads(one)]
-    if len(firsts) > 1 and not pairs:
-        report.line("network", f"{len(firsts)} nodes, each can connect to every other")
-    if report.is_first:
-        report.problems += [f"{pair}; check routes and firewalls between the two" for pair in pairs]
-    return pairs
-
-
-def _measure(backends: list[str], store: Store, point: MeetingPoint, local_rank: int, report: Report) -> None:
+        problems += [f"rank {one} did not join within {timeout_seconds:g} s" for one in missing]
+        store.set("came", json.dumps([one for one in range(world_size) if one not in missing]))
+    everyone = [json.loads(one) for one in store.multi_get([str(one) for one in json.loads(store.get("came"))])]
+    if rank == 0:
+        _print_machines(everyone, problems)
+        problems += [f"{line}; install and check out the same on every node" for line in differences(everyone)]
+    if len(everyone) < world_size:
+        return
+    backends = ["gloo"]
+    if not (without := without_nccl(everyone)):
+        backends.append("nccl")
+    elif rank == 0 and len(without) < world_size:
+        fix = "start one process per GPU on each node, with all GPUs of the node visible to each"
+        problems.append(f"NCCL was not tested, because {without[0]}; {fix}")
     for backend in backends:
-        limit = threading.Timer(point.timeout_seconds, _give_up, (report, backend, point.timeout_seconds))
-        limit.daemon = True
-        limit.start()
-        try:
-            for measured in measure(backend, PrefixStore(backend, store), point, local_rank):
-                report.bandwidth(backend, measured)
-        except RuntimeError as error:
-            report.problems.append(f"an all-reduce over {backend} failed: {str(error).splitlines()[0]}")
+        if not _measure(backend, PrefixStore(backend, store), point, own["local_rank"], problems):
             return
-        finally:
-            limit.cancel()
 
 
-def _give_up(report: Report, backend: str, timeout_seconds: float) -> NoReturn:
-    variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
-    report.problems.append(
-        f"an all-reduce over {backend} did not finish in {timeout_seconds:g} s; "
-        f"export the network interface that all nodes share: {variable}=eth0"
-    )
-    code = report.end()
+def print_line(label: str, text: str) -> None:
+    """Print a label and a text in columns."""
+    print(f"{label:<11} {text}", flush=True)
+
+
+def end(problems: Sequence[str], rank: int) -> int:
+    """Print the problems, and return the exit code."""
+    for problem in problems:
+        print_line("problem", problem)
+    if not problems and rank == 0:
+        print_line("", "no problem was found")
+    return ExitCode.FAILED if problems else 0
+
+
+def _print_machines(everyone: Sequence[Findings], problems: list[str]) -> None:
+    for one in everyone:
+        for number, line in enumerate(one["lines"]):
+            print_line("" if number else one["node"], line)
+        problems += [f"{one['node']}: {problem}" for problem in one["problems"]]
+    print_line("versions", ", ".join(f"{name} {value}" for name, value in everyone[0]["versions"].items()))
+    for number, (name, value) in enumerate(variables.shown().items()):
+        print_line("" if number else "environment", f"{name}={value}")
+
+
+def differences(everyone: Sequence[Findings]) -> Iterator[str]:
+    """Yield how the versions and the code of other processes differ from those of rank 0, one line for each node."""
+    first = everyone[0]
+    for one in {machine["node"]: machine for machine in reversed(everyone)}.values():
+        names = [name for name, value in first["versions"].items() if one["versions"].get(name) != value]
+        files = [name for name in first["code"] | one["code"] if first["code"].get(name) != one["code"].get(name)]
+        if names or files:
+            what = [f"{name} {one['versions'].get(name)}" for name in names] + [f"another {name}" for name in files]
+            yield f"{one['node']} has {listed(what)} than {first['node']}"
+
+
+# One machine
+
+
+def _findings(rank: int, local_rank: int) -> Findings:
+    lines: list[str] = []
+    problems: list[str] = []
+    if local_rank == 0:  # the processes of a node share all of it
+        gpus = look_for_gpus()
+        driver = collect_env.get_nvidia_driver_version(collect_env.run)  # type: ignore[no-untyped-call]  # of torch's
+        lines = [*_memory(problems), *gpu_lines(gpus, driver, problems), *_interfaces()]
+    return {
+        "node": socket.gethostname(),
+        "rank": rank,
+        "local_rank": local_rank,
+        "gpus": torch.cuda.device_count() if dist.is_nccl_available() else 0,  # that NCCL can use
+        "versions": consistency.software(on_gpu=torch.cuda.is_available()),
+        "code": consistency.digests([path.resolve() for path in map(Path, CODE) if path.exists()]),
+        "lines": lines,
+        "problems": problems,
+    }
+
+
+def _memory(problems: list[str]) -> Iterator[str]:
+    memory = psutil.virtual_memory()
+    usable = f"{len(psutil.Process().cpu_affinity())} of " if hasattr(psutil.Process, "cpu_affinity") else ""
+    yield f"{usable}{psutil.cpu_count()} CPU cores, {torch.backends.cpu.get_cpu_capability()}"
+    yield f"{gib(memory.available)} of {gib(memory.total)} memory free"
+    if Path("/dev/shm").exists():
+        shared = shutil.disk_usage("/dev/shm").free
+        yield f"{gib(shared)} shared memory free"
+        if shared < _LEAST_SHARED_BYTES:
+            problems.append(
+                f"only {gib(shared)} shared memory free, for loader workers and NCCL; in docker: --ipc=host"
+            )
+    disk = shutil.disk_usage(RUNS if RUNS.exists() else Path.cwd()).free
+    yield f"{gib(disk)} disk free for {RUNS}/"
+    if disk < _LEAST_DISK_BYTES:
+        problems.append(f"only {gib(disk)} disk free for {RUNS}/, too little for checkpoints; free some space")
+
+
+def _interfaces() -> Iterator[str]:
+    for name, stats in psutil.net_if_stats().items():
+        addresses = [a.address for a in psutil.net_if_addrs().get(name, []) if a.family == socket.AF_INET]
+        if stats.isup and addresses and name != "lo":
+            yield f"{name} {addresses[0]}" + (f", {stats.speed / 1000:g} Gb/s" if stats.speed else "")
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU that torch finds.
+
+    Attributes:
+        fault: the driver's error; if there is one, the other fields are unset.
+    """
+
+    name: str = ""
+    free_bytes: int = 0
+    total_bytes: int = 0
+    fault: str = ""
+
+
+def look_for_gpus() -> list[GPU]:
+    """Initialize and return all GPUs that torch finds; one that is out of memory, or broken, has a fault."""
+    found = [GPU("Apple's GPU")] if torch.backends.mps.is_available() else []
+    for index in range(torch.cuda.device_count()):
+        try:
+            found.append(GPU(torch.cuda.get_device_name(index), *torch.cuda.mem_get_info(index)))
+        except RuntimeError as error:  # CUDA itself needs some memory, which a busy GPU lacks
+            found.append(GPU(fault=str(error).splitlines()[0]))
+    return found
+
+
+def gpu_lines(gpus: Sequence[GPU], driver: str | None, problems: list[str]) -> Iterator[str]:
+    """Yield a line each for NVIDIA's driver and the GPUs; add their problems.
+
+    Args:
+        driver: version of NVIDIA's driver; None if there is none.
+    """
+    if driver is not None:
+        yield f"NVIDIA driver {driver}"
+        if not gpus:
+            found = f"torch {torch.__version__} finds no GPU; type nvidia-smi, or install a CUDA build of torch"
+            problems.append(f"the NVIDIA driver {driver} is installed, but {found}")
+    if not gpus:
+        yield "no GPU that torch can use"
+    tool = "rocm-smi" if torch.version.hip else "nvidia-smi"
+    for index, gpu in enumerate(gpus):
+        memory = f"{gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} free"
+        yield f"GPU {index}: {gpu.fault or gpu.name}" + (f", {memory}" if gpu.total_bytes else "")
+        if gpu.fault:
+            problems.append(f"GPU {index} can't be used: {gpu.fault}; see its state, and who uses it: {tool}")
+        elif gpu.free_bytes < _LEAST_FREE_SHARE * gpu.total_bytes:
+            problems.append(f"GPU {index} has {memory}; see who uses it: {tool}")
+
+
+def gib(count: int) -> str:
+    """Return bytes as text: 1.5 GiB."""
+    return f"{count / 2**30:.1f} GiB"
+
+
+# The network
+
+
+def without_nccl(everyone: Sequence[Findings]) -> list[str]:
+    """Return the processes that can't use NCCL, and why.
+
+    Each process uses the GPU of its local rank. If one has none, none may form a group: the others would wait for it.
+    """
+    without = [one for one in everyone if one["gpus"] <= one["local_rank"]]
+    found = "rank {rank} on {node} sees {gpus} GPUs for NCCL, but would use number {local_rank}, from 0"
+    return [found.format_map(one) for one in without]
+
+
+def _measure(backend: str, store: Store, point: MeetingPoint, local_rank: int, problems: list[str]) -> bool:
+    """Measure the speed of all-reduces of growing sizes in a new process group, and return whether that worked.
+
+    Rank 0 prints the bus bandwidths, which are comparable between world sizes (nccl-tests, PERFORMANCE.md). Collective.
+    """
+    limit = threading.Timer(point.timeout_seconds, _give_up, (backend, point, problems))
+    limit.daemon = True
+    limit.start()
+    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+    timeout = timedelta(seconds=point.timeout_seconds)
+    try:
+        dist.init_process_group(backend, store=store, rank=point.rank, world_size=point.world_size, timeout=timeout)
+        for size_bytes, times in (_TIMES_ON_GPU if backend == "nccl" else _TIMES).items():
+            seconds = _seconds(torch.zeros(size_bytes // 4, device=device), times)
+            speed = size_bytes / seconds * 2 * (point.world_size - 1) / point.world_size / 1e9
+            found = f"{seconds * 1e6:.0f} µs" if size_bytes == 8 else f"{speed:.2f} GB/s"
+            if point.rank == 0:
+                size = "8 bytes" if size_bytes == 8 else f"{size_bytes >> 20} MiB"
+                print_line("all-reduce" if size_bytes == 8 else "", f"{backend}, {size}: {found}")
+        dist.destroy_process_group()
+    except RuntimeError as error:
+        failure = f"an all-reduce over {backend} failed: {str(error).splitlines()[0]}"
+        problems.append(f"{failure}; {_shared_interface(backend)}")
+        return False
+    finally:
+        limit.cancel()
+    return True
+
+
+def _give_up(backend: str, point: MeetingPoint, problems: list[str]) -> NoReturn:
+    late = f"an all-reduce over {backend} did not finish in {point.timeout_seconds:g} s"
+    code = end([*problems, f"{late}; {_shared_interface(backend)}"], point.rank)
     sys.stdout.flush()
     os._exit(code)  # the main thread may be stuck
 
 
-class Listener:
-    """Socket that answers each connection's first byte with the same byte, until the process ends.
-
-    Args:
-        main_address: address of rank 0; the socket listens on the interface that routes there. On the node of rank 0,
-            its name may mean the loopback interface (127.0.1.1 in Debian's /etc/hosts): the socket then listens on all
-            interfaces, and its host is the name, by which the other nodes have reached this one.
-
-    Attributes:
-        address: host and port to connect to.
-    """
-
-    def __init__(self, main_address: str) -> None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
-            there.connect((main_address, 1))  # sends nothing
-            own = there.getsockname()[0]
-        is_by_name = ipaddress.ip_address(own).is_loopback and _is_name(main_address)
-        self._socket = socket.create_server(("" if is_by_name else own, 0))
-        self.address: tuple[str, int] = (main_address if is_by_name else own, self._socket.getsockname()[1])
-        threading.Thread(target=self._answer, daemon=True).start()
-
-    def _answer(self) -> None:
-        while True:
-            peer, _ = self._socket.accept()
-            with peer, contextlib.suppress(OSError):
-                peer.settimeout(_QUESTION_SECONDS)
-                peer.sendall(peer.recv(1))
-
-
-def _is_name(address: str) -> bool:
-    """Return whether an address is a name that other nodes may resolve to another address than this one does."""
-    try:
-        ipaddress.ip_address(address)
-    except ValueError:
-        return address != "localhost"
-    return False
-
-
-def reach(others: Mapping[str, tuple[str, int]]) -> dict[str, str]:
-    """Return the connection error for each node; an empty string if the node answered."""
-    with ThreadPoolExecutor(max(1, min(32, len(others)))) as pool:
-        return dict(zip(others, pool.map(_fault, others.values()), strict=True))
-
-
-def _fault(address: tuple[str, int]) -> str:
-    try:
-        with socket.create_connection(address, _REACH_SECONDS) as peer:
-            peer.sendall(b"?")
-            return "" if peer.recv(1) == b"?" else "it closed the connection"
-    except OSError as error:
-        return error.strerror or str(error)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Measurement of an all-reduce; bus bandwidths are comparable between world sizes (NVIDIA's nccl-tests,
-    PERFORMANCE.md)."""
-
-    size_bytes: int
-    seconds: float
-    world_size: int
-
-    @property
-    def algorithm_bandwidth(self) -> float:  # bytes/s
-        return self.size_bytes / self.seconds
-
-    @property
-    def bus_bandwidth(self) -> float:  # bytes/s
-        return self.algorithm_bandwidth * 2 * (self.world_size - 1) / self.world_size
-
-
-def measure(backend: str, store: Store, point: MeetingPoint, local_rank: int) -> Iterator[Measured]:
-    """Yield the speed of all-reduces of growing sizes in a new process group. Collective.
-
-    Args:
-        backend: gloo or nccl.
-        store: the store for the rendezvous of the group.
-
-    Raises:
-        RuntimeError: a process failed, or did not join in time.
-    """
-    on_gpu = backend == "nccl"
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    timeout = timedelta(seconds=point.timeout_seconds)
-    dist.init_process_group(backend, store=store, rank=point.rank, world_size=point.world_size, timeout=timeout)
-    try:
-        for size_bytes, times in (_TIMES_ON_GPU if on_gpu else _TIMES).items():
-            tensor = torch.zeros(size_bytes // 4, device=device)
-            yield Measured(size_bytes, _seconds(tensor, times), point.world_size)
-    finally:
-        dist.destroy_process_group()
+def _shared_interface(backend: str) -> str:
+    variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    return f"check routes and firewalls, or export the interface that all nodes share: {variable}=eth0"
 
 
 def _seconds(tensor: torch.Tensor, times: int) -> float:
-    dist.all_reduce(tensor)
-    _finish(tensor)
-    start = time.perf_counter()
-    for _ in range(times):
-        dist.all_reduce(tensor)
-    _finish(tensor)
+    for count in (1, times):  # the first one connects the ranks
+        start = time.perf_counter()
+        for _ in range(count):
+            dist.all_reduce(tensor)
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
     return (time.perf_counter() - start) / times
-
-
-def _finish(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-
-
-@dataclass
-class Report:
-    """Report of one process, which prints its problems and, on rank 0, its lines.
-
-    Attributes:
-        is_first: whether this process is rank 0.
-        problems: one line each, printed at the end.
-    """
-
-    is_first: bool = True
-    problems: list[str] = field(default_factory=list)
-
-    def line(self, label: str, text: str) -> None:
-        """Print a label and a text in columns."""
-        if self.is_first:
-            print(f"{label:<11} {text}", flush=True)
-
-    def machines(self, everyone: Sequence[Mapping[str, Any]]) -> None:
-        """Print the resources of each node, and add its problems to the report."""
-        for one in everyone:
-            for number, holding in enumerate(one["holdings"]):
-                self.line(one["node"] if number == 0 else "", holding)
-            if self.is_first:
-                self.problems += one["problems"]
-
-    def software(self, versions: Mapping[str, str], machine: Mapping[str, Any]) -> None:
-        """Print versions, backends, operators and variables."""
-        self.line("versions", ", ".join(f"{name} {value}" for name, value in versions.items()))
-        self.line("backends", ", ".join(machine["backends"]))
-        self.line("operators", ", ".join(machine["ops"]))
-        for number, (name, value) in enumerate(machine["environment"].items()):
-            self.line("" if number else "environment", f"{name}={value}")
-
-    def bandwidth(self, backend: str, measured: Measured) -> None:
-        """Print the speed of an all-reduce: µs for the smallest, GB/s for others."""
-        if measured.size_bytes == 8:
-            self.line("all-reduce", f"{backend}, 8 bytes: {measured.seconds * 1e6:.0f} µs")
-            return
-        speeds = (measured.algorithm_bandwidth / 1e9, measured.bus_bandwidth / 1e9)
-        self.line("", f"{backend}, {measured.size_bytes >> 20} MiB: {speeds[0]:.2f} GB/s, bus {speeds[1]:.2f} GB/s")
-
-    def end(self) -> int:
-        """Print the problems, and return the exit code."""
-        for problem in self.problems:
-            print(f"problem     {problem}", flush=True)
-        if not self.problems:
-            self.line("", "no problem was found")
-        return ExitCode.FAILED if self.problems else 0

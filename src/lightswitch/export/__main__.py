@@ -16,15 +16,19 @@ with an index, as Hugging Face does; memory holds one of them at a time. A .pt o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
-import math
+import json
 import re
-import sys
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from lightswitch.errors import Command, Refused, listed
-from lightswitch.monitoring.display import Line
+from lightswitch import regular_files, versions
+from lightswitch.config.confidential import masked_override
+from lightswitch.errors import Command, Refused, listed, printable
+from lightswitch.regular_files import MARK, make_tree, remove_tree
 
 FOLDER_FILE = "model.safetensors"  # the file name if -o names a folder
 DTYPES = ("bfloat16", "float16", "float32")
@@ -99,50 +103,17 @@ def _export(arguments: argparse.Namespace) -> None:
     weights = Weights(checkpoint)
     file: Path = arguments.output
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    if file.suffix in weight_files.OF_TORCH and not weights.lists_tied:
-        message = (
-            "the checkpoint, of an earlier version, does not list tied tensors; each is written under only one name"
-        )
-        print(f"warning: {message}", file=sys.stderr)
-    progress = _Progress(sum(weight_files.bytes_of(weights, name, dtype) for name in weights.like))
-    try:
-        written = weight_files.write(weights, config.node, file, dtype, arguments.shard_size, progress.read)
-    finally:
-        progress.end()
+    written = weight_files.write(weights, config.node, file, dtype, arguments.shard_size)
     for path in written:
         print(f"written    {path}")
-    print(f"compared   {progress.total_bytes / 1e6:.2f} MB against the checkpoint")
+    print(f"compared   {sum(path.stat().st_size for path in written) / 1e6:.2f} MB against the checkpoint")
     print(f"load       {_call(file)}")
     if file.suffix == ".ckpt":
         print(f'Lightning  {config.target.rpartition(".")[2]}.load_from_checkpoint("{file}")')
-    if weights.transient:
-        print(f"left out   {_left_out(weights.transient, file.suffix)}")
-
-
-def _left_out(transient: Sequence[str], suffix: str) -> str:
-    """Return what other readers of a file do without: a state dict has no place for non-persistent buffers."""
-    where = "by load_from_checkpoint" if suffix == ".ckpt" else "of this format; -o NAME.ckpt keeps them"
-    named = listed(list(transient), "buffers", shown=8)
-    return f"{named}, which training has changed and the module registers with persistent=False, {where}"
-
-
-def _export_hf(arguments: argparse.Namespace) -> None:
-    if arguments.output.name != FOLDER_FILE:
-        raise Refused(f"-o {arguments.output}: --format hf writes a folder; name one")
-    folder = arguments.output.parent
-    if folder.exists():
-        raise Refused(f"{folder} exists already; remove it, or name another folder")
-    import torch
-
-    from lightswitch.export import hub
-    from lightswitch.export.models import checkpoint_at
-
-    checkpoint = checkpoint_at(arguments.source)
-    print(f"reads      {checkpoint}", flush=True)
-    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    for path in hub.write(checkpoint, folder, dtype, arguments.shard_size):
-        print(f"written    {path}")
-    print(f'load       model = transformers.AutoModelForCausalLM.from_pretrained("{folder}")')
+    if weights.transient:  # a state dict has no place for non-persistent buffers
+        where = "by load_from_checkpoint" if file.suffix == ".ckpt" else "of this format; -o NAME.ckpt keeps them"
+        named = listed(weights.transient, "buffers", shown=8)
+        print(f"left out   {named}, which training has changed and the module registers with persistent=False, {where}")
 
 
 def _call(file: Path) -> str:
@@ -160,22 +131,89 @@ def _call(file: Path) -> str:
     return f'model = lightswitch.load("{file}", model=MyModel(...)), or trust=True, which runs {called}'
 
 
-class _Progress:
-    """Progress bar in a terminal; prints nothing elsewhere."""
+# A folder for Hugging Face's libraries
 
-    def __init__(self, total_bytes: int) -> None:
-        self._line = Line(sys.stderr) if sys.stderr.isatty() else None
-        self._done_bytes, self.total_bytes = 0, total_bytes
 
-    def read(self, count: int) -> None:
-        self._done_bytes += count
-        if self._line is not None:
-            done, total = (math.ceil(number / 1e6) for number in (self._done_bytes, self.total_bytes))
-            self._line.draw("export", done, total, " MB")
+def _export_hf(arguments: argparse.Namespace) -> None:
+    """Write the model to a temporary folder, read it back as its users do, compare, and rename the folder.
 
-    def end(self) -> None:
-        if self._line is not None:
-            self._line.end()
+    The whole model is in memory, twice during the comparison.
+    """
+    if arguments.output.name != FOLDER_FILE:
+        raise Refused(f"-o {arguments.output}: --format hf writes a folder; name one")
+    folder: Path = arguments.output.parent
+    if folder.exists():
+        raise Refused(f"{folder} exists already; remove it, or name another folder")
+    from lightswitch.checkpoints import directory, weight_files
+    from lightswitch.export.models import checkpoint_at
+
+    checkpoint = checkpoint_at(arguments.source)
+    print(f"reads      {checkpoint}", flush=True)
+    model, *companions = _hf_parts(checkpoint, arguments.dtype)
+    partial = make_tree(directory.vacant(folder.with_name(f"{folder.name}.partial")))
+    try:
+        model.save_pretrained(partial, max_shard_size=arguments.shard_size)
+        for part in companions:
+            part.save_pretrained(partial)
+        (partial / "README.md").write_text(card(checkpoint, type(model).__name__), encoding="utf-8")
+        read = type(model).from_pretrained(partial, local_files_only=True).state_dict()
+        for name, value in model.state_dict().items():
+            if name not in read or not weight_files.same_bits(read[name], value):
+                raise OSError(f"{partial.name}: read back different data for {name} than was written")
+    except BaseException:
+        remove_tree(partial)
+        raise
+    (partial / MARK).unlink()
+    partial.replace(folder)
+    for path in sorted(folder.iterdir()):
+        print(f"written    {path}")
+    print(f'load       model = transformers.AutoModelForCausalLM.from_pretrained("{folder}")')
+
+
+def _hf_parts(checkpoint: Path, dtype: str | None) -> list[Any]:
+    """Return the objects to save: a model of transformers in a dtype, and its companions such as a tokenizer."""
+    import torch
+
+    from lightswitch.export.models import load
+
+    model = load(checkpoint)
+    name, to_hf = type(model).__name__, getattr(model, "to_hf", None)
+    if to_hf is None:
+        raise Refused(
+            f"{name} has no method to_hf, which returns the equivalent transformers model; leave out --format"
+        )
+    try:
+        parts = list[Any](to_hf())
+    except (ValueError, ModuleNotFoundError) as error:
+        raise Refused(f"{name}: {error}") from error
+    if dtype is not None:
+        finite = {name for name, value in parts[0].state_dict().items() if value.isfinite().all()}
+        parts[0].to(getattr(torch, dtype))
+        for name, value in parts[0].state_dict().items():
+            if name in finite and not value.isfinite().all():
+                raise Refused(f"{name} has values beyond the range of {dtype}; use --dtype float32, or bfloat16")
+    return parts
+
+
+def card(checkpoint: Path, name: str) -> str:
+    """Return the model card: the class, the training command and the last metrics, as text that is no markup."""
+    record, results = (_record(checkpoint, file) for file in ("run.json", "results.json"))
+    typed = record.get("overrides")
+    overrides = [masked_override(str(one)) for one in typed] if isinstance(typed, list) else []
+    metrics = {key: value for key, value in results.items() if isinstance(value, float)}
+    shown = printable(f"python train.py {shlex.join(overrides)}\n\n{json.dumps(metrics, indent=1)}").replace("`", "'")
+    version = versions.of(["lightswitch"]).get("lightswitch", "")
+    head = f"---\nlibrary_name: transformers\ntags: [lightswitch]\n---\n# {name}\n\nTrained with lightswitch {version}"
+    return f"{head}; its last metrics:\n\n```\n{shown}\n```\n"
+
+
+def _record(checkpoint: Path, file: str) -> dict[str, Any]:
+    """Return a JSON file of the run that a checkpoint is of; empty if there is none, or it is damaged."""
+    for folder in checkpoint.resolve().parents[:2]:
+        with contextlib.suppress(OSError, ValueError):
+            found = regular_files.read_json(folder / file)
+            return found if isinstance(found, dict) else {}
+    return {}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from hydra.errors import InstantiationException
@@ -47,7 +47,7 @@ _PARTS_OF_SETUP = (
     "lightswitch.load(path, model=…)"
 )
 _PARTS = (Optimizer, LRScheduler, nn.Module)
-_OF_TORCH = {"torch.optim": (Optimizer, LRScheduler), "torch.nn": (nn.Module,)}
+_OF_TORCH = ("torch.optim.", "torch.nn.")
 
 
 def load(path: str | Path, model: LightningModule | None = None, trust: bool = False) -> LightningModule:
@@ -125,7 +125,7 @@ def build_model(config: ModelConfig, trust: bool, filled: bool = False) -> Light
     try:
         if not trust and (called := untrusted(config.node, config.file.resolve().parent)):
             raise UntrustedConfig(
-                f"{config.file} builds its model with {called}, which is not your own code; "
+                f"{config.file} builds its model with {called}, which is no class of your own code; "
                 "lightswitch.load(path, model=MyModel(...)) does not run it, and trust=True does"
             )
         with nullcontext() if filled else _Unfilled():
@@ -167,30 +167,20 @@ def _writes(function: str) -> bool:
 
 def _under_names_of(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state for `load_state_dict` of a model that may have compiled submodules and tied parameters."""
-    live = model.state_dict(keep_vars=True)
-    names = _names(live)
+    live, first_names = model.state_dict(keep_vars=True), names.tied(model)
     fitting: dict[str, Any] = {}
     parameters: dict[str, nn.Parameter] = {}  # one object for all names of a tied parameter
     for name, value in live.items():
-        own = names[id(value)] if isinstance(value, Tensor) else [own_name(name)]
-        saved = next((candidate for candidate in own if candidate in state), None)
-        if saved is None:
+        own = own_name(name)
+        first = first_names.get(own, own)
+        if (saved := first if first in state else own) not in state:
             continue
         fitting[name] = state[saved]
         if isinstance(value, nn.Parameter):
             parameter = nn.Parameter(state[saved], requires_grad=value.requires_grad)
-            fitting[name] = parameters.setdefault(saved, parameter)
+            fitting[name] = parameters.setdefault(first, parameter)
     known = {own_name(name) for name in live}
     return fitting | {name: value for name, value in state.items() if name not in known}
-
-
-def _names(live: Mapping[str, Any]) -> dict[int, list[str]]:
-    """Return all names of each tensor in a state dict without wrappers' prefixes, by the tensor's identity."""
-    names: dict[int, list[str]] = {}
-    for name, value in live.items():
-        if isinstance(value, Tensor):
-            names.setdefault(id(value), []).append(own_name(name))
-    return names
 
 
 def _convert(model: LightningModule, dtypes: set[torch.dtype]) -> None:
@@ -302,46 +292,26 @@ def _called(node: Any) -> Iterator[str]:
 
 
 def _is_trusted(target: str, folder: Path, kinds: tuple[type, ...]) -> bool:
-    """Return whether a dotted path names a class or function that may be called.
+    """Return whether a dotted path names a class that may be called: the user's own, or a part of torch.
 
-    Besides the path, this checks the module that defines the object, as modules import objects of others.
+    Besides the path, this checks the module that defines the class, as modules import classes of others. Functions may
+    do anything with their arguments: those of torch read files.
 
     Args:
-        kinds: base classes: a function must return a subclass of one; a class must be one, unless kinds is `_PARTS`.
+        kinds: base classes of what is allowed; any class of the user's is, if they are `_PARTS`.
     """
     first = target.partition(".")[0]
-    if first != "torch" and not _is_own(first, folder):
-        return False
-    if first == "torch" and not target.startswith(tuple(f"{module}." for module in _OF_TORCH)):
+    if not (_is_own(first, folder) or target.startswith(_OF_TORCH)):
         return False
     try:
         found = get_object(target)
     except Exception as error:  # raised by a module's import
         raise ImportError(str(error).partition("\n")[0]) from error
-    made = found if inspect.isclass(found) else _made_by(found)
-    if made is None or not (issubclass(made, kinds) or (kinds == _PARTS and made is found)):
+    if not inspect.isclass(found):
         return False
-    home = str(found.__module__)
-    return _is_own(home.partition(".")[0], folder) or _is_of_torch(found, home)
-
-
-def _made_by(function: Any) -> type | None:
-    """Return the class in a function's return annotation; None if there is none, or for a callable of another kind."""
-    if not inspect.isfunction(function):
-        return None
-    try:
-        made = get_type_hints(function).get("return")
-    except Exception:  # an undefined name in an annotation that Python has not evaluated so far
-        return None
-    return made if inspect.isclass(made) else None
-
-
-def _is_of_torch(found: Any, home: str) -> bool:
-    """Return whether an object is a torch optimizer, schedule or layer class; torch's functions may read files."""
-    return inspect.isclass(found) and any(
-        (home == module or home.startswith(f"{module}.")) and issubclass(found, kinds)
-        for module, kinds in _OF_TORCH.items()
-    )
+    if _is_own(found.__module__.partition(".")[0], folder):
+        return kinds == _PARTS or issubclass(found, kinds)
+    return f"{found.__module__}.".startswith(_OF_TORCH) and issubclass(found, kinds)
 
 
 def _is_own(package: str, folder: Path) -> bool:

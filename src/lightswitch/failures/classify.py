@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch.cluster.placement import Placement
 from lightswitch.errors import ExitCode, Failure, LostRank, Refused, shown
 from lightswitch.process import Process, ended_by
-from lightswitch.runs import lock
+from lightswitch.runs import claim
 
 _LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters sent to the hub: an error message can have any length
 # Errors of a rank that has lost its connection to another rank, from gloo, NCCL and the rendezvous store
@@ -86,8 +86,8 @@ def failure(error: BaseException, cfg: DictConfig, rank: Rank, steps_have_begun:
     whole: Any = HydraConfig.instance().cfg or cfg  # includes the hydra node, such as hydra.run.dir
     problems = problems_of(error, cfg, steps_have_begun)
     run_dir = Path(OmegaConf.select(whole, "hydra.runtime.output_dir") or ".")
-    if steps_have_begun and lock.is_removed(run_dir):  # whatever stumbled over it, and reports it in its own words
-        problems = [lock.removed(run_dir)]
+    if steps_have_begun and claim.is_removed(run_dir):  # whatever stumbled over it, and reports it in its own words
+        problems = [claim.removed(run_dir)]
     if not problems:
         return Failure(str(error), full_traceback(error)) if isinstance(error, LostRank) else failure_of(rank, error)
     lines = "\n".join(f"error: {problem}" for problem in problems)
@@ -165,7 +165,7 @@ def keep_disk_errors_of_threads(process: Process, run_dir: Path) -> None:
     report = threading.excepthook
 
     def store(raised: threading.ExceptHookArgs) -> None:
-        is_removed = isinstance(raised.exc_value, FileNotFoundError) and lock.is_removed(run_dir)
+        is_removed = isinstance(raised.exc_value, FileNotFoundError) and claim.is_removed(run_dir)
         if raised.exc_value is not None and (is_removed or is_of_disk(raised.exc_value)):
             process.disk_error = process.disk_error or raised.exc_value
         else:

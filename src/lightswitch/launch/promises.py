@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch import regular_files
-from lightswitch.checking import table
-from lightswitch.checking.check import SINGLE, Check
-from lightswitch.checking.comparison import EPS_32, states
-from lightswitch.checking.runs import Ended, Starter, Way
-from lightswitch.config.values import AUTO, files_of_group
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.checking.check import SINGLE, Check, Row, Way, as_data, holds, table
+from lightswitch.checking.comparison import EPS_32
+from lightswitch.checking.runs import ShortRun, run_script
+from lightswitch.config.overrides import AUTO, files_of_group
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended as RunEnded
 from lightswitch.errors import ExitCode, Refused, RefusedRequest, shown
@@ -33,7 +33,6 @@ _OF_RUNS = (  # keys that the check sets for each run, and whose overrides it dr
     *(f"trainer.{key}" for key in ("accelerator", "log_every_n_steps", "num_sanity_val_steps")),
     *("trainer.limit_test_batches", "trainer.enable_checkpointing", "trainer.fast_dev_run"),
 )
-_MODULES = ("build", "stages", "report", "auto", "hydra_entry")  # modules of lightswitch.launch that each run imports
 _EPS = {"bf16": 2.0**-7, "16": 2.0**-10}  # machine epsilon, by the first letters of a precision's name
 NEEDS_GPU = re.compile(r"NVIDIA driver|not compiled with CUDA|CUDA (?:device|error|is not|unavailable)|No CUDA|nvcc")
 
@@ -46,45 +45,45 @@ def check(cfg: DictConfig, run: RunContext) -> None:
         Refused: the run in one process is refused, takes too few steps, or needs a GPU.
     """
     with tempfile.TemporaryDirectory(dir=run.run_dir, prefix="check_", ignore_cleanup_errors=True) as folder:
-        found = _check(cfg, run, Path(folder))
+        rows = _check(cfg, run, Path(folder))
     path = run.run_dir / "check.json"
-    regular_files.write_text(path, json.dumps(table.check_as_data(found), indent=1) + "\n")
-    log.info("\n%s\n", table.as_text(found))
-    for line in table.lines(found):
+    counts = {"steps": cfg.check.steps, "devices": cfg.check.devices}
+    regular_files.write_json(path, {**counts, **as_data(rows)})
+    log.info("\n%s\n", table(rows))
+    for line in (line for way, row in rows.items() for line in row.lines(way)):
         log.info("%s", line)
+    if holds(rows):
+        log.info("holds      %d steps, %d devices: no promise is broken", *counts.values())
     log.info("check      %s", shown(path))
-    if table.is_broken(found):
+    if not holds(rows):
         raise RunEnded(ExitCode.FAILED)
 
 
-def _check(cfg: DictConfig, run: RunContext, folder: Path) -> table.Found:
+def _check(cfg: DictConfig, run: RunContext, folder: Path) -> dict[str, Row]:
     import torch
 
     devices = cfg.check.devices
     on_gpus = torch.cuda.device_count() >= devices
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // devices)), "WANDB_MODE": "offline"}
-    ways = list(_ways(cfg, run))
-    starter = Starter(Path(sys.argv[0]).absolute(), _preloaded(cfg, run, ways, on_gpus), environment)
-    of_all = {
+    settings = {
         **_checkpoints(cfg),
         **({"micro_batch_size": "null"} if cfg.micro_batch_size == AUTO else {}),
         **({} if on_gpus else {"trainer.accelerator": "cpu"}),
     }
-    found = Check(
-        starter,
+    micro_batch = cfg.micro_batch_size if isinstance(cfg.micro_batch_size, int) else None
+    check = Check(
+        partial(run_script, environment=environment),
         folder,
-        [*commands.overrides_of_run(without=_OF_RUNS), *(f"{key}={value}" for key, value in of_all.items())],
+        [*commands.overrides_of_run(without=_OF_RUNS), *(f"{key}={value}" for key, value in settings.items())],
         cfg.check.steps,
-        devices,
-        cfg.global_batch_size,
-        cfg.micro_batch_size if isinstance(cfg.micro_batch_size, int) else None,
+        lambda count: BatchPlan.derive(cfg.global_batch_size, micro_batch, count).micro_batch,
         _eps(str(cfg.trainer.get("precision") or "32")),
         is_exact=not on_gpus,
     )
-    one = found.whole(SINGLE)
-    if one.code or max(states(one.moments), default=0) < cfg.check.steps:
+    one = check.run(SINGLE)
+    if one.code or one.steps < cfg.check.steps:
         _refuse(cfg, one, on_gpus)
-    return found.closely(ways)
+    return {way.name: check.row(way) for way in (SINGLE, *_ways(cfg, run))}
 
 
 def _eps(precision: str) -> float:
@@ -135,17 +134,7 @@ def _nodes(run: RunContext) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield name, node
 
 
-def _preloaded(cfg: DictConfig, run: RunContext, ways: Sequence[Way], on_gpus: bool) -> list[str]:
-    """Return the modules that the fork server imports; on GPUs no user code, as importing it may initialize them."""
-    named = {way.name for way in ways}
-    nodes = [node for name, node in _nodes(run) if name in named]
-    if not on_gpus:
-        nodes += [cfg.get("model") or {}, cfg.get("data") or {}]
-    targets = [str(node.get("_target_", "")).rpartition(".")[0] for node in nodes]
-    return [*(f"lightswitch.launch.{name}" for name in _MODULES), *(name for name in targets if name)]
-
-
-def _refuse(cfg: DictConfig, one: Ended, on_gpus: bool) -> NoReturn:
+def _refuse(cfg: DictConfig, one: ShortRun, on_gpus: bool) -> NoReturn:
     """Report that the module does not train in one process, where no strategy can be the cause.
 
     Raises:
@@ -155,7 +144,7 @@ def _refuse(cfg: DictConfig, one: Ended, on_gpus: bool) -> NoReturn:
     name = str(cfg.model.get("_target_"))
     if one.is_refused:
         raise RefusedRequest([one.problem])
-    if one.code == 0 and (steps := max(states(one.moments), default=0)):
+    if one.code == 0 and (steps := one.steps):
         raise Refused(
             f"{name} ended after {steps} step{'s' if steps > 1 else ''} in one process, and check.steps="
             f"{cfg.check.steps}; type a smaller check.steps, or a larger trainer.max_steps or trainer.max_epochs"
@@ -167,7 +156,7 @@ def _refuse(cfg: DictConfig, one: Ended, on_gpus: bool) -> NoReturn:
             f"{name} needs a GPU, and this machine has fewer than check.devices={cfg.check.devices}: "
             f"{one.problem}; check it on a machine that has them"
         )
-    print(one.traceback or one.output, file=sys.stderr)
+    print(one.output, file=sys.stderr)
     log.error("%s fails in one process, before any strategy is tried: %s", name, one.problem)
     raise RunEnded(ExitCode.FAILED)
 

@@ -68,8 +68,10 @@ class RunLoop(_FitLoop):
         """
         on_loaders = getattr(self.trainer.strategy, "on_loaders", None)  # of HookedStrategy
         if on_loaders is not None and (self._combined_loader is None or self._should_reload_train_dl):
-            on_loaders()
+            on_loaders(True)
         super().setup_data()
+        if on_loaders is not None and self.trainer.val_dataloaders is None:
+            on_loaders(False)  # of a run without a sanity check, such as a resumed one; Lightning requests them next
         if self.max_batches == 0 and self.trainer.limit_train_batches != 0:
             raise Refused("data: train_dataloader has no batches; trainer.limit_train_batches=0 leaves training out")
 

@@ -1,4 +1,4 @@
-"""Callbacks that log notices about the model, about how steps are counted, and about when validation runs."""
+"""Callbacks that log notices about the model, and about how steps are counted."""
 
 from __future__ import annotations
 
@@ -114,19 +114,3 @@ class StepsAreCounted(Callback):
             "inside it, and return a loss from training_step",
             trainer.fit_loop.batch_idx + 1,
         )
-
-
-class PlateauValidation(Callback):
-    """Callback that validates at the end of each epoch if a ReduceLROnPlateau schedule steps there.
-
-    Lightning reads the schedule's metric at the end of each epoch; with a validation interval in steps, there may be no
-    validation by then, and the run would fail. Only used if the user has not set the validation interval.
-    """
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        waits = any(config.reduce_on_plateau and config.interval == "epoch" for config in trainer.lr_scheduler_configs)
-        if waits and trainer.check_val_every_n_epoch is None:
-            patches.replace(trainer, "check_val_every_n_epoch", 1)
-            patches.replace(trainer, "val_check_batch", trainer.num_training_batches)
-            if trainer.is_global_zero:
-                log.info("validates  once an epoch, because ReduceLROnPlateau needs it")

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,8 @@ from lightswitch.monitoring.throughput import peak_bytes
 
 log = logging.getLogger(__name__)
 _MARK = "lightswitch: "
-_END = "end"
-# On CPUs, the process group's events show when a collective runs; on GPUs, NCCL's kernels do.
-_COLLECTIVE_ON_CPU = re.compile(r"(gloo|mpi|ucc|ccl|xccl):")
-_COLLECTIVE_ON_GPU = re.compile(r"nccl", re.IGNORECASE)  # also RCCL, whose kernels have the same names
+# On CPUs, the process group's events show when a collective runs; on GPUs, the kernels of NCCL and RCCL do.
+_COLLECTIVE_ON_CPU, _COLLECTIVE_ON_GPU = re.compile(r"(gloo|mpi|ucc|ccl|xccl):"), re.compile(r"(?i).*nccl")
 # Namespaced events without computation: calls that only start collectives, or wait in them
 _NO_COMPUTATION = re.compile(r"(c10d|_c10d_functional|autograd|torch|FSDP|nccl)::|[\w/]*::barrier")
 _NOTHING = nullcontext()
@@ -60,18 +58,17 @@ class StepTimer(Callback):
         if skip_steps < 0 or steps < 1:
             raise ValueError(f"skip_steps={skip_steps}, steps={steps}: skip 0 steps or more, and measure at least 1")
         self._folder = Path(folder)
-        self._skip_steps, self._steps = skip_steps, steps
+        self._first_step, self._last_step = skip_steps, skip_steps + steps
         self._process_start = psutil.Process().create_time()
         self._profile: profile | None = None
-        self._startup_seconds = self._saving_seconds = 0.0
+        self._startup_seconds = self._saving_seconds = self._overlapped_seconds = 0.0
         self._saving_since: float | None = None
-        self._steps_taken = self._measured_steps = 0  # in this start
-        self._split: tuple[dict[str, float], dict[str, float]] | None = None
-        self._is_done = False
+        self._trained_steps = self._measured_steps = 0  # in this start
+        self._seconds: dict[str, float] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(trainer.profiler, PyTorchProfiler):  # type: ignore[attr-defined]  # set by a connector
-            self._is_done = True
+            self._first_step = -1
             if trainer.is_global_zero:
                 log.warning(
                     "steps are not measured: a process can have only one torch profiler, and trainer.profiler uses it"
@@ -82,11 +79,9 @@ class StepTimer(Callback):
         if self._saving_since is not None:  # checkpoints are taken before the other hooks of a step
             self._saving_seconds += time.perf_counter() - self._saving_since
             self._saving_since = None
-        if self._is_done:
-            return
-        if self._profile is None and self._steps_taken == self._skip_steps:
+        if self._profile is None and self._trained_steps == self._first_step:
             self._start(trainer)
-        elif self._profile is not None and self._steps_taken == self._skip_steps + self._steps:
+        elif self._profile is not None and self._trained_steps == self._last_step:
             self._stop(trainer)
             self._write(trainer)  # in case the run is stopped later
         self._mark("forward", trainer)
@@ -103,7 +98,7 @@ class StepTimer(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._steps_taken += not trainer.fit_loop._should_accumulate()  # also under manual optimization
+        self._trained_steps += not trainer.fit_loop._should_accumulate()  # also under manual optimization
         self._mark("data", trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -124,29 +119,24 @@ class StepTimer(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._profile is not None:  # the run has failed
-            profiler, self._profile = self._profile, None
-            _listen(trainer, None)
-            profiler.stop()
+            self._profile.stop()
 
     def _start(self, trainer: Trainer) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 would write a line to the terminal
-        _listen(trainer, lambda: self._mark("rest", trainer))
-        on_cuda = trainer.strategy.root_device.type == "cuda"
-        self._profile = profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])], acc_events=True
-        )
+        HookedStrategy.of(trainer).on_step = lambda: self._mark("rest", trainer)
+        device = [ProfilerActivity.CUDA] if trainer.strategy.root_device.type == "cuda" else []
+        self._profile = profile(activities=[ProfilerActivity.CPU, *device], acc_events=True)
         self._profile.start()
 
     def _stop(self, trainer: Trainer) -> None:
-        self._mark(_END, trainer)
-        profiler, self._profile, self._is_done = self._profile, None, True
-        assert profiler is not None
-        profiler.stop()
-        _listen(trainer, None)
-        self._measured_steps = self._steps_taken - self._skip_steps
-        on_gpu = trainer.strategy.root_device.type == "cuda"
-        events = profiler.events()  # type: ignore[no-untyped-call]  # torch has no types for it
-        self._split = _split(events or [], on_gpu) if self._measured_steps else None
+        assert self._profile is not None
+        self._mark("end", trainer)
+        self._profile.stop()
+        events = self._profile.events()  # type: ignore[no-untyped-call]  # torch has no types for it
+        self._profile, HookedStrategy.of(trainer).on_step = None, None
+        self._measured_steps = self._trained_steps - self._first_step
+        if self._measured_steps:
+            self._seconds, self._overlapped_seconds = _split(events or [], trainer.strategy.root_device.type == "cuda")
 
     def _mark(self, phase: str, trainer: Trainer) -> None:
         if self._profile is None:
@@ -158,39 +148,19 @@ class StepTimer(Callback):
 
     def _write(self, trainer: Trainer) -> None:
         """Write the means over the ranks to step_times.json on rank 0. Collective."""
-        device = trainer.strategy.root_device
-        seconds, overlapped = self._split or ({}, {})
-        own = [self._saving_seconds, *(times.get(phase, 0.0) for times in (seconds, overlapped) for phase in PHASES)]
-        of_ranks = numbers_of_ranks([float(peak_bytes(device)), *own], device)
-        saving, *a_step = (sum(column) / len(column) for column in list(zip(*of_ranks, strict=True))[1:])
-        earlier = step_times.read(self._folder)
-        if not trainer.is_global_zero or (self._split is None and earlier is not None and earlier.measured_steps):
-            return  # this start was too short to measure: retain an earlier start's times
-        by_phase = [total / max(1, self._measured_steps) for total in a_step]
-        measured = dict(zip(PHASES, by_phase[: len(PHASES)], strict=True)) if self._split else {}
-        beside = dict(zip(PHASES, by_phase[len(PHASES) :], strict=True)) if self._split else {}
-        step_times.write(
-            self._folder,
-            StepTimes(
-                startup_seconds=self._startup_seconds,
-                world_size=trainer.world_size,
-                on_cuda=device.type == "cuda",
-                peak_bytes=int(max(peak for peak, *_ in of_ranks)),
-                trained_steps=self._steps_taken,
-                saving_seconds=saving,
-                measured_steps=self._measured_steps,
-                seconds=measured,
-                overlapped_seconds={phase: total for phase, total in beside.items() if total > 0},
-            ),
-        )
+        device, steps = trainer.strategy.root_device, max(1, self._measured_steps)
+        own = [float(peak_bytes(device)), self._saving_seconds / max(1, self._trained_steps)]
+        own += [one / steps for one in (self._overlapped_seconds, *self._seconds.values())]
+        peaks, *columns = zip(*numbers_of_ranks(own, device), strict=True)
+        saving, overlapped, *seconds = (sum(column) / len(column) for column in columns)
+        is_too_short = not self._seconds and (self._folder / step_times.FILE).exists()
+        if trainer.is_global_zero and not is_too_short:  # else, an earlier start has measured
+            by_phase = dict(zip(PHASES, seconds, strict=False))
+            found = (int(max(peaks)), self._trained_steps, saving, self._measured_steps, by_phase, overlapped)
+            step_times.write(self._folder, StepTimes(self._startup_seconds, trainer.world_size, *found))
 
 
-def _listen(trainer: Trainer, on_step: Callable[[], None] | None) -> None:
-    strategy = HookedStrategy.of(trainer)
-    strategy.on_step = on_step
-
-
-def _split(events: Iterable[FunctionEvent], on_gpu: bool) -> tuple[dict[str, float], dict[str, float]]:
+def _split(events: Iterable[FunctionEvent], on_gpu: bool) -> tuple[dict[str, float], float]:
     """Return the seconds of all measured steps by phase, and those of communication overlapping with computation."""
     marks: list[tuple[float, str]] = []
     communication: list[Interval] = []
@@ -203,7 +173,7 @@ def _split(events: Iterable[FunctionEvent], on_gpu: bool) -> tuple[dict[str, flo
                 marks.append((span[0], name.removeprefix(_MARK)))
         elif is_on_gpu != on_gpu or (event.is_user_annotation and on_gpu):
             continue
-        elif (_COLLECTIVE_ON_GPU.search(name) if on_gpu else _COLLECTIVE_ON_CPU.match(name)) is not None:
+        elif (_COLLECTIVE_ON_GPU if on_gpu else _COLLECTIVE_ON_CPU).match(name):
             communication.append(span)
         elif on_gpu or ("::" in name and not _NO_COMPUTATION.match(name)):
             computation.append(span)

@@ -10,13 +10,13 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
 
-from lightswitch.config.values import KINDS, KINDS_OF_OTHERS, WORDS
 from lightswitch.errors import RefusedRequest, nearest
-from lightswitch.preflight import targets
-from lightswitch.preflight.signatures import Parameter, Signature, signature
+from lightswitch.preflight.root_keys import KINDS, WORDS
+from lightswitch.preflight.targets import Parameter, Signature, kinds_in_words, signature
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 15 times as fast, if PyYAML was built with it
 _OF_HYDRA = ("defaults", "hydra")
@@ -49,11 +49,17 @@ class Key:
         return self.path.rpartition(".")[2]
 
     @property
+    def default(self) -> str:
+        """The default of the parameter, as a user types it; empty if there is none."""
+        default = (self.parameter.default if self.parameter else None) or ""
+        return {"None": "null", "True": "true", "False": "false"}.get(default, default.strip("'"))
+
+    @property
     def kind(self) -> str:
         """Types that it accepts, as annotated in the code or as a user writes them; empty if they are unknown."""
         if self.parameter:
             return self.parameter.annotation
-        kinds = targets.names((KINDS | KINDS_OF_OTHERS).get(self.path, ()))
+        kinds = kinds_in_words(KINDS.get(self.path, ()))
         return " or ".join([*WORDS.get(self.path, ()), kinds] if kinds else [])
 
 
@@ -91,18 +97,20 @@ class Choice:
         found = re.match(r"# @package (\S+)", self._text)
         return self.group if found is None else found[1].replace("_global_", "")
 
+    @functools.cached_property
+    def _defaults_list(self) -> list[Any]:
+        return list((yaml.load(self._text, _Loader) or {}).get("defaults", []))
+
     @property
     def defaults(self) -> dict[str, str | None]:
         """The choice of each group in its defaults list; `true` and `false` as text."""
-        listed = (yaml.load(self._text, _Loader) or {}).get("defaults", [])
-        pairs = [pair for entry in listed if isinstance(entry, dict) for pair in entry.items()]
+        pairs = [pair for entry in self._defaults_list if isinstance(entry, dict) for pair in entry.items()]
         return {str(group).removeprefix("override ").lstrip("/"): name and str(name) for group, name in pairs}
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def parts(self) -> list[str]:
         """The other choices of its group that its defaults list includes."""
-        listed = (yaml.load(self._text, _Loader) or {}).get("defaults", [])
-        return tuple(entry for entry in listed if isinstance(entry, str) and entry != "_self_")
+        return [entry for entry in self._defaults_list if isinstance(entry, str)]
 
     @functools.cached_property
     def keys(self) -> tuple[Key, ...]:
@@ -119,15 +127,13 @@ class Choice:
             below = f"{path}.{name}".lstrip(".")
             is_node = isinstance(value, yaml.MappingNode)
             sentence = self._comment(key, value) or sentences.get(name, "")
-            yield Key(below, self._source(value), is_node, sentence, takes.get(name))
+            source = self._text[value.start_mark.index : value.end_mark.index].strip()
+            yield Key(below, source, is_node, sentence, takes.get(name))
             if is_node:
                 yield from self._below(value, below)
         for name in takes:
             if name not in given and (name in sentences or (code and name not in code.passed_on)):
                 yield Key(f"{path}.{name}", None, False, sentences.get(name, ""), takes[name])
-
-    def _source(self, value: yaml.Node) -> str:
-        return self._text[value.start_mark.index : value.end_mark.index].strip()
 
     def _comment(self, key: yaml.Node, value: yaml.Node) -> str:
         end = value.end_mark if isinstance(value, yaml.ScalarNode) else key.end_mark
@@ -159,26 +165,15 @@ def config(folder: Path) -> Choice:
     return Choice("", folder / "config.yaml")
 
 
-def sentences(folder: Path) -> dict[str, str]:
-    """Return the description of each key of a config folder, by path, for the keys that have one."""
-    choices = (config(folder), *(choice for group in groups(folder).values() for choice in group))
-    return {key.path: key.sentence for choice in reversed(choices) for key in choice.keys if key.sentence}
-
-
 def sentences_of_arguments(docstrings: Iterable[str]) -> dict[str, str]:
     """Return the first sentence about each argument, by name, from the first docstring that describes it."""
     found: dict[str, str] = {}
     for docstring in docstrings:
-        for name, entry in _entries(docstring):
-            found.setdefault(name, entry)
+        for _, section in _SECTION.findall(textwrap.dedent(docstring)):
+            for listed, entry in _ENTRY.findall(textwrap.dedent(section)):
+                if sentence := _sentence(entry):
+                    found |= {name: sentence for name in listed.split(", ") if name not in found}
     return found
-
-
-def _entries(docstring: str) -> Iterator[tuple[str, str]]:
-    for _, section in _SECTION.findall(textwrap.dedent(docstring)):
-        for listed, entry in _ENTRY.findall(textwrap.dedent(section)):
-            if sentence := _sentence(entry):
-                yield from ((name, sentence) for name in listed.split(", "))
 
 
 def _sentence(told: str) -> str:
@@ -223,7 +218,8 @@ def help_text(about: str, script: Path, folder: Path) -> str:
     """
     found = groups(folder)
     if not about:
-        return "\n".join((_docstring(script), "", *_overview(found, config(folder)), "", _MORE))
+        docstring = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or script.name
+        return "\n".join((docstring, "", *_overview(found, config(folder)), "", _MORE))
     group, _, name = about.partition("=")
     if group not in found:
         return "\n".join(_of_key(about, found, config(folder)))
@@ -231,9 +227,11 @@ def help_text(about: str, script: Path, folder: Path) -> str:
     chosen = name or config(folder).defaults.get(group) or ""
     if name and name not in names:
         raise RefusedRequest([f"--help {about}: {group} has no {name}.{nearest(name, names)}"])
-    listed = () if name else (*_aligned((f"{group}={one.name}", one.sentence) for one in found[group]), "")
-    shown = [choice for choice in found[group] if choice.name == chosen]
-    return "\n".join((*listed, *(line for choice in shown for line in _keys(choice))))
+    lines = [] if name else [*_aligned((f"{group}={one.name}", one.sentence) for one in found[group]), ""]
+    for choice in (one for one in found[group] if one.name == chosen):
+        keys = [key for key in choice.keys if not key.is_node and not key.name.startswith("_")]
+        lines += [f"{group}={chosen}: {choice.sentence}", *_aligned(map(_told, keys), indent="  ")]
+    return "\n".join(lines)
 
 
 def _of_key(path: str, found: Mapping[str, list[Choice]], root: Choice) -> Iterator[str]:
@@ -248,10 +246,6 @@ def _of_key(path: str, found: Mapping[str, list[Choice]], root: Choice) -> Itera
         hint = f" Did you mean {named[0]}?" if named else nearest(path, known, alike=0.65)
         raise RefusedRequest([f"--help {path}: there is no group and no key {path}.{hint}"])
     yield from _aligned(map(_told, below))
-
-
-def _docstring(script: Path) -> str:
-    return ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or script.name
 
 
 def _overview(found: Mapping[str, list[Choice]], root: Choice) -> Iterator[str]:
@@ -276,35 +270,19 @@ def _offer(name: str, found: Mapping[str, list[Choice]], keys: Mapping[str, Key]
     return (f"{name}." if key.is_node else f"{name}={key.value}"), key.sentence
 
 
-def _keys(choice: Choice) -> Iterator[str]:
-    """Yield the help lines of a choice: its description, then its keys."""
-    keys = [key for key in choice.keys if not key.is_node and not key.name.startswith("_")]
-    yield f"{choice.group}={choice.name}: {choice.sentence}"
-    yield from _aligned((_told(key) for key in keys), indent="  ")
-
-
 def _told(key: Key) -> tuple[str, str]:
-    default = key.value if key.value is not None else _as_typed(key.parameter)
-    message = "; ".join(part for part in (key.sentence, key.kind) if part)
-    return f"{key.path}={' '.join(default.split())}", message
-
-
-def _as_typed(parameter: Parameter | None) -> str:
-    """Return a parameter's default as a user types it."""
-    default = (parameter.default if parameter else None) or ""
-    return {"None": "null", "True": "true", "False": "false"}.get(default, default.strip("'"))
+    value = key.value if key.value is not None else key.default
+    return f"{key.path}={' '.join(value.split())}", "; ".join(part for part in (key.sentence, key.kind) if part)
 
 
 def _aligned(rows: Iterable[tuple[str, str]], indent: str = "") -> Iterator[str]:
     """Yield pairs as two columns, the second wrapped within the terminal."""
     pairs = list(rows)
     width = min(34, max((len(first) for first, _ in pairs), default=0)) + 2
-    room = max(40, shutil.get_terminal_size((120, 40)).columns - len(indent) - width)
+    columns = max(len(indent) + width + 40, shutil.get_terminal_size((120, 40)).columns)
     for first, second in pairs:
-        lines = textwrap.wrap(second, room, break_long_words=False, break_on_hyphens=False) or [""]
-        if len(first) + 2 > width:
-            yield f"{indent}{first}"
-        else:
-            lines[0] = f"{first:<{width}}{lines[0]}".rstrip()
-            yield f"{indent}{lines.pop(0)}"
-        yield from (f"{indent}{' ' * width}{line}".rstrip() for line in lines if line)
+        first = f"{indent}{first:<{width}}" if len(first) + 2 <= width else f"{indent}{first}  "
+        rest = " " * (len(indent) + width)
+        yield from textwrap.wrap(second or " ", columns, initial_indent=first, subsequent_indent=rest) or [
+            first.rstrip()
+        ]

@@ -3,22 +3,21 @@
 python -m lightswitch.reference.schema conf .vscode/schemas
 
 It writes one file for each group, and one for config.yaml. A node whose _target_ is in a choice of the group accepts
-only the arguments of that code; with any other _target_ it accepts anything, until the schemas are made again.
+only the arguments of the group's code; with any other _target_ it accepts anything, until the schemas are made again.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
 
-from lightswitch.config.values import ALLOWED, KINDS, KINDS_OF_OTHERS, WORDS
+from lightswitch import regular_files
 from lightswitch.errors import Command
-from lightswitch.preflight.signatures import Parameter, Signature
-from lightswitch.reference import choices
+from lightswitch.preflight.root_keys import ALLOWED, KINDS, WORDS
+from lightswitch.preflight.targets import Parameter
 from lightswitch.reference.choices import Choice, Key, config, groups, signature_of
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"  # the newest that the YAML language server supports fully
@@ -32,9 +31,7 @@ _OF_HYDRA: dict[str, dict[str, Any]] = {
     "_recursive_": {"type": "boolean"},
     "_args_": {"type": "array"},
     "defaults": {"type": "array"},
-    "hydra": {"type": "object"},
 }
-_SEVERAL = ("callbacks", "logger")  # groups whose files contain nodes by name
 
 
 def main() -> None:
@@ -51,138 +48,87 @@ def main() -> None:
     except yaml.YAMLError as error:
         parser.error(" ".join(str(error).split()))
     for name, schema in made.items():
-        (asked.into / f"{name}.json").write_text(json.dumps(schema, indent=1) + "\n")
+        regular_files.write_json(asked.into / f"{name}.json", schema)
 
 
 def schemas(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the schema of each group of a config folder by the group's name, and that of config.yaml as `config`."""
-    found = groups(folder)
-    root = _root(config(folder), found)
-    made = {group: _of_group(group, choices, root) for group, choices in found.items()}
-    return {group.replace("/", "-"): schema for group, schema in made.items()} | {"config": root}
+    found, whole = groups(folder), config(folder)
+    trainer = [key for choice in found.get("trainer", ()) for key in choice.keys]
+    root = _node(whole.keys, "", is_closed=True)
+    root["properties"] |= {"defaults": {"type": "array"}, "hydra": {"type": "object"}}
+    root["properties"]["trainer"] = _node([*whole.keys, *trainer], "trainer")
+    for group, choices in found.items():
+        anything = {"type": ["object", "null"], "description": _offered(choices)}
+        root["properties"].setdefault(group, anything)
+    made = {}
+    for group, choices in found.items():
+        (package,) = {choice.package for choice in choices}
+        keys = [key for choice in choices for key in choice.keys]
+        own = root if not package else _node([*keys, *trainer] if package == "trainer" else keys, package)
+        made[group.replace("/", "-")] = own | {"$schema": _DRAFT, "title": group, "description": _offered(choices)}
+    return made | {"config": root | {"$schema": _DRAFT}}
 
 
-def _root(choice: Choice, found: Mapping[str, list[Choice]]) -> dict[str, Any]:
-    """Return the schema of config.yaml: its keys, and a node for each group."""
-    nodes: dict[str, dict[str, Any]] = {
-        group: {"type": ["object", "null"], "description": _offered(found[group])} for group in found
-    }
-    nodes.setdefault("trainer", {}).update(_arguments(_signatures(found.get("trainer", ()))))
-    return {"$schema": _DRAFT, **_object([*_nested(choice.keys, "")], nodes, is_whole=True)}
-
-
-def _signatures(choices: Iterable[Choice]) -> list[Signature]:
-    """Return the signatures of the files' top-level _target_, not of nodes inside them."""
-    targets = {key.value for choice in choices for key in choice.keys if key.path == f"{choice.group}._target_"}
-    return [found for target in targets if (found := signature_of(target))]
-
-
-def _offered(choices: Iterable[Choice]) -> str:
+def _offered(choices: Sequence[Choice]) -> str:
     return " ".join(f"{choice.name}: {choice.sentence}" for choice in choices)
 
 
-def _of_group(group: str, choices: list[Choice], root: dict[str, Any]) -> dict[str, Any]:
-    title: dict[str, Any] = {"$schema": _DRAFT, "title": group, "description": _offered(choices)}
-    packages = {choice.package for choice in choices}
-    if packages == {""}:
-        return root | title
-    node = _node(choices)
-    if group in _SEVERAL:
-        defaults = {"defaults": _OF_HYDRA["defaults"]}
-        return title | {"type": "object", "properties": defaults, "additionalProperties": node}
-    if packages == {"trainer"} != {group}:  # files that set keys of the Trainer, such as strategy and precision
-        trainer: dict[str, Any] = root["properties"]["trainer"]
-        strategy = node | {"type": ["object", "string"]}
-        return title | trainer | {"type": "object", "properties": {**trainer["properties"], "strategy": strategy}}
-    return title | node
+def _node(keys: Sequence[Key], path: str, is_closed: bool = False) -> dict[str, Any]:
+    """Return the schema of a node, from the keys of all files that have it.
 
-
-def _node(choices: Iterable[Choice]) -> dict[str, Any]:
-    """Return the schema of a node that names code; for code that the choices name, it accepts only its arguments."""
-    targets: dict[str, list[Key]] = {}
-    for choice in choices:
-        for key in choice.keys:
-            if key.name == "_target_" and key.value:
-                targets.setdefault(key.value, []).extend(_beside(key, choice.keys))
-    cases = [case for target, keys in targets.items() for case in _case(target, keys)]
-    return {
-        "type": "object",
-        "properties": {"_target_": _OF_HYDRA["_target_"] | {"examples": sorted(targets)}},
-        **({"allOf": cases} if cases else {}),
-    }
-
-
-def _beside(target: Key, keys: Iterable[Key]) -> list[Key]:
-    """Return the keys of the node that contains `target`."""
-    node = target.path.rpartition(".")[0]
-    return [key for key in keys if key.path.rpartition(".")[0] == node]
-
-
-def _case(target: str, keys: list[Key]) -> Iterator[dict[str, Any]]:
-    if found := signature_of(target):
-        sentences = {key.name: key.sentence for key in keys if key.sentence}
-        is_this = {"properties": {"_target_": {"const": target}}, "required": ["_target_"]}
-        yield {"if": is_this, "then": _arguments([found], sentences)}
-
-
-def _arguments(signatures: Iterable[Signature], sentences: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the schema of the arguments that any of the signatures accepts."""
-    known = list(signatures)
-    described = {name: text for one in known for name, text in choices.sentences_of_arguments(one.docstrings).items()}
-    described |= sentences or {}
-    properties = {name: _value(one, described.get(name, "")) for s in known for name, one in s.parameters.items()}
-    return {
-        "properties": {**_OF_HYDRA, **properties},
-        "additionalProperties": not known or any(one.open_ended for one in known),
-    }
-
-
-def _value(parameter: Parameter, sentence: str = "") -> dict[str, Any]:
-    """Return the schema of an argument: values that its annotation allows, an interpolation, or a nested node."""
-    default = "" if parameter.default is None else f", {parameter.default} by default"
-    schema = {
-        "description": f"{sentence} ({parameter.annotation}{default})".strip() if parameter.annotation else sentence
-    }
-    if parameter.kinds is None or parameter.literals is None:
-        return schema
-    types = sorted({_TYPES[kind] for kind in parameter.kinds})
-    allowed: list[dict[str, Any]] = [{"type": types}] if types else []
-    literals = sorted((literal for literal in parameter.literals if isinstance(literal, str | int)), key=str)
-    return schema | {
-        "anyOf": [*allowed, *([{"enum": literals}] if literals else []), _INTERPOLATION, {"type": "object"}]
-    }
-
-
-def _nested(keys: Iterable[Key], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the schema of each key directly below a path of config.yaml."""
-    listed = list(keys)
-    for key in listed:
+    Args:
+        is_closed: whether it accepts no other keys; so does a node of code that accepts no other arguments.
+    """
+    below: dict[str, list[Key]] = {}
+    for key in keys:
         if key.path.rpartition(".")[0] == path:
-            inner = list(_nested(listed, key.path))
-            own: dict[str, Any] = {"description": key.sentence} if key.sentence else {}
-            own |= _allowed(key.path)
-            yield key.name, own | (_object(inner, {}, is_whole=False) if inner else {})
+            below.setdefault(key.name, []).append(key)
+    targets = sorted({str(key.value) for key in below.get("_target_", ())})
+    properties = {name: _value(same, keys, is_closed) for name, same in below.items()} | (_OF_HYDRA if targets else {})
+    schema: dict[str, Any] = {"type": ["object", "null"], "properties": properties}
+    if targets:
+        properties["_target_"] = properties["_target_"] | {"examples": targets}
+        closed = [target for target in targets if (code := signature_of(target)) and not code.open_ended]
+        if closed:
+            is_known: dict[str, Any] = {"properties": {"_target_": {"enum": closed}}}
+            is_known |= {} if closed == targets else {"required": ["_target_"]}
+            only = {"properties": dict.fromkeys(properties, True), "additionalProperties": False}
+            schema |= {"if": is_known, "then": only}
+    elif is_closed:
+        schema["additionalProperties"] = False
+    return schema
 
 
-def _allowed(path: str) -> dict[str, Any]:
-    """Return the schema of a key's value in config.yaml: fixed words, or its types; empty if anything is valid."""
+def _value(same: Sequence[Key], keys: Sequence[Key], is_closed: bool) -> dict[str, Any]:
+    """Return the schema of a key: a node, values that an annotation or config.yaml allows, or an interpolation."""
+    path, parameter = same[0].path, next((key.parameter for key in same if key.parameter), None)
+    about = next((key.sentence for key in same if key.sentence), "")
+    if any(key.is_node for key in same):
+        node = _node(keys, path, is_closed)
+        return node | {"type": [*node["type"], "string"]} | ({"description": about} if about else {})
+    if parameter is not None and parameter.annotation:
+        default = "" if parameter.default is None else f", {parameter.default} by default"
+        about = f"{about} ({parameter.annotation}{default})".strip()
     if path in ALLOWED:
-        return {"enum": list(ALLOWED[path])}
-    kinds = (KINDS | KINDS_OF_OTHERS).get(path)
-    if not kinds:
-        return {}
-    words = [{"enum": list(WORDS[path])}] if path in WORDS else []
-    return {"anyOf": [{"type": sorted(_TYPES[kind] for kind in kinds)}, *words, _INTERPOLATION]}
+        return {"description": about, "enum": list(ALLOWED[path])}
+    allowed = list(_allowed(path, parameter))
+    return {"description": about} | ({"anyOf": [*allowed, _INTERPOLATION]} if allowed else {})
 
 
-def _object(
-    properties: Iterable[tuple[str, dict[str, Any]]], nodes: Mapping[str, dict[str, Any]], is_whole: bool
-) -> dict[str, Any]:
-    ours = {"defaults": _OF_HYDRA["defaults"], "hydra": _OF_HYDRA["hydra"]} if is_whole else {}
-    merged = {**ours, **nodes}
-    for name, schema in properties:
-        merged[name] = merged.get(name, {}) | schema
-    return {"type": "object", "properties": merged, "additionalProperties": False}
+def _allowed(path: str, parameter: Parameter | None) -> Iterator[dict[str, Any]]:
+    """Yield the schemas of values that a key may have; none if it may have any."""
+    kinds: Collection[type] | None = KINDS.get(path)
+    words = list[object](WORDS.get(path, ()))
+    if parameter is not None:
+        if parameter.kinds is None or parameter.literals is None:
+            return
+        kinds, words = parameter.kinds, [one for one in parameter.literals if isinstance(one, str | int)]
+        yield {"type": "object"}  # a node that makes it
+    if kinds:
+        yield {"type": sorted(_TYPES[kind] for kind in kinds)}
+    if words and (kinds or parameter is not None):
+        yield {"enum": sorted(words, key=str)}
 
 
 if __name__ == "__main__":

@@ -1,25 +1,34 @@
-"""Name of a run's directory, and its lock, which the run's first process holds."""
+"""The name of a run's directory, and its lock: one start of one run writes there at a time. Imports no torch."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
+import json
+import logging
 import os
+import platform
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightswitch import regular_files
 from lightswitch.cluster import placement
 from lightswitch.context import RunContext
-from lightswitch.errors import ExitCode, Refused, RefusedRequest
+from lightswitch.errors import Refused, RefusedRequest, shown
 from lightswitch.process import Process
-from lightswitch.runs import lock
 
+log = logging.getLogger(__name__)
+
+LOCK = ".lock"
+_PATIENCE_SECONDS = 120.0  # for what a dead process has forked, and for an earlier start of this job to end
+_POLL_SECONDS = 0.1
 _CLOCK = "%Y-%m-%d_%H-%M-%S"
 _ALONE = ("plan", "dry_run", "check")  # modes of one process, whatever number of nodes it reckons with
 _MEET_SECONDS = 300.0  # where the config has no meet_timeout_seconds
@@ -47,15 +56,133 @@ def take_folder(folder: Path, process: Process) -> None:
     Raises:
         Refused: another process has the lock.
     """
+    process.locks.append(lock(folder))
 
-    def end(line: str) -> None:
-        print(f"error: {line}", file=sys.stderr, flush=True)
-        process.leave_now(ExitCode.REFUSED)  # a restarted process would be refused as well
 
-    def save_and_end() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+class Lock:
+    """Lock on a directory, held until `release`, or until this process and those that it has forked have ended."""
 
-    process.locks.append(lock.take(folder, end, save_and_end))
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path, self._descriptor = path, descriptor
+        self._pid = os.getpid()
+
+    def release(self) -> None:
+        """Release the lock. A second call, or a call in a forked process, does nothing."""
+        if self._descriptor < 0 or self._pid != os.getpid():
+            return
+        self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Process that writes to a run directory, as the lock file names it.
+
+    Args:
+        host: its machine.
+        pid: its process id.
+        since: time at which it took the lock.
+        job: the job whose launcher may start it again; empty for a command that someone has typed.
+    """
+
+    host: str
+    pid: int
+    since: str
+    job: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+def lock(folder: Path, environ: Mapping[str, str] = os.environ) -> Lock:
+    """Lock a directory. Wait for what a dead process has forked, and for an earlier start of this job to end.
+
+    Raises:
+        Refused: another process has the lock, or the directory can't be written.
+    """
+    here = Holder(platform.node(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"), job(environ) or "")
+    try:
+        return _lock(folder, here)
+    except OSError as error:
+        raise Refused(f"{shown(folder)} can't be written: {error.strerror or error}") from error
+
+
+def _lock(folder: Path, here: Holder) -> Lock:
+    path, end, is_reported = folder / LOCK, time.monotonic() + _PATIENCE_SECONDS, False
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:  # a start that was refused has removed the empty directory
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):  # its holder has not removed it
+                return _held(path, descriptor, here)
+        except BlockingIOError:
+            pass
+        except OSError:  # the file system has no flock
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            return _lock_without_flock(path.with_name(f"{LOCK}.only"), here)
+        os.close(descriptor)
+        other = _holder(path)
+        if other is not None and (time.monotonic() > end or not _is_ending(other, here)):
+            raise Refused(
+                f"{shown(folder)} is being written by {other}; wait until it has ended, or give this run another run_id"
+            )
+        if other is not None and not is_reported:
+            is_reported = True
+            log.info("waiting    for %s and its children to end", other)
+        time.sleep(_POLL_SECONDS)
+
+
+def _held(path: Path, descriptor: int, here: Holder) -> Lock:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(asdict(here)).encode() + b"\n", 0)
+    return Lock(path, descriptor)
+
+
+def _lock_without_flock(path: Path, here: Holder) -> Lock:
+    try:
+        return _held(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), here)
+    except FileExistsError:
+        raise Refused(
+            f"{shown(path.parent)} is being written by {_holder(path) or 'another process'}; wait until it has ended, "
+            f"or give this run another run_id; if it was killed, type rm {shown(path)}: its file system has no flock"
+        ) from None
+
+
+def _holder(path: Path) -> Holder | None:
+    """Return the holder that a lock file names; None while it has not written its line."""
+    try:
+        return regular_files.read_record(path, Holder)
+    except (OSError, ValueError):
+        return None
+
+
+def _is_ending(other: Holder, here: Holder) -> bool:
+    """Return whether a holder is dead, so that a process that it has forked holds its lock, or will be ended by the
+    launcher that has started this process in its place."""
+    if other.host == here.host:
+        try:
+            os.kill(other.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+    return bool(other.job) and other.job == here.job
+
+
+def is_removed(run_dir: Path) -> bool:
+    """Return whether the directory of a run in progress was removed; a logger may have made an empty one since."""
+    return not any((run_dir / name).exists() for name in (LOCK, "config.yaml"))
+
+
+def removed(run_dir: Path) -> str:
+    """Return the line that ends a run whose directory was removed."""
+    return f"{shown(run_dir)} was removed while the run wrote to it; start the run again"
 
 
 def remove_if_empty(folder: Path) -> None:

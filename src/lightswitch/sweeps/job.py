@@ -7,7 +7,7 @@ import re
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from lightswitch.monitoring.objective import find
 from lightswitch.process import REQUEUED
 from lightswitch.runs import finished
 from lightswitch.sweeps import record
-from lightswitch.sweeps.pool import Pool, ProcessEnd
+from lightswitch.sweeps.pool import Pool
 from lightswitch.sweeps.record import FAILED, FINISHED, STOPPED, Record
 
 _OF_THE_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")
@@ -46,7 +46,7 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement, pool: Pool) -> 
         RefusedRequest: the directory belongs to another job, whose checkpoints this job must not reuse.
         SystemExit: a signal stopped the job, or any signal but the notice of a time limit arrived; this ends the sweep.
     """
-    pool.wait_for_slot()
+    pool.wait(for_slot=True)
     hydra = HydraConfig.get()
     folder, cwd = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd)
     directory = str(folder.relative_to(cwd)) if folder.is_relative_to(cwd) else str(folder)
@@ -54,18 +54,13 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement, pool: Pool) -> 
     shown = [masked_override(override) for override in overrides]
     job = Record(hydra.job.num, shown, directory, start=start_id(placement))
     earlier = record.read(folder)
-    if record.is_damaged(folder):
-        print(f"{directory}/job.json can't be read; the job is treated as unfinished", flush=True)
     if earlier is not None and (other := earlier.of_another_job(job.overrides)):
         raise RefusedRequest([f"{directory} belongs to the job with {other}; start this sweep under another run_id"])
-    if (
-        earlier is not None
-        and earlier.state == FINISHED
-        and earlier.overrides == job.overrides
-        and (cfg.resume != "never" or _are_of_one_job(earlier.start, job.start))
-    ):
-        print(f"job {job.number:<6} has already finished", flush=True)
-        return earlier.objective if earlier.is_comparable else None
+    if earlier is not None and (earlier.state, earlier.overrides) == (FINISHED, job.overrides):
+        is_requeued = earlier.start.partition(".")[0] == job.start.partition(".")[0] != ""
+        if cfg.resume != "never" or is_requeued:
+            print(f"job {job.number:<6} has already finished", flush=True)
+            return earlier.objective if earlier.is_comparable else None
     script, *arguments = typed
     kept = [override for override in hydra.overrides.hydra if not _OF_THE_SWEEP.match(override)]
     own = [*flags_of_a_job(arguments), *kept, "hydra.mode=RUN", f"hydra.run.dir={quoted(directory)}"]
@@ -80,17 +75,12 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement, pool: Pool) -> 
         cwd,
         partial(_end, job, folder, str(cfg.objective), placement, pool),
         folder / _OUTPUT if pool.is_shared else None,
-        _failure_elsewhere(job, folder, placement.is_external),
+        partial(_has_failed_elsewhere, job, folder) if placement.is_external else lambda: False,
     )
     if pool.is_shared:
         return None
     pool.wait()
     return ended.objective if (ended := record.read(folder)) is not None and ended.is_comparable else None
-
-
-def _are_of_one_job(one: str, other: str) -> bool:
-    """Return whether two starts are of the same cluster job, which was requeued in between."""
-    return one.partition(".")[0] == other.partition(".")[0] != ""
 
 
 def start_id(placement: Placement, environ: Mapping[str, str] = os.environ) -> str:
@@ -103,24 +93,28 @@ def start_id(placement: Placement, environ: Mapping[str, str] = os.environ) -> s
     return f"{job}.{restarts}.{step}" if placement.is_external else f"{job}.{secrets.token_hex(4)}"
 
 
-def _end(job: Record, folder: Path, objective: str, placement: Placement, pool: Pool, ended: ProcessEnd) -> None:
+def _end(
+    job: Record, folder: Path, objective: str, placement: Placement, pool: Pool, exit_code: int, signals: list[int]
+) -> None:
     """Write the job's record if this task is the first one or failed, and stop the sweep if a signal ended the job."""
     failure = failure_file(folder, placement)
-    if ended.exit_code == 0:
+    if exit_code == 0:
         found = finished.read_results(folder)
         job = replace(job, state=FINISHED, objective=found.get(find(found, objective) or objective))
-    elif ended.signals:
+    elif signals:
         job = replace(job, state=STOPPED)
     else:
-        job = replace(job, state=FAILED, error=_read(failure) or _how(ended.exit_code))
+        error = failure.read_text(errors="replace").partition("\n")[0] if failure.exists() else ""
+        how = f"exit code {exit_code}" if exit_code > 0 else f"killed by {signal.Signals(-exit_code).name}"
+        job = replace(job, state=FAILED, error=error or how)
     failure.unlink(missing_ok=True)
     if placement.rank == 0 or job.state == FAILED:
         record.write(job, folder)
     if pool.is_shared:
         value = "" if job.objective is None else f", {objective} {job.objective:.5g}"
         print(f"job {job.number:<6} {job.state}{value}; its output: {job.directory}/{_OUTPUT}", flush=True)
-    if job.state == STOPPED or set(ended.signals) - set(REQUEUED):  # a time-limit notice ends only the job
-        pool.stop(ended.exit_code if ended.exit_code > 0 else ExitCode.of_signal(ended.signals[0]))
+    if job.state == STOPPED or set(signals) - set(REQUEUED):  # a time-limit notice ends only the job
+        pool.stop(exit_code if exit_code > 0 else ExitCode.of_signal(signals[0]))
 
 
 def failure_file(folder: Path, placement: Placement) -> Path:
@@ -128,19 +122,7 @@ def failure_file(folder: Path, placement: Placement) -> Path:
     return folder / f"failure_{placement.rank}.txt"
 
 
-def _read(failure: Path) -> str | None:
-    return failure.read_text(errors="replace").partition("\n")[0] if failure.exists() else None
-
-
-def _failure_elsewhere(job: Record, folder: Path, has_tasks: bool) -> Callable[[], bool]:
-    """Return a function that returns whether another task of the job has failed, for which this task would wait."""
-
-    def failed() -> bool:
-        there = record.read(folder) if has_tasks else None
-        return there is not None and (there.start, there.state) == (job.start, FAILED)
-
-    return failed
-
-
-def _how(exit_code: int) -> str:
-    return f"exit code {exit_code}" if exit_code > 0 else f"killed by {signal.Signals(-exit_code).name}"
+def _has_failed_elsewhere(job: Record, folder: Path) -> bool:
+    """Return whether another task of the job has failed, for which this task would wait."""
+    there = record.read(folder)
+    return there is not None and (there.start, there.state) == (job.start, FAILED)

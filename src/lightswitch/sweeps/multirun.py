@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch import patches
 from lightswitch.cluster import placement
-from lightswitch.config import moved
+from lightswitch.config import aliases
 from lightswitch.config.confidential import masked_override
 from lightswitch.config.overrides import check_names, key_and_value, quoted, typed_overrides
 from lightswitch.errors import ExitCode, Refused, RefusedRequest
@@ -57,12 +57,20 @@ def run(
         of_jobs: yields the text to print below the table, given the sweep's config and folder.
 
     Raises:
-        RefusedRequest: the sweep has problems, or all its jobs share some.
+        RefusedRequest: the sweep has problems, all its jobs share some, or another process has its folder.
         SystemExit: with code 1 if a job failed.
     """
     cfg = hydra.compose_config(config_name, overrides, RunMode.MULTIRUN, with_log_configuration=False)
-    _check(cfg, partial(hydra.config_loader.load_sweep_config, cfg))
-    folder = _claimed(cfg, process)
+    if problems := list(_problems(cfg)):
+        raise RefusedRequest(problems)
+    check_names(cfg)
+    if problems := shared_problems(cfg, partial(hydra.config_loader.load_sweep_config, cfg)):
+        raise RefusedRequest(problems)
+    folder = Path(str(cfg.hydra.sweep.dir)).absolute()
+    try:
+        claim.take_folder(folder, process)  # until this process ends
+    except Refused as refused:
+        raise RefusedRequest(refused.problems) from refused
     pinned = f"hydra.sweep.dir={quoted(str(folder))}"  # a job on another machine can't resolve the time or id in it
     planned: list[Record] = []
     try:
@@ -123,51 +131,12 @@ def visible_gpus() -> list[str]:
     return named[:count] if named else [str(index) for index in range(count)]
 
 
-def _wrong_slots(sweep: Mapping[str, Any], is_local: bool) -> Iterator[str]:
-    for key in ("jobs_at_once", "devices_per_job"):
-        if (value := sweep.get(key)) is not None and (type(value) is not int or value < 1):
-            yield f"sweep.{key}={value}: use a number from 1, or null"
-            return
-        if value is not None and not is_local:
-            yield f"sweep.{key}={value} is for jobs on this machine; a launcher of Hydra's has hydra.launcher options"
-            return
-    if (each := sweep.get("devices_per_job")) and len(found := visible_gpus()) < each:
-        yield f"sweep.devices_per_job={each}: found {len(found)} GPUs; on CPUs type sweep.jobs_at_once=2"
-
-
 def go_on(cfg: DictConfig) -> str:
     """Return the command that starts the sweep again; what has finished is not run again."""
     hydra = [word for word in cfg.hydra.overrides.hydra if not word.startswith("hydra.mode=")]
     typed = [masked_override(word) for word in typed_overrides(cfg.hydra)]
     named = [] if any(word.startswith(("run_id=", "++run_id=")) for word in typed) else [f"run_id={cfg.run_id}"]
     return shlex.join(["python", sys.argv[0], "-m", *hydra, *typed, *named])
-
-
-def _check(cfg: DictConfig, compose: Compose) -> None:
-    """Check the sweep, then the problems that all its jobs share.
-
-    Raises:
-        RefusedRequest: problems were found; it lists all of them.
-    """
-    if problems := list(_problems(cfg)):
-        raise RefusedRequest(problems)
-    check_names(cfg)
-    if problems := shared_problems(cfg, compose):
-        raise RefusedRequest(problems)
-
-
-def _claimed(cfg: DictConfig, process: Process) -> Path:
-    """Lock the sweep's folder until this process ends, and return it.
-
-    Raises:
-        RefusedRequest: another process holds the lock.
-    """
-    folder = Path(str(cfg.hydra.sweep.dir)).absolute()
-    try:
-        claim.take_folder(folder, process)
-    except Refused as refused:
-        raise RefusedRequest(refused.problems) from refused
-    return folder
 
 
 def _run_jobs(walk: Callable[[], None], folder: Path) -> None:
@@ -183,7 +152,8 @@ def _run_jobs(walk: Callable[[], None], folder: Path) -> None:
     try:
         walk()
     except (KeyboardInterrupt, SystemExit):
-        _cancel(_submitted(folder) - submitted_before)
+        if submitted := _submitted(folder) - submitted_before:
+            subprocess.run(["scancel", *sorted(submitted)], check=False)
         raise
     except (HydraException, RefusedRequest):  # invalid overrides or config
         raise
@@ -200,32 +170,32 @@ def _problems(cfg: DictConfig) -> Iterator[str]:
     typed = {key_and_value(override)[0].partition(".")[0] for override in typed_overrides(cfg.hydra)}
     # Hydra leaves swept values out of the sweep's own config; each job has one
     yield from (line for line in root_keys.missing(cfg) if line.partition(":")[0] not in typed)
-    yield from root_keys.no_switch("compare", cfg.get("compare", False))
-    found = placement.detect()
-    if found.is_external:
+    place = placement.detect()
+    if place.is_external:
         yield (
-            f"a sweep starts the processes of its jobs itself, but {found.launcher} has started this process; "
+            f"a sweep starts the processes of its jobs itself, but {place.launcher} has started this process; "
             "type python train.py -m … with trainer.devices=N, or with hydra/launcher=submitit_slurm on a cluster"
         )
-    launcher = cfg.hydra.launcher
-    yield from _wrong_slots(cfg.get("sweep") or {}, str(launcher._target_).endswith(".BasicLauncher"))
-    if str(launcher._target_).endswith("submitit_launcher.SlurmLauncher") and shutil.which("sbatch") is None:
+    launcher = str(cfg.hydra.launcher._target_)
+    if launcher.endswith("submitit_launcher.SlurmLauncher") and shutil.which("sbatch") is None:
         yield (
             "hydra/launcher=submitit_slurm: this machine has no sbatch; start the sweep on a machine of the cluster, "
             "or leave the launcher out"
         )
-    is_local = str(launcher._target_).endswith("submitit_launcher.LocalLauncher")
-    if is_local and devices.accelerator({"accelerator": cfg.trainer.get("accelerator", "auto")}) == "cuda":
+    if launcher.endswith("submitit_launcher.LocalLauncher"):  # it hides GPUs from its jobs, and starts all at once
         yield (
-            "hydra/launcher=submitit_local starts all jobs at once, and exports the same CUDA_VISIBLE_DEVICES to each: "
-            "no GPU, or the first hydra.launcher.gpus_per_node; leave it out, and the jobs run one after another, or "
-            "type trainer.accelerator=cpu"
+            "hydra/launcher=submitit_local: leave it out, and type sweep.devices_per_job=1, or sweep.jobs_at_once=2 on "
+            "CPUs, for several jobs at once on this machine"
         )
-    if is_local and launcher.tasks_per_node > 1:
-        yield (
-            f"hydra.launcher.tasks_per_node={launcher.tasks_per_node}: only tasks of Slurm can connect to each other; "
-            f"leave it out and use trainer.devices={launcher.tasks_per_node}"
-        )
+    sweep = cfg.get("sweep") or {}
+    slots = {key: sweep[key] for key in ("jobs_at_once", "devices_per_job") if sweep.get(key) is not None}
+    for key, value in slots.items():
+        if type(value) is not int or value < 1:
+            yield f"sweep.{key}={value}: use a number from 1, or null"
+        elif not launcher.endswith(".BasicLauncher"):
+            yield f"sweep.{key}={value} is for jobs on this machine; a launcher of Hydra's has hydra.launcher options"
+        elif key == "devices_per_job" and len(found := visible_gpus()) < value:
+            yield f"sweep.devices_per_job={value}: found {len(found)} GPUs; on CPUs type sweep.jobs_at_once=2"
 
 
 def _submitted(folder: Path) -> set[str]:
@@ -233,16 +203,11 @@ def _submitted(folder: Path) -> set[str]:
     return {path.name.partition("_")[0] for path in folder.glob(".submitit/[0-9]*")}
 
 
-def _cancel(job_ids: set[str]) -> None:
-    if job_ids:
-        subprocess.run(["scancel", *sorted(job_ids)], check=False)
-
-
 def shared_problems(cfg: DictConfig, compose: Compose) -> list[str]:
     """Return the problems that all jobs of a sweep have in common.
 
-    As few jobs as possible are checked: first the job with the first value of each key, then, while common problems
-    remain, one job for each other value. If a job can't be composed, return no problems: the sweep itself reports that.
+    As few jobs as possible are checked, while common problems remain: together, they have each value of each key. If a
+    job can't be composed, return no problems: the sweep itself reports that.
 
     Args:
         cfg: config of the sweep.
@@ -251,37 +216,20 @@ def shared_problems(cfg: DictConfig, compose: Compose) -> list[str]:
     sweeper = cfg.hydra.sweeper
     if not str(sweeper._target_).endswith(_SWEEPERS) or any(sweeper.get(key) for key in _SAMPLES):
         return []
-    shared: dict[str, str] | None = None  # by what is the same whatever the job's value
+    params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    parsed = OverridesParser.create().parse_overrides([*params, *typed_overrides(cfg.hydra)])
+    values = {override.get_key_element(): _values(override) for override in parsed}  # the command line replaces params
+    shared: list[str] | None = None
     try:
-        for overrides in _jobs(cfg):
-            found = {_of_any_value(problem, overrides): problem for problem in _problems_of_job(compose(overrides))}
-            if shared is None:
-                shared = found
-            shared = {key: told if told == found[key] else key for key, told in shared.items() if key in found}
+        for number in range(max(map(len, values.values()), default=1)):
+            job = compose([among[number % len(among)] for among in values.values()])
+            found = _problems_of_job(job)
+            shared = [problem for problem in (found if shared is None else shared) if problem in found]
             if not shared:
                 break
     except (HydraException, OmegaConfBaseException):
         return []
-    return [*(shared or {}).values()]
-
-
-def _of_any_value(problem: str, overrides: Sequence[str]) -> str:
-    """Return a problem with VALUE at its end, if it advises to type one of the job's values for another key."""
-    values = (override.partition("=")[2] for override in overrides)
-    value = next((value for value in values if value and problem.endswith(f"={value}")), None)
-    return problem if value is None else f"{problem.removesuffix(value)}VALUE"
-
-
-def _jobs(cfg: DictConfig) -> Iterator[list[str]]:
-    """Yield the overrides of jobs that together cover all values: first values only, then one other value each."""
-    params = [f"{key}={value}" for key, value in (cfg.hydra.sweeper.get("params") or {}).items()]
-    parsed = OverridesParser.create().parse_overrides([*params, *typed_overrides(cfg.hydra)])
-    values = {override.get_key_element(): _values(override) for override in parsed}  # the command line replaces params
-    first = {key: among[0] for key, among in values.items()}
-    yield [*first.values()]
-    for key, among in values.items():
-        for other in among[1:]:
-            yield [*{**first, key: other}.values()]
+    return shared or []
 
 
 def _values(override: Override) -> list[str]:
@@ -306,6 +254,6 @@ def _problems_of_job(job: DictConfig) -> list[str]:
     hydra = job.hydra
     with open_dict(job):
         del job["hydra"]
-    moved.replace(job)
+    aliases.follow_moved(job, reports=False)
     plain: Any = OmegaConf.to_container(job, resolve=True)
     return check.config_problems(plain, hydra) or list(root_keys.unread_problems(job, hydra))

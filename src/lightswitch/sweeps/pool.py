@@ -21,17 +21,7 @@ _LOOK_EVERY_SECONDS = 0.2
 _GRACE_SECONDS = 10
 
 
-@dataclass(frozen=True)
-class ProcessEnd:
-    """End of a job's process.
-
-    Args:
-        exit_code: exit code; the negative signal number if a signal killed the process.
-        signals: signals received while it ran.
-    """
-
-    exit_code: int
-    signals: list[int]
+End = Callable[[int, list[int]], None]  # takes the exit code (the negative signal number if killed) and the signals
 
 
 @dataclass
@@ -39,8 +29,8 @@ class _Job:
     process: subprocess.Popen[bytes]
     slot: Mapping[str, str]
     is_lost: Callable[[], bool]
-    end: Callable[[ProcessEnd], None]
-    signals: list[int] = field(default_factory=list)
+    end: End
+    signals: list[int] = field(default_factory=list)  # that arrived while it ran
     lost_at: float | None = None
 
 
@@ -85,11 +75,11 @@ class Pool:
         self,
         command: Sequence[str],
         cwd: Path,
-        end: Callable[[ProcessEnd], None],
+        end: End,
         output: Path | None = None,
         is_lost: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Start a command in a new session, in the slot that `wait_for_slot` has waited for.
+        """Start a command in a new session, in the slot that `wait(for_slot=True)` has waited for.
 
         Args:
             end: called at its end.
@@ -113,28 +103,15 @@ class Pool:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def wait_for_slot(self) -> None:
-        """Wait until a slot is free.
+    def wait(self, for_slot: bool = False) -> None:
+        """Wait until all jobs have ended, or until a slot is free.
 
         Raises:
             SystemExit: a signal has ended the sweep.
         """
-        self._wait(len(self.slots) - 1)
-
-    def wait(self) -> None:
-        """Wait until all jobs have ended.
-
-        Raises:
-            SystemExit: a signal has ended the sweep.
-        """
-        self._wait(0)
-
-    def _wait(self, most: int) -> None:
-        while len(self._running) > most:
+        while len(self._running) > (len(self.slots) - 1 if for_slot and self._exit_code is None else 0):
             self._look()
         if self._exit_code is not None:
-            while self._running:
-                self._look()
             raise SystemExit(self._exit_code)
 
     def stop(self, exit_code: int) -> None:
@@ -147,7 +124,7 @@ class Pool:
             _signal_all(job.process, signal.SIGKILL)
             self._running.remove(job)
             self._free.append(job.slot)
-            job.end(ProcessEnd(job.process.returncode, job.signals))
+            job.end(job.process.returncode, job.signals)
         for job in self._running:
             if job.lost_at is None and job.is_lost():
                 job.lost_at = time.monotonic()

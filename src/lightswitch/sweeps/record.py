@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import math
 import os
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,40 +67,26 @@ def write(record: Record, folder: Path) -> None:
     there = read(folder)
     if there is not None and record.start and (there.start, there.state) == (record.start, FAILED):
         return
-    beside = folder / f"{_FILE}.{secrets.token_hex(4)}"
-    beside.write_text(json.dumps(dataclasses.asdict(record), indent=2) + "\n")
-    os.replace(beside, folder / _FILE)
+    with contextlib.suppress(FileExistsError, FileNotFoundError):  # another task of the start writes it at this moment
+        regular_files.write_json(folder / _FILE, dataclasses.asdict(record))
 
 
 def read(folder: Path) -> Record | None:
-    """Read a job's record, or rebuild it from the run's overrides if it is damaged; None if there is no record."""
+    """Read a job's record; None if there is none.
+
+    A damaged one is rebuilt as unfinished from the overrides that the job's run saved, so that no other job reuses its
+    checkpoints.
+    """
     try:
         return regular_files.read_record(folder / _FILE, Record)
     except FileNotFoundError:
         return None
     except (ValueError, IrregularFile):  # empty, truncated, or not text
-        return _of_its_run(folder)
-
-
-def is_damaged(folder: Path) -> bool:
-    """Return whether a record exists but can't be read."""
-    try:
-        regular_files.read_record(folder / _FILE, Record)
-    except (ValueError, IrregularFile):
-        return True
-    except FileNotFoundError:
-        pass
-    return False
-
-
-def _of_its_run(folder: Path) -> Record | None:
-    """Rebuild a record from the overrides that the job's run saved, so that no other job reuses its checkpoints."""
-    overrides = saved.read_yaml(folder / ".hydra/overrides.yaml")
-    if not isinstance(overrides, list):
-        return None
-    return Record(
-        int(folder.name) if folder.name.isdecimal() else 0, list(map(str, overrides)), os.path.relpath(folder)
-    )
+        overrides = saved.read_yaml(folder / ".hydra/overrides.yaml")
+        if not isinstance(overrides, list):
+            return None
+        number = int(folder.name) if folder.name.isdecimal() else 0
+        return Record(number, list(map(str, overrides)), os.path.relpath(folder))
 
 
 def read_all(sweep: Path) -> list[Record]:
@@ -119,9 +104,10 @@ def table(records: list[Record], objective: str, logged: Iterable[str] = ()) -> 
     if not records:
         return ""
     header = ("job", "overrides", objective, "state", "directory")
+    values = ["-" if record.objective is None else f"{record.objective:.5g}" for record in records]
     rows = [
-        (str(record.number), overrides, _number(record.objective), record.state, record.directory)
-        for record, overrides in zip(records, _distinct(records), strict=True)
+        (str(record.number), overrides, value, record.state, record.directory)
+        for record, overrides, value in zip(records, distinct(records), values, strict=True)
     ]
     failed = [record for record in records if record.has_failed]
     lines = [f"job {record.number:<6} {record.error or 'it was killed'}" for record in failed]
@@ -129,23 +115,14 @@ def table(records: list[Record], objective: str, logged: Iterable[str] = ()) -> 
         lines = ["", f"{len(failed)} of {len(records)} jobs failed", *lines]
     finished = [record for record in records if record.state == FINISHED]
     if finished and all(record.objective is None for record in finished):
-        lines += ["", _absent(objective, of_module(logged))]
+        names = of_module(logged)
+        there = f", only {listed(names, 'metrics', shown=8)}" if names else ""
+        advice = f"objective={find(names, None) or 'NAME'} for another metric, or trainer.val_check_interval=N"
+        lines += ["", f"no job has logged {objective}{there}; type {advice} if jobs end before a validation"]
     return "\n".join(["", *aligned([header, *rows], range(len(header))), *lines, ""])
 
 
-def _absent(objective: str, logged: list[str]) -> str:
-    there = f", only {listed(logged, 'metrics', shown=8)}" if logged else ""
-    return (
-        f"no job has logged {objective}{there}; type objective={find(logged, None) or 'NAME'} for another metric, or "
-        "trainer.val_check_interval=N if jobs end before a validation"
-    )
-
-
-def _distinct(records: list[Record]) -> list[str]:
+def distinct(records: list[Record]) -> list[str]:
     """Return each job's overrides as text, without those that all jobs share."""
     shared = set.intersection(*(set(record.overrides) for record in records)) if len(records) > 1 else set()
     return [" ".join(text.lstrip("+") for text in record.overrides if text not in shared) for record in records]
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.5g}"

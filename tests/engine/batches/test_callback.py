@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.utils.data import DataLoader
 
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.batches.metrics import Ending
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
 from tests.engine.fits import local_trainer
@@ -26,13 +25,15 @@ def test_a_batch_that_was_cut_for_other_devices_is_refused(tmp_path: Path) -> No
         trainer.fit(PlainModel(), PlainData())
 
 
-@pytest.mark.parametrize(("fraction", "steps"), [(0.2, 1), (0.9, 2)])
-def test_a_fraction_that_ends_within_a_step_is_refused(fraction: float, steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "fraction", "steps"),
+    [("limit_train_batches", 0.2, 1), ("limit_train_batches", 0.9, 2), ("val_check_interval", 0.5, 1)],
+)
+def test_a_fraction_that_ends_within_a_step_is_refused(name: str, fraction: float, steps: int, tmp_path: Path) -> None:
     batch = GlobalBatch(BatchPlan.derive(global_batch=12, micro_batch=4, replicas=1), seed=0)
-    trainer = local_trainer(
-        tmp_path, batch, max_epochs=1, limit_train_batches=fraction, accumulate_grad_batches=batch.plan.accumulation
-    )
-    with pytest.raises(Refused, match=f"3 are a step; type a number of steps, as trainer.limit_train_batches={steps}"):
+    limits = {name: fraction, "accumulate_grad_batches": batch.plan.accumulation}
+    trainer = local_trainer(tmp_path, batch, max_epochs=1, **limits)
+    with pytest.raises(Refused, match=f"3 are a step; type a number of steps, as trainer.{name}={steps}"):
         trainer.fit(PlainModel(), PlainData(36))
 
 
@@ -100,10 +101,18 @@ def test_a_schedule_that_reads_a_metric_which_is_not_there_is_refused_before_tra
     frequency: int, tmp_path: Path
 ) -> None:
     batch = GlobalBatch(BatchPlan.derive(global_batch=8, micro_batch=None, replicas=1), seed=0)
-    trainer = local_trainer(tmp_path, batch, Ending(), max_epochs=2, check_val_every_n_epoch=2)
+    trainer = local_trainer(tmp_path, batch, max_epochs=2, check_val_every_n_epoch=2)
     if frequency == 2:
         trainer.fit(PlateauModel(frequency=2), PlainData(16))
         return
     with pytest.raises(Refused, match='write "frequency": 2 beside "monitor"'):
         trainer.fit(PlateauModel(), PlainData(16))
     assert trainer.global_step == 0
+
+
+def test_a_schedule_by_epochs_is_refused_where_the_first_validation_is_later(tmp_path: Path) -> None:
+    batch = GlobalBatch(BatchPlan.derive(global_batch=8, micro_batch=None, replicas=1), seed=0)
+    counted = {"max_steps": 6, "check_val_every_n_epoch": None, "val_check_interval": 3}
+    line = "ReduceLROnPlateau reads val/loss after 2 steps, at the end of an epoch, but the first validation is after 3"
+    with pytest.raises(Refused, match=line):
+        local_trainer(tmp_path, batch, **counted).fit(PlateauModel(), PlainData(16))

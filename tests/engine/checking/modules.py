@@ -1,4 +1,4 @@
-"""Modules that break a promise, each for one of the ten causes, as it stands in public code; and one that keeps all."""
+"""Modules that break a promise, as they stand in public code; and one that keeps all."""
 
 from __future__ import annotations
 
@@ -43,14 +43,6 @@ class Normed(Good):
         self.net = nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
 
 
-class OverItems(Good):
-    """Means over what is no sample, as over the tokens that are not padding."""
-
-    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        counts = (y + 1).float()
-        return (cross_entropy(logits, y, reduction="none") * counts).sum() / counts.sum()
-
-
 class Dice(Good):
     """Divides sums over the batch (V-Net, Milletari et al. 2016)."""
 
@@ -63,19 +55,6 @@ class Noisy(Good):
     def __init__(self) -> None:
         super().__init__()
         self.net.insert(2, nn.Dropout(0.5))
-
-
-class MovedInForward(Good):
-    """Sets weights from the first batch, as codebooks and ActNorm are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.zeros(2))
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        if self.scale.detach().eq(0).all():
-            self.scale.data.copy_(1 / batch[0].std(0))
-        return self.loss(self.net(batch[0] * self.scale), batch[1])
 
 
 class ScaledByRank(Good):
@@ -129,34 +108,6 @@ class Replaying(Good):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.seen.append(batch[0].mean(0))
         return self.loss(self.net(batch[0] + torch.stack(self.seen).mean(0)), batch[1])
-
-
-class PastLightning(Good):
-    """Moves its weights by itself, past the optimizer that Lightning sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.sub_(0.05 * parameter.grad)
-                parameter.grad = None
-        return loss
-
-
-class ReadsDice(Dice):
-    """Computes with a weight outside of the forward pass of what holds it, which a sharded one can't be, from its
-    fifth step on: what fails in the first ones is refused."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        if self.global_step < 4:
-            return super().training_step(batch, batch_idx)
-        penalty = (torch.ones(4, 16) * self.net[2].weight).pow(2).sum()
-        return super().training_step(batch, batch_idx) + 0.01 * penalty
 
 
 class OfGPUs(Good):

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.batches.metrics import Ending, EpochMetrics
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints.boundary import StepBoundary
 from lightswitch.checkpoints.last import LastCheckpoints
@@ -103,7 +102,7 @@ class Hooks(pl.Callback):
 
     def _note(self, trainer: pl.Trainer, name: str) -> None:
         rate = trainer.optimizers[0].param_groups[0]["lr"]
-        logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "train/loss"}
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items() if "train/" not in name}
         self.seen.append((name, trainer.current_epoch, trainer.global_step, rate, logged))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -145,7 +144,7 @@ WAYS = {
 def _run(way: Way, folder: Path, checkpoint: Path | None = None) -> tuple[dict[str, Tensor], list[tuple[Any, ...]]]:
     pl.seed_everything(1, verbose=False)
     plan = BatchPlan.derive(BATCH, way.micro_batch, 1)
-    hooks, engine = Hooks(), [Ending(), GlobalBatch(plan, seed=1), EpochMetrics(), StepBoundary()]
+    hooks, engine = Hooks(), [GlobalBatch(plan, seed=1), StepBoundary()]
     best = ModelCheckpoint(folder / "best", monitor="val/loss", filename="{step}", save_top_k=-1)
     users: list[pl.Callback] = [hooks, SavesItself(folder / "own"), best]
     users += [EarlyStopping("val/loss", patience=1, min_delta=0.3)] if way.stops_early else []

@@ -169,7 +169,7 @@ WHOLE = (
     *("trainer.max_epochs=4", "trainer.log_every_n_steps=1", "callbacks.last_checkpoint.every_n_steps=1"),
     *("callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping", "callbacks.early.monitor=val/loss"),
 )
-AT_ENDS = ("samples", "train/loss", "train/mean", "train/synced", "train/accuracy", "train/f1", "train/precision")
+AT_ENDS = ("samples", "train/loss", "train/accuracy", "train/f1", "train/precision")
 AT_ENDS += ("train/end", "val/loss", "val/accuracy", "val/seen")
 
 

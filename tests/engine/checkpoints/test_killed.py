@@ -20,7 +20,7 @@ RUN = (
     "callbacks.last_checkpoint.every_n_steps=2",
     *RECORD,
 )
-AVERAGED = ("callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging", "callbacks.ema.decay=0.9")
+AVERAGED = ("callbacks=[default,ema]", "callbacks.ema.decay=0.9")
 RANDOM = ("model.dropout=0.3", "data.noise=0.1")
 WAYS = {
     "ddp, accumulation, loader workers": (

@@ -6,9 +6,9 @@ What a stranger has written into a run is left out or refused in a line, acts on
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import pytest
 from lightswitch.compare import page
 from lightswitch.compare.__main__ import main
 from lightswitch.errors import Refused
-from tests.engine.compare.test_comparison import losses, run
+from tests.engine.compare.test_comparison import run
 from tests.engine.conftest import PLAIN, Train
 from tests.engine.test_regular_files import BOMB
 
@@ -34,27 +34,27 @@ def test_a_switch_that_does_not_change_the_run_shows_equal_curves(
     capsys.readouterr()
     main(["runs/plainmodel/single", "runs/plainmodel/ddp"])
     told = capsys.readouterr().out
+    found = {row.split("  ")[0]: row.split()[-2:] for row in told.splitlines()}
+    assert found["devices"] == ["1", "2"]
+    assert [one.partition(".")[0] for one in found["trainer.strategy._target_"]] == ["lightswitch", "lightswitch"]
+    assert found["communication, ms"][0] == "0" != found["communication, ms"][1]
+    assert not found.keys() & {"run_id", "trainer.default_root_dir"}
     apart = re.findall(r"^train/loss (?:differs by (\S+) at most|is the same)", told, re.MULTILINE)
     assert float(apart[0] or 0) <= 1e-5
-    assert re.search(r"^ddp +2 +8 .* +\d+ MiB +[\d.]+ s +finished$", told, re.MULTILINE)
-    assert re.search(r"^trainer.strategy._target_ +\S+Single +\S+DDP$", told, re.MULTILINE)
-    assert not re.search(r"^(run_id|callbacks\.|logger\.)", told, re.MULTILINE)
-    steps = {row.split()[0]: row.split() for row in re.findall(r"^(?:single|ddp) (?: +[\d.]+){9}$", told, re.MULTILINE)}
-    assert float(steps["ddp"][4]) > float(steps["single"][4]) == 0
     assert told.endswith("\n\npage       runs/plainmodel/compare.html\n")
     reader, written = _Reader(), Path("runs/plainmodel/compare.html").read_text()
     reader.feed(written)
     assert (reader.open, reader.others) == ([], [])
     assert {"train/loss", "single", "ddp", "backward"} <= set(reader.texts)
-    assert written.count("<svg") >= 4  # of two curves or more, in light and dark
-    titles = ["Values", "Speed and memory", "Time per step, in ms", "Config differences"]
+    assert written.count("<svg") >= 2
+    titles = ["Values", "Speed and memory", "Time of a step", "Settings that differ"]
     assert re.findall(r"<h2>(.*)</h2>", written) == titles
 
 
 class _Reader(HTMLParser):
     """Elements that are not closed, and what a browser would load or run."""
 
-    EMPTY = ("meta", "wbr", "br")
+    EMPTY = ("meta", "br")
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,6 +67,9 @@ class _Reader(HTMLParser):
         self.others += [tag] if tag in ("script", "link", "img", "iframe") else []
         self.others += [value or "" for name, value in attrs if name.endswith(("src", "href")) and value[:1] != "#"]
 
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in ("line", "polyline"), "of SVG"
+
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
@@ -75,14 +78,14 @@ class _Reader(HTMLParser):
         self.others += re.findall(r"url\((?!#)|@import", data)
 
 
-def test_a_change_of_machines_is_a_mark_in_the_curves() -> None:
-    curve, (other,) = {0: 1.0, 1: 2.0, 2: 1.5}, losses(other={0: 1.0, 1: 1.0, 2: 1.0})
-    marks = []
-    for changes in ((), (1,), (1, 2)):
-        changed = run("changed", curves={"train/loss": curve}, changes=changes)
-        (picture,) = page.draw_curves([changed, other])
-        marks.append(picture.light.count("stroke-dasharray"))
-    assert marks == [marks[0], marks[0] + 1, marks[0] + 2]
+def test_a_curve_is_drawn_by_hand_with_a_mark_at_a_change_of_machines() -> None:
+    """Steps 0 to 4 lie 106 pixels apart from 48 on; values 1 to 3 from 222 up to 8."""
+    changed = run("changed", curves={"x": {0: 1.0, 2: math.nan, 4: 3.0}}, changes=(2,))
+    svg = page.curve([changed, run("other", curves={"x": {0: 2.0}})], "x")
+    assert re.findall(r'points="(.*?)"', svg) == ["48.0,222.0 472.0,8.0", "48.0,115.0"]
+    assert re.findall(r'<line x1="(.*?)" x2="(.*?)" y1.*?style="(.*?)"', svg)[-1:] == [
+        ("260.0", "260.0", "stroke: var(--c0); stroke-dasharray: 2")
+    ]
 
 
 # Runs that are none, or not whole
@@ -148,8 +151,8 @@ def test_a_page_replaces_no_file_but_of_a_comparison_and_names_what_is_no_run(
     assert (tmp_path / "mine.html").read_text() == "# mine\n"
 
 
-TIMED = {"startup_seconds": 1.0, "world_size": 1, "on_cuda": False, "peak_bytes": 1, "trained_steps": 1}
-TIMED |= {"saving_seconds": 0.0, "measured_steps": 1, "seconds": {"data": 1.0}, "overlapped_seconds": {}}
+TIMED = {"startup_seconds": 1.0, "world_size": 1, "peak_bytes": 1, "trained_steps": 1}
+TIMED |= {"saving_seconds": 0.0, "measured_steps": 1, "seconds": {"data": 1.0}, "overlapped_seconds": 0.0}
 JOB = {"number": 0, "overrides": ["a=1"], "directory": "x", "state": "failed", "error": "no"}
 MANY = "9" * 400
 ODD: dict[str, list[object]] = {
@@ -203,7 +206,7 @@ def test_metrics_that_are_no_table_are_refused(content: str | None, runs: list[P
         list(page.write(runs, tmp_path / "page.html"))
 
 
-def test_no_text_of_a_run_acts_on_a_terminal_or_a_browser_or_is_a_formula(runs: list[Path], tmp_path: Path) -> None:
+def test_no_text_of_a_run_acts_on_a_terminal_or_a_browser(runs: list[Path], tmp_path: Path) -> None:
     script = "\x1b[31m<script>alert(1)</script>"
     hostile = f"{script}|\n![x](http://elsewhere/x.png)"
     (runs[0] / "config.yaml").write_text(CONFIG + f"text: {json.dumps(hostile)}\n")
@@ -216,6 +219,3 @@ def test_no_text_of_a_run_acts_on_a_terminal_or_a_browser_or_is_a_formula(runs: 
     text = (tmp_path / "page.html").read_text()
     assert "alert(1)" in text
     assert "<script" not in text
-    odd, other = (run(label, curves={"train/loss": {0: 1.0, 1: 0.5}}) for label in ("_$x$ & <b>", "other"))
-    for picture in page.draw_curves([odd, other]):
-        assert "_$x$ & <b>" in ElementTree.fromstring(picture.light).itertext()

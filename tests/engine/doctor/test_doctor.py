@@ -9,38 +9,39 @@ from typing import Any
 import pytest
 import torch
 
-from lightswitch.doctor.examination import Listener, reach
-from lightswitch.doctor.machine import GPU, Accelerators, gpu_lines, gpu_problems, look_for_gpus, without_nccl
+from lightswitch.doctor.examination import GPU, differences, gpu_lines, look_for_gpus, without_nccl
 from tests.engine.conftest import CHECKOUT
 
 GIB = 2**30
 FREE = GPU("NVIDIA H100", 70 * GIB, 80 * GIB)
-FOUND = {
-    "NVIDIA": (
-        Accelerators("CUDA 13.0", "580.65", [FREE]),
-        ["NVIDIA driver 580.65", "CUDA 13.0", "GPU 0: NVIDIA H100, 70.0 GiB of 80.0 GiB free"],
+FOUND: dict[str, tuple[list[GPU], str | None, list[str], list[str]]] = {
+    "a GPU": (
+        [FREE],
+        "580.65",
+        ["NVIDIA driver 580.65", "GPU 0: NVIDIA H100, 70.0 GiB of 80.0 GiB free"],
         [],
     ),
-    "AMD": (
-        Accelerators("ROCm 7.0", None, [GPU("AMD Instinct MI300X", 10 * GIB, 192 * GIB)]),
-        ["ROCm 7.0", "GPU 0: AMD Instinct MI300X, 10.0 GiB of 192.0 GiB free"],
-        ["GPU 0 has 10.0 GiB of 192.0 GiB free; see who uses it: rocm-smi"],
+    "a GPU that others use": (
+        [GPU("AMD Instinct MI300X", 10 * GIB, 192 * GIB)],
+        None,
+        ["GPU 0: AMD Instinct MI300X, 10.0 GiB of 192.0 GiB free"],
+        ["GPU 0 has 10.0 GiB of 192.0 GiB free; see who uses it: nvidia-smi"],
     ),
-    "Apple": (Accelerators("MPS", None, [GPU("Apple's GPU")]), ["MPS", "GPU 0: Apple's GPU"], []),
-    "a CPU": (Accelerators(), ["no GPU that torch can use"], []),
-    "a GPU beside a torch for CPUs": (
-        Accelerators("", "580.65"),
-        ["NVIDIA driver 580.65", "no GPU that torch can use"],
-        ["an NVIDIA driver is installed, but torch was built for CPUs only; install a CUDA build of torch"],
-    ),
+    "Apple": ([GPU("Apple's GPU")], None, ["GPU 0: Apple's GPU"], []),
+    "a CPU": ([], None, ["no GPU that torch can use"], []),
     "a driver without a GPU": (
-        Accelerators("CUDA 13.0", "580.65"),
-        ["NVIDIA driver 580.65", "CUDA 13.0", "no GPU that torch can use"],
-        ["the NVIDIA driver 580.65 is installed, but torch finds no GPU; type nvidia-smi"],
+        [],
+        "580.65",
+        ["NVIDIA driver 580.65", "no GPU that torch can use"],
+        [
+            f"the NVIDIA driver 580.65 is installed, but torch {torch.__version__} finds no GPU; type nvidia-smi, or "
+            "install a CUDA build of torch"
+        ],
     ),
-    "a GPU that is busy": (
-        Accelerators("CUDA 13.0", None, [FREE, GPU(fault="CUDA error: out of memory")]),
-        ["CUDA 13.0", "GPU 0: NVIDIA H100, 70.0 GiB of 80.0 GiB free", "GPU 1: CUDA error: out of memory"],
+    "a GPU that is full": (
+        [FREE, GPU(fault="CUDA error: out of memory")],
+        None,
+        ["GPU 0: NVIDIA H100, 70.0 GiB of 80.0 GiB free", "GPU 1: CUDA error: out of memory"],
         ["GPU 1 can't be used: CUDA error: out of memory; see its state, and who uses it: nvidia-smi"],
     ),
 }
@@ -48,18 +49,13 @@ FOUND = {
 
 @pytest.mark.parametrize("machine", FOUND)
 def test_accelerators_are_named_with_what_is_wrong(machine: str) -> None:
-    found, holdings, wrong = FOUND[machine]
-    assert (list(gpu_lines(found)), list(gpu_problems(found))) == (holdings, wrong)
+    gpus, driver, lines, wrong = FOUND[machine]
+    problems: list[str] = []
+    assert (list(gpu_lines(gpus, driver, problems)), problems) == (lines, wrong)
 
 
-def _process(rank: int, local_rank: int, gpus: int, backends: tuple[str, ...] = ("gloo", "nccl")) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "node": "node1",
-        "local_rank": local_rank,
-        "gpus_for_nccl": gpus,
-        "backends": backends,
-    }
+def _process(rank: int, local_rank: int, gpus: int) -> dict[str, Any]:
+    return {"rank": rank, "node": "node1", "local_rank": local_rank, "gpus": gpus}
 
 
 @pytest.mark.parametrize(
@@ -67,30 +63,32 @@ def _process(rank: int, local_rank: int, gpus: int, backends: tuple[str, ...] = 
     [
         ([_process(0, 0, 2), _process(1, 1, 2)], []),
         # by itself, rank 0 would use NCCL, and wait for rank 1
-        ([_process(0, 0, 1), _process(1, 1, 1)], ["rank 1 on node1 sees 1 GPU, but would use number 1, from 0"]),
-        ([_process(0, 0, 1), _process(1, 0, 0)], ["rank 1 on node1 sees 0 GPUs, but would use number 0, from 0"]),
-        ([_process(0, 0, 1), _process(1, 0, 1, ("gloo",))], ["rank 1 on node1 has a torch without NCCL"]),
+        (
+            [_process(0, 0, 1), _process(1, 1, 1)],
+            ["rank 1 on node1 sees 1 GPUs for NCCL, but would use number 1, from 0"],
+        ),
+        (
+            [_process(0, 0, 1), _process(1, 0, 0)],
+            ["rank 1 on node1 sees 0 GPUs for NCCL, but would use number 0, from 0"],
+        ),
     ],
 )
 def test_nccl_is_tried_by_all_processes_or_none(everyone: list[dict[str, Any]], told: list[str]) -> None:
     assert without_nccl(everyone) == told
 
 
+def test_another_version_or_other_code_of_a_node_is_named_once() -> None:
+    first = {"node": "node1", "versions": {"torch": "2.13"}, "code": {"train.py": "1", "src/a.py": "2"}}
+    other = {"node": "node2", "versions": {"torch": "2.12"}, "code": {"train.py": "1", "src/b.py": "2"}}
+    told = "node2 has torch 2.12, another src/a.py, another src/b.py than node1"
+    assert list(differences([first, first, other, other])) == [told]
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_found_with_its_memory() -> None:
     found = look_for_gpus()
-    assert len(found.gpus) == torch.cuda.device_count()
-    assert all(gpu.fault or 0 < gpu.free_bytes <= gpu.total_bytes for gpu in found.gpus)
-
-
-@pytest.mark.parametrize(("main_address", "is_reached"), [("127.1", True), ("localhost", False), ("127.0.0.1", False)])
-def test_rank_0_is_reached_by_its_name_also_where_its_own_hosts_file_names_the_loopback(
-    main_address: str, is_reached: bool
-) -> None:
-    """127.1 is resolved like a host's name, to the loopback; 127.0.0.2 is another address of this machine."""
-    host, port = Listener(main_address).address
-    assert host == (main_address if is_reached else "127.0.0.1")
-    assert (reach({"other": ("127.0.0.2", port)})["other"] == "") == is_reached
+    assert len(found) == torch.cuda.device_count()
+    assert all(gpu.fault or 0 < gpu.free_bytes <= gpu.total_bytes for gpu in found)
 
 
 DOCTOR = ("-m", "lightswitch.doctor", "--timeout", "300")

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 import lightswitch
 from lightswitch.config.hydra_versions import register_resolver
 from lightswitch.errors import UnfitCheckpoint, UntrustedConfig
-from lightswitch.export.__main__ import main
-from lightswitch.export.hub import _card
+from lightswitch.export.__main__ import card, main
 from tests.engine.checkpoints import hostile
 from tests.engine.plain import PlainModel
 
@@ -50,7 +49,7 @@ def test_what_is_not_the_users_own_is_refused_by_its_name(target: str, tmp_path:
         with pytest.raises(UntrustedConfig) as refused:
             lightswitch.load(path)
         assert str(refused.value) == (
-            f"{path}.yaml builds its model with {target}, which is not your own code; "
+            f"{path}.yaml builds its model with {target}, which is no class of your own code; "
             "lightswitch.load(path, model=MyModel(...)) does not run it, and trust=True does"
         )
 
@@ -149,26 +148,29 @@ def test_a_config_with_aliases_is_refused_before_it_is_expanded(tmp_path: Path) 
 
 OVERRIDES = [
     *("data.token=hunter2", "+data.auth={user: me, password: hunter2}", "data.url=https://me:hunter2@x/"),
-    *("data.api_key='${oc.env:API_KEY}'", "model.tokenizer=gpt2", "name=a\n\n<script>alert(1)</script>"),
+    *("data.api_key='${oc.env:API_KEY}'", "model.tokenizer=gpt2", "name=a\n```\n<script>alert(1)</script>"),
 ]
 
 
-def test_a_card_holds_no_secret_that_was_typed_and_no_html(tmp_path: Path) -> None:
-    run = {"overrides": OVERRIDES, "commit": "<img src=x>\n# head"}
-    (tmp_path / "run.json").write_text(json.dumps(run))
-    (tmp_path / "results.json").write_text('{"val/loss": 0.5, "a|b <script>": 1.0, "\\u001b[31m": 2.0}')
-    card = _card(tmp_path / "checkpoints" / "last.ckpt", None)
-    assert "hunter2" not in card
-    for shown in ("data.token=***", "+data.auth=***", "data.url=***", "${oc.env:API_KEY}", "model.tokenizer=gpt2"):
-        assert shown in card
-    assert "<script>" not in card
-    assert "<img" not in card
-    assert "\x1b" not in card
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in card
-    assert "\n| a\\|b &lt;script> | 1 |\n" in card
+def test_a_card_holds_no_secret_that_was_typed_and_no_markup(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"overrides": OVERRIDES}))
+    (tmp_path / "results.json").write_text('{"val/loss": 0.5, "a```<script>": 1.0, "\\u001b[31m": 2.0}')
+    found = card(tmp_path / "checkpoints" / "last.ckpt", "Model")
+    assert "hunter2" not in found
+    shown = (
+        "data.token=***",
+        "+data.auth=***",
+        "data.url=***",
+        "${oc.env:API_KEY}",
+        "tokenizer=gpt2",
+        '"val/loss": 0.5',
+    )
+    assert [one for one in shown if one not in found] == []
+    assert "\x1b" not in found
+    assert found.count("```") == 2, "all of it is within one block of code"
 
 
 def test_records_that_are_none_make_a_card_without_them(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"overrides": 5}')
     (tmp_path / "results.json").write_text(f'{{"a": {"9" * 400}}}')
-    assert "<pre>python train.py</pre>" in _card(tmp_path / "last.ckpt", None)
+    assert "python train.py" in card(tmp_path / "last.ckpt", "Model")

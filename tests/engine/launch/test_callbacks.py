@@ -5,7 +5,6 @@ What they do to weights and checkpoints under each strategy: strategies/test_mod
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -23,8 +22,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer, callbacks, see
 from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from omegaconf import OmegaConf
-from torch import Tensor
-from torch.optim.swa_utils import AveragedModel
 
 from lightswitch.checkpoints import directory
 from lightswitch.checkpoints.reader import Reader
@@ -32,9 +29,9 @@ from lightswitch.hooked_strategy import hooked
 from lightswitch.launch.build import trainer_arguments
 from lightswitch.strategies import known_callbacks
 from lightswitch.strategies.ddp import Single
+from lightswitch.strategies.ema import EMA
 from lightswitch.strategies.fsdp import FSDP
-from lightswitch.strategies.known_callbacks import KnownCallbacks
-from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train
+from tests.engine.conftest import PLAIN, Finished, Train
 from tests.engine.curves import largest_difference
 from tests.engine.fits import PLAIN as PLAIN_FIT
 from tests.engine.fits import Fits
@@ -62,7 +59,7 @@ def _deepspeed(**options: Any) -> Strategy:
 OF_PORTABLE = known_callbacks.OF_PORTABLE_CHECKPOINTS
 UNSERVED = [  # a callback, what does not serve it, what is told of it, and what does serve it
     *((name, FSDP, told, ()) for name, told in known_callbacks.NOWHERE.items()),
-    ("EMAWeightAveraging", DDPStrategy, OF_PORTABLE["WeightAveraging"], (Single, FSDP)),
+    ("EMAWeightAveraging", FSDP, known_callbacks.NOT_OF_SHARDS["WeightAveraging"], (Single, DDPStrategy)),
     ("BackboneFinetuning", DDPStrategy, OF_PORTABLE["BaseFinetuning"], (Single, FSDP)),
     ("BackboneFinetuning", partial(_deepspeed, stage=3), "DeepSpeed trains the parameters that require ", ()),
 ]
@@ -175,40 +172,27 @@ def _kept(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-# Averages of weights by Lightning's WeightAveraging: a run that is resumed and spread over processes, and a recipe
+# Averages of weights
 
 
-AVERAGED = (*PLAIN, "callbacks.swa._target_=tests.engine.launch.test_callbacks.SWA", "callbacks.swa.start_step=8")
-AVERAGED += ("callbacks.swa.every_n_steps=2", "global_batch_size=40", "run_id=mine")
-
-AVERAGED = ("callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging", "callbacks.ema.decay=0.8")
-EMA = (*LANGUAGE, "scheduler=constant", "trainer.val_check_interval=2", "callbacks.last_checkpoint.every_n_steps=2")
-EMA += (*AVERAGED, "run_id=mine", "micro_batch_size=6")
+AVERAGED = ("callbacks=[default,ema]", "callbacks.ema.decay=0.8")
+MEANS = (
+    *LANGUAGE,
+    "scheduler=constant",
+    "trainer.val_check_interval=2",
+    "callbacks.last_checkpoint.every_n_steps=2",
+)
+MEANS += (*AVERAGED, "run_id=mine", "micro_batch_size=6")
 CHAIN = [WAYS["ddp × 2"], WAYS["fsdp × 2"], WAYS["deepspeed_stage_3 × 2"], Way(TENSOR_PARALLEL, 2), WAYS["single"]]
 STEPS = 3  # of each run of the chain: it ends between two checkpoints, and within an epoch
 
 
-class SWA(WeightAveraging):
-    """Mean of the weights after each so many steps, past the first ones (Izmailov et al. 2018, arXiv:1803.05407)."""
-
-    def __init__(self, start_step: int, every_n_steps: int) -> None:
-        super().__init__(avg_fn=partial(mean_from, start_step // every_n_steps))
-        self.every_n_steps = every_n_steps
-
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        return step_idx is not None and (step_idx + 1) % self.every_n_steps == 0
-
-
-def mean_from(start: int, mean: Tensor, weights: Tensor, updates: Tensor | int) -> Tensor:
-    return mean + (weights - mean) / max(1, int(updates) - start + 1)
-
-
 @pytest.mark.nightly
 def test_a_run_is_validated_and_resumed_by_its_averages_under_one_strategy_after_another(train: Train) -> None:
-    alone = train(*EMA, f"trainer.max_steps={STEPS * len(CHAIN)}", "strategy=single")
+    alone = train(*MEANS, f"trainer.max_steps={STEPS * len(CHAIN)}", "strategy=single")
     folder = None
     for run, way in enumerate(CHAIN, start=1):
-        switched = train(*EMA, f"trainer.max_steps={STEPS * run}", *way.switches, ranks=way.ranks, folder=folder)
+        switched = train(*MEANS, f"trainer.max_steps={STEPS * run}", *way.switches, ranks=way.ranks, folder=folder)
         folder = switched.folder
     for metric in ("train/loss", "val/loss"):
         assert largest_difference(switched, alone, metric) <= 2e-6, metric
@@ -219,23 +203,27 @@ def test_a_run_is_validated_and_resumed_by_its_averages_under_one_strategy_after
     assert any(not torch.equal(expected[name], expected[name.replace("model.", "trained.", 1)]) for name in expected)
 
 
-class _Switch(EMAWeightAveraging):
-    """Trains on from the averages (Li et al. 2024, arXiv:2402.09240), by a method of its base."""
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *others: Any) -> None:
-        super().on_train_batch_end(trainer, pl_module, *others)
-        self._copy_average_to_current(pl_module)
+class MeanFromTheThird(WeightAveraging):
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and step_idx >= 2
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize(
-    "average", [partial(EMAWeightAveraging, decay=0.8), WeightAveraging, partial(_Switch, decay=0.8)]
+    ("average", "of_lightning"),
+    [
+        (partial(EMA, decay=0.8), partial(EMAWeightAveraging, decay=0.8)),
+        (partial(EMA, decay=None, update_starting_at_step=2), MeanFromTheThird),
+    ],
+    ids=["ema", "mean"],
 )
-def test_averages_are_those_of_lightnings_own_callback(average: Callable[[], Callback], precision: str) -> None:
-    if average is WeightAveraging and precision == "bf16-true" and torch.__version__ < (2, 9):
+def test_averages_are_those_of_lightnings_own_callback(
+    average: Callable[[], Callback], of_lightning: Callable[[], Callback], precision: str
+) -> None:
+    if of_lightning is MeanFromTheThird and precision == "bf16-true" and torch.__version__ < (2, 9):
         pytest.skip("this torch's own AveragedModel takes no plain mean of weights in 16 bits")
-    expected = _fitted(SingleDeviceStrategy("cpu"), [average()], precision)
-    found = _fitted(hooked(Single()), [KnownCallbacks(), average()], precision)
+    expected = _fitted(SingleDeviceStrategy("cpu"), [of_lightning()], precision)
+    found = _fitted(hooked(Single()), [average()], precision)
     rounded = {"rtol": 0.03, "atol": 1e-3} if precision == "bf16-true" else {}  # Lightning's own are, by validations
     torch.testing.assert_close(found.callback_metrics, expected.callback_metrics, **rounded)
     torch.testing.assert_close(found.model.state_dict(), expected.model.state_dict(), **rounded)
@@ -243,7 +231,7 @@ def test_averages_are_those_of_lightnings_own_callback(average: Callable[[], Cal
 
 def test_averages_of_weights_in_16_bits_have_32_and_are_not_rounded_by_a_validation() -> None:
     looking = _Validated()
-    _fitted(hooked(Single()), [KnownCallbacks(), looking, EMAWeightAveraging(decay=0.999)], "bf16-true")
+    _fitted(hooked(Single()), [looking, EMA(decay=0.999)], "bf16-true")
     for before, within, after in zip(looking.seen[::3], looking.seen[1::3], looking.seen[2::3], strict=True):
         assert {value.dtype for value in before["state_dict"].values()} == {torch.float32}
         assert {value.dtype for value in before["current_model_state"].values()} == {torch.bfloat16}
@@ -282,39 +270,16 @@ def _fitted(strategy: Strategy, callbacks: list[Callback], precision: str) -> Tr
     return trainer
 
 
-def test_the_mean_is_of_the_weights_past_the_first() -> None:
-    swa, module = SWA(start_step=4, every_n_steps=2), torch.nn.Linear(1, 1, bias=False)
-    averaged, means = AveragedModel(module, **swa._kwargs), []
-    for step in range(1, 11):
-        module.weight.data.fill_(step)
-        if swa.should_update(step_idx=step - 1):
-            averaged.update_parameters(module)
-        means.append(averaged.module.weight.item())
-    assert means[1::2] == pytest.approx([2, 4, 6, (6 + 8) / 2, (6 + 8 + 10) / 3])
-
-
 @pytest.mark.nightly
-def test_a_run_tests_the_mean_resumed_at_an_epochs_end(train: Train) -> None:
-    straight = train(*AVERAGED, "trainer.max_steps=16")
-    begun = train(*AVERAGED, "trainer.max_steps=10")  # five steps are an epoch
-    resumed = train(*AVERAGED, "trainer.max_steps=16", folder=begun.folder)
-    assert _tested(resumed) == _tested(straight)
-    assert any(name.startswith("trained.") for name in _last_checkpoint(resumed)), "it has no averages"
-
-
-@pytest.mark.nightly
-def test_an_average_of_epochs_is_the_same_resumed_at_an_epochs_last_step(train: Train) -> None:
-    ema = (*AVERAGED, "callbacks.ema.update_every_n_steps=0", "callbacks.ema.update_starting_at_epoch=1")
-    run = (*PLAIN, *ema, "global_batch_size=40", "trainer.max_steps=13", "run_id=mine")  # five steps are an epoch
+def test_lightnings_own_average_goes_on_as_it_was(train: Train) -> None:
+    own = "callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging"
+    run = (*PLAIN, own, "callbacks.ema.decay=0.8", "global_batch_size=40", "run_id=mine", "trainer.max_steps=13")
     saved = ("callbacks.last_checkpoint.every_n_steps=5", "callbacks.last_checkpoint.keep=4")
     straight = train(*run, *saved)
-    before_the_end = train(*run, f"resume={straight.run_dir}/checkpoints/step_10.ckpt")
-    ended = train(*run, "trainer.max_steps=10")  # whose last checkpoint is written once the epoch has ended
-    after_the_end = train(*run, folder=ended.folder)
-    expected = _last_checkpoint(straight)
-    for resumed in (before_the_end, after_the_end):
-        found = _last_checkpoint(resumed)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert "Lightning's WeightAveraging ends a run with the average" in straight.out
+    resumed = train(*run, f"resume={straight.run_dir}/checkpoints/step_10.ckpt")
+    found, expected = _last_checkpoint(resumed), _last_checkpoint(straight)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("single", 0), *at_night(("deepspeed_stage_2", 2))])
@@ -329,15 +294,9 @@ def test_a_run_goes_on_by_the_trained_weights_without_the_callback(strategy: str
 
 @pytest.mark.nightly
 def test_averaged_statistics_of_a_batch_norm_are_those_of_rank_0(fits: Fits) -> None:
-    fit = replace(PLAIN_FIT, module=NormedModel, callbacks=(partial(EMAWeightAveraging, decay=0.8),))
+    fit = replace(PLAIN_FIT, module=NormedModel, callbacks=(partial(EMA, decay=0.8),))
     replicated, sharded = (fits(replace(fit, strategy=name), 2)[0] for name in ("ddp", "deepspeed_stage_1"))
     assert largest_difference(sharded, replicated, "val/loss") <= 2e-6
-
-
-def test_the_page_shows_it() -> None:
-    page = (CHECKOUT / "docs/your-own-code.md").read_text()
-    assert inspect.getsource(SWA) in page
-    assert inspect.getsource(mean_from) in page
 
 
 def _last_checkpoint(run: Finished) -> dict[str, torch.Tensor]:

@@ -6,13 +6,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
 from torch.nn.utils import parametrizations
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, OneCycleLR, ReduceLROnPlateau
 from torchmetrics.classification import MulticlassAccuracy
+
+from lightswitch.strategies.ema import EMA
 
 Batch = tuple[Tensor, Tensor]
 
@@ -388,7 +389,7 @@ class Warmup(Classifier):
 
 
 class Averaged(Classifier):
-    """Averages of weights by Lightning's callback, and a metric of torchmetrics'."""
+    """Averages of weights by the engine's callback, and a metric of torchmetrics'."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -399,7 +400,7 @@ class Averaged(Classifier):
         self.log("val/accuracy", self.accuracy, on_step=True, on_epoch=True)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        return [EMAWeightAveraging(decay=0.8)]
+        return [EMA(decay=0.8)]
 
 
 class GradientHooks(Classifier):

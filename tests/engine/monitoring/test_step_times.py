@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightswitch.monitoring import step_times
 from lightswitch.monitoring.step_timer import StepTimer, _split
-from lightswitch.monitoring.step_times import PHASES, StepTimes, merged, read, split
+from lightswitch.monitoring.step_times import PHASES, StepTimes, covered, read, split
 from tests.engine.conftest import Train
 from tests.engine.monitoring.tiny import Regression, loader, trainer
 from tests.engine.tiny import LANGUAGE
@@ -34,17 +34,17 @@ SPLITS = {  # marks, collectives and computations, from and to so many seconds; 
     "a collective counts where nothing is computed beside it": (
         (MARKS, [(3.0, 5.5)], [(0.0, 2.0), (2.0, 4.5), (6.0, 7.0)]),
         {"forward": 2.0, "backward": 3.0, "communication": 1.0, "optimizer": 1.0, "data": 1.0},
-        {"backward": 1.5},
+        1.5,
     ),
     "a collective is cut where a phase ends, and two at once count once": (
         (MARKS, [(5.0, 6.5), (5.2, 6.0)], [(2.0, 5.0)]),
         {"forward": 2.0, "backward": 3.0, "communication": 1.5, "optimizer": 0.5, "data": 1.0},
-        {},
+        0.0,
     ),
     "what is no phase is left out": (
         ([*INTERRUPTED, (9.5, "end")], [(3.0, 4.0)], []),
         {"forward": 1.5, "data": 1.5},
-        {},
+        0.0,
     ),
 }
 
@@ -53,7 +53,7 @@ SPLITS = {  # marks, collectives and computations, from and to so many seconds; 
 def test_the_time_of_a_step_is_split_into_phases(case: str) -> None:
     events, seconds, beside = SPLITS[case]
     assert split(*events) == (dict.fromkeys(PHASES, 0.0) | seconds, beside)
-    assert merged([(4.0, 5.0), (0.0, 1.0), (1.0, 2.0), (1.5, 1.8)]) == [(0.0, 2.0), (4.0, 5.0)]
+    assert covered([(4.0, 5.0), (0.0, 1.0), (1.0, 2.0), (1.5, 1.8)], 0.5, 4.5) == 2.0
 
 
 def _event(name: str, start: float, end: float, on_gpu: bool = False, is_annotation: bool = False) -> FunctionEvent:
@@ -74,7 +74,7 @@ def test_on_gpus_kernels_count_and_not_the_calls_that_launch_them() -> None:
     ]
     seconds, overlapped = _split(events, on_gpu=True)
     assert (seconds["backward"], seconds["communication"]) == pytest.approx((70e-6, 30e-6))
-    assert overlapped == {"backward": pytest.approx(20e-6)}
+    assert overlapped == pytest.approx(20e-6)
 
 
 def test_on_cpus_calls_that_only_start_or_wait_for_a_collective_compute_nothing() -> None:
@@ -86,7 +86,7 @@ def test_on_cpus_calls_that_only_start_or_wait_for_a_collective_compute_nothing(
     ]
     seconds, overlapped = _split(events, on_gpu=False)
     assert (seconds["forward"], seconds["communication"]) == pytest.approx((60e-6, 40e-6))
-    assert overlapped == {"forward": pytest.approx(10e-6)}
+    assert overlapped == pytest.approx(10e-6)
 
 
 # Training whose phases take a known time, because they sleep
@@ -173,15 +173,14 @@ def test_each_phase_takes_the_time_that_it_takes(tmp_path: Path) -> None:
 
     def is_undisturbed(found: StepTimes) -> bool:
         is_within = all(found.seconds[phase] < seconds + SLACK for phase, seconds in expected.items())
-        return is_within and found.saving_seconds < SAVE + 10 * SLACK
+        return is_within and 12 * found.saving_seconds < SAVE + 10 * SLACK
 
     found = _measured(measure, is_undisturbed)
     for phase, seconds in expected.items():
         assert seconds <= found.seconds[phase] < seconds + SLACK, phase
     assert found.seconds["communication"] == 0
     assert (found.measured_steps, found.trained_steps, found.world_size) == (4, 12, 1)
-    assert SAVE <= found.saving_seconds < SAVE + 10 * SLACK
-    assert found.saving_seconds_a_step == found.saving_seconds / 12
+    assert SAVE <= 12 * found.saving_seconds < SAVE + 10 * SLACK
     assert 0 < found.startup_seconds < time.time() - psutil.Process().create_time()
     assert found.peak_bytes > 2**26  # what a process takes that has imported torch
 
@@ -254,4 +253,4 @@ def test_buckets_that_are_averaged_while_the_backward_pass_goes_on_overlap_it(tr
     run = train(*LATE, "strategy=ddp", "trainer.strategy.bucket_cap_mb=0.01", ranks=2)
     found = read(run.run_dir)
     assert found is not None
-    assert found.overlapped_seconds["backward"] > 0
+    assert found.overlapped_seconds > 0

@@ -16,14 +16,14 @@ from omegaconf.basecontainer import get_yaml_loader
 
 from lightswitch.config.overrides import asks_for_help
 from lightswitch.errors import RefusedRequest
-from lightswitch.reference.choices import config, groups, help_text, sentences
+from lightswitch.reference.choices import config, groups, help_text
 from lightswitch.reference.schema import schemas
 from tests.engine.config import test_hydra_errors as mistakes
 from tests.engine.conftest import CHECKOUT, PLAIN, Train
 from tests.engine.launch.test_habits import RUNS
 from tests.engine.tables import environment
 from tests.engine.tables.documents import MADE
-from tests.engine.tables.reference import FOLDER, pages
+from tests.engine.tables.reference import FOLDER, pages, sentences
 from tests.engine.tables.run_directory import COLUMNS, FILES, FILES_OF_SOME, RECORDS
 
 TRAIN, CONF = CHECKOUT / "train.py", CHECKOUT / "conf"
@@ -83,7 +83,7 @@ def test_what_is_not_there_is_refused_in_a_line(about: str, told: str) -> None:
 def test_each_key_that_can_be_typed_has_a_sentence() -> None:
     """But for those of a device's sheet, of peft, and of fsdp_tp's plans, which are named by the model's class."""
     keys = [key for choice in (config(CONF), *itertools.chain(*groups(CONF).values())) for key in choice.keys]
-    told = sentences(CONF)
+    told = sentences()
     mute = {key.path for key in keys if not key.is_node and not key.name.startswith("_") and key.path not in told}
     unnamed = ("plan.device.", "model.lora.", "trainer.strategy.plans.")
     assert [path for path in mute if not path.startswith(unnamed)] == []

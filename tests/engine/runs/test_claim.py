@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from lightswitch.errors import RefusedRequest
-from lightswitch.runs import lock
+from lightswitch.runs import claim
 from lightswitch.runs.claim import new_run_id
 from tests.engine.conftest import CHECKOUT, PLAIN, Train, runs_in
 from tests.engine.failures.pace import PACE_TARGET
@@ -50,7 +50,7 @@ def test_of_two_starts_at_once_exactly_one_trains(ranks: int, train: Train, tmp_
         refused.err,
     )
     assert [row["step"] for row in trained.metrics() if row.get("val/loss") or row.get("test/loss")] == ["5", "6"]
-    assert not (trained.run_dir / lock.FILE).exists()
+    assert not (trained.run_dir / claim.LOCK).exists()
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGKILL], *at_night(([signal.SIGINT] * 2,))], ids=str)
@@ -65,9 +65,9 @@ def test_a_run_that_was_ended_can_be_started_again(signals: list[signal.Signals]
     run = (*RUN, "trainer.log_every_n_steps=1", "trainer.max_steps=100")
     ended = train(*run, *PACE, meanwhile=end_it, check=False)
     assert ended.returncode != 0
-    assert (ended.run_dir / lock.FILE).exists() == (signals == [signal.SIGKILL])
+    assert (ended.run_dir / claim.LOCK).exists() == (signals == [signal.SIGKILL])
     train(*run, folder=ended.folder)
-    assert not (ended.run_dir / lock.FILE).exists()
+    assert not (ended.run_dir / claim.LOCK).exists()
 
 
 def test_beside_a_run_a_finished_start_says_so_and_an_evaluation_leaves_its_record(train: Train) -> None:
@@ -76,7 +76,7 @@ def test_beside_a_run_a_finished_start_says_so_and_an_evaluation_leaves_its_reco
     names = ("config.yaml", "run.json", ".hydra/config.yaml", ".hydra/overrides.yaml", "ended.json")
     record = {name: (run_dir / name).read_text() for name in names}
     results = json.loads((run_dir / "results.json").read_text())
-    held = lock.take(run_dir, on_lost=print)
+    held = claim.lock(run_dir)
     assert "finished   fit and test have ended at step 6" in train(*RUN, folder=first.folder).out
     last = "ckpt_path=runs/plainmodel/mine/checkpoints/last.ckpt"
     train(*PLAIN, "mode=test", last, folder=first.folder)
@@ -102,7 +102,7 @@ def test_a_sweep_has_one_walker(start: Start, tmp_path: Path) -> None:
     assert out.startswith(f"error: runs/waiting/x is being written by process {first.pid} on ")
     first.send_signal(signal.SIGTERM)
     first.wait()
-    assert not list(tmp_path.glob(f"runs/waiting/x/{lock.FILE}"))
+    assert not list(tmp_path.glob(f"runs/waiting/x/{claim.LOCK}"))
 
 
 def _until(condition: Callable[[], bool]) -> None:

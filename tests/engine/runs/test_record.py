@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightswitch.errors import Refused
-from lightswitch.runs import lock, record
+from lightswitch.runs import claim, record
 from lightswitch.runs.record import log_hyperparameters
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 from tests.engine.failures.pace import FAILS_ONCE
@@ -64,7 +64,7 @@ def _state(run_dir: Path) -> dict[str, object]:
     found: dict[str, object] = {}
     for path in sorted(run_dir.rglob("*")):
         read = (lambda path: os.readlink(path)) if path.is_symlink() else Path.read_bytes
-        if (path.is_file() or path.is_symlink()) and path.name != lock.FILE:
+        if (path.is_file() or path.is_symlink()) and path.name != claim.LOCK:
             found[str(path.relative_to(run_dir))] = (read(path), path.lstat().st_mtime_ns)
     return found
 
@@ -76,7 +76,7 @@ def test_a_refused_start_leaves_every_byte_of_an_earlier_run(request_: str, earl
     refused = train(*RUN, *words, folder=earlier.folder, check=False)
     assert (refused.returncode, refused.err.count("error: ")) == (2, 1), refused.err
     assert _state(earlier.run_dir) == before
-    assert not (earlier.run_dir / lock.FILE).exists()
+    assert not (earlier.run_dir / claim.LOCK).exists()
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_a_start_that_finds_only_harmed_checkpoints_leaves_them(copied: Finished
 
 def test_a_start_while_another_writes_leaves_its_files(earlier: Finished, train: Train) -> None:
     before = _state(earlier.run_dir)
-    held = lock.take(earlier.run_dir, on_lost=print)
+    held = claim.lock(earlier.run_dir)
     refused = train(*RUN, MORE, folder=earlier.folder, check=False)
     by_ranks = train(*RUN, MORE, "strategy=ddp", ranks=2, folder=earlier.folder, check=False)
     held.release()

@@ -31,7 +31,7 @@ from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.preflight import devices
 from lightswitch.sweeps import job, record
 from lightswitch.sweeps.multirun import go_on, shared_problems, slots
-from lightswitch.sweeps.pool import Pool, ProcessEnd
+from lightswitch.sweeps.pool import Pool
 from tests.engine.config.mistaken import answers
 from tests.engine.conftest import CHECKOUT, PLAIN, PLAIN_DATA
 from tests.engine.launch.witness import WITNESS, witnesses
@@ -113,7 +113,6 @@ def test_a_sweep_of_optuna_goes_on_after_objectives_that_are_not_finite(sweep: S
 @pytest.mark.parametrize("content", [b'{"number": 1, "ov', b"[]", b'{"number": 1}', b"", b"\xff\xfe"])
 def test_of_a_harmed_record_the_overrides_of_its_run_are_known(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "job.json").write_bytes(content)
-    assert record.is_damaged(tmp_path)
     assert record.read(tmp_path) is None
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra/overrides.yaml").write_text("- run_id=x\n- seed=2\n")
@@ -146,22 +145,25 @@ def test_a_sweep_that_nohup_started_goes_on_when_its_terminal_closes(tmp_path: P
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Pool() as pool:
-            pool.start(["sh", "-c", f"kill -HUP {os.getpid()} $$"], tmp_path, ended := [].append)
+            ended: list[tuple[int, list[int]]] = []
+            command = ["sh", "-c", f"kill -HUP {os.getpid()} $$"]
+            pool.start(command, tmp_path, lambda exit_code, signals: ended.append((exit_code, signals)))
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert ended.__self__ == [ProcessEnd(0, [])]
+    assert ended == [(0, [])]
 
 
 def test_jobs_run_at_once_each_in_its_slot_and_what_they_leave_behind_is_killed(tmp_path: Path) -> None:
     """Each of four waits until two have begun: one after another, they would wait for ever."""
     script = "echo $GPU; touch $$; sleep 3600 & until [ $(ls | wc -l) -ge 2 ]; do sleep 0.05; done"
-    ended: list[ProcessEnd] = []
+    ended: list[int] = []
     with Pool([{"GPU": "0"}, {"GPU": "1"}]) as pool:
         for number in range(4):
-            pool.wait_for_slot()
-            pool.start(["sh", "-c", script], tmp_path, ended.append, tmp_path.with_name(f"{number}.txt"))
+            pool.wait(for_slot=True)
+            output = tmp_path.with_name(f"{number}.txt")
+            pool.start(["sh", "-c", script], tmp_path, lambda exit_code, _: ended.append(exit_code), output)
         pool.wait()
-    assert ended == 4 * [ProcessEnd(0, [])]
+    assert ended == 4 * [0]
     outputs = [tmp_path.with_name(f"{number}.txt").read_text().strip() for number in range(4)]
     assert sorted(outputs[:2]) == ["0", "1"]
     sessions = {int(path.name) for path in tmp_path.iterdir()}
@@ -310,7 +312,7 @@ UNREAD = "PlainModel takes no optimizer; its arguments: model.lr, model.width, m
         (f"{LANGUAGE} trainer.max_stps=4 optimizer.eps=x,1e-8", [TYPO]),
         (f"{LANGUAGE} optimizer.eps=x,1e-8,y", []),
         (f"{LANGUAGE} seed=1,2 model.lr=0.1", ["model.lr: LanguageModel takes no lr; type optimizer.lr=0.1"]),
-        (f"{LANGUAGE} model.lr=0.1,0.2", ["model.lr: LanguageModel takes no lr; type optimizer.lr=VALUE"]),
+        (f"{LANGUAGE} model.lr=0.1,0.2", []),  # each has another line
         # the first and the last take no such option
         (f"{LANGUAGE} strategy=fsdp,ddp,fsdp_hybrid trainer.strategy.find_unused_parameters=true", []),
         *at_night(

@@ -16,7 +16,7 @@ from typing import TypeGuard
 
 from lightswitch import errors
 from lightswitch.errors import ExitCode
-from lightswitch.reference.choices import Choice, Key, config, groups, sentences
+from lightswitch.reference.choices import Choice, Key, config, groups
 from tests.engine.conftest import CHECKOUT
 from tests.engine.tables import environment, run_directory
 from tests.engine.tables.documents import code, page, table
@@ -62,7 +62,7 @@ def _choices() -> str:
 
 
 def _group(name: str, choices: list[Choice]) -> str:
-    sentences = table(("choice", "what it is"), ((code(choice.name), choice.sentence) for choice in choices))
+    listed = table(("choice", "what it is"), ((code(choice.name), choice.sentence) for choice in choices))
     told: set[str] = set()
     sections = []
     for choice in choices:
@@ -70,7 +70,7 @@ def _group(name: str, choices: list[Choice]) -> str:
         told |= {key.path for key in keys}
         if keys:
             sections.append(f"### {name}={choice.name}\n\n{_keys(keys)}")
-    return "\n\n".join((f"## {name}", sentences, *sections))
+    return "\n\n".join((f"## {name}", listed, *sections))
 
 
 def _keys(keys: Iterable[Key]) -> str:
@@ -84,13 +84,16 @@ def _row(key: Key) -> tuple[str, ...]:
         code(key.value or ""),
         code(key.kind),
         code(default),
-        key.sentence or _sentences().get(key.path, ""),
+        key.sentence or sentences().get(key.path, ""),
     )
 
 
 @functools.cache
-def _sentences() -> dict[str, str]:
-    return sentences(CHECKOUT / "conf")
+def sentences() -> dict[str, str]:
+    """Return the description of each key of conf, by path, for the keys that have one."""
+    conf = CHECKOUT / "conf"
+    choices = (config(conf), *(choice for group in groups(conf).values() for choice in group))
+    return {key.path: key.sentence for choice in reversed(choices) for key in choice.keys if key.sentence}
 
 
 def _commands() -> str:
@@ -172,17 +175,26 @@ def _told(tree: ast.Module) -> Iterator[str]:
     """Yield the texts of refusals: raised, yielded or returned, put together before, or in a table of the module."""
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
-            yield from _texts(node.value.values)
+            yield from (text for text in _texts(node.value.values) if re.search("[;:,]| is ", text))  # no list of keys
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         parts = list(ast.walk(function))
         returned = [text for part in parts if isinstance(part, ast.Return) for text in _texts([part.value])]
         refusals = [part for part in parts if _refuses(part)]
         told = [text for text in returned if re.search(r"[;:] |can't", text)]
+        assigned = [part for part in parts if isinstance(part, ast.Assign)]
         if told or refusals:
-            yield from _texts([part.value for part in parts if isinstance(part, ast.Assign)])
+            yield from _texts([part.value for part in assigned if not _is_begun(part)])
         yield from told
         for refusal in refusals:
-            yield from _texts([refusal.value] if isinstance(refusal, ast.Yield) else refusal.args)
+            before = [part for part in assigned if _is_begun(part) and part.lineno < refusal.lineno]
+            begun = _template(max(before, key=lambda part: part.lineno).value) if before else "{found}"
+            for text in _texts([refusal.value] if isinstance(refusal, ast.Yield) else refusal.args):
+                yield text.replace("{found}", begun)
+
+
+def _is_begun(node: ast.Assign) -> bool:
+    """Whether it is the beginning of a line, which a refusal after it ends."""
+    return ast.unparse(node.targets[0]) == "found" and bool(_template(node.value))
 
 
 def _refuses(node: ast.AST) -> TypeGuard[ast.Yield | ast.Call]:

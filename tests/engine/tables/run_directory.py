@@ -10,8 +10,8 @@ import yaml
 
 from lightswitch.monitoring.metrics import FIRST_COLUMNS
 from lightswitch.monitoring.step_times import StepTimes
+from lightswitch.runs.claim import Holder
 from lightswitch.runs.finished import Mark
-from lightswitch.runs.lock import Holder
 from lightswitch.runs.record import Origin
 from lightswitch.sweeps.record import Record
 from tests.engine.tables.documents import code, page, table

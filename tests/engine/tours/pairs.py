@@ -34,7 +34,7 @@ SHAPES = {
 BATCHES = {"whole": "micro_batch_size=null", "accumulated": "micro_batch_size=6"}
 CALLBACKS = {  # beside the default ones
     "measured": ("callbacks=[default,grad_norm,step_times,early_stopping]",),
-    "averages": ("callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging", "callbacks.ema.decay=0.8"),
+    "averages": ("callbacks=[default,ema]", "callbacks.ema.decay=0.8"),
     "trainable only": ("callbacks=[default,trainable_only]",),
 }
 COMPILED = {"eager": (), "compiled": ("compile=true", "compile.backend=eager")}  # aot_eager: strategies/

@@ -6,13 +6,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.functional import cross_entropy, gelu, linear
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
+
+from lightswitch.strategies.ema import EMA
 
 WORDS, WIDTH = 12, 16
 Batch = tuple[Tensor, Tensor]
@@ -380,7 +382,7 @@ class Averaging(Tied):
         return super().training_step(batch, batch_idx)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        return [EMAWeightAveraging(decay=0.8)]
+        return [EMA(decay=0.8)]
 
 
 class Scaled(nn.Module):
@@ -435,7 +437,7 @@ class FreezingByTurns(Plain):
             block.requires_grad_(self.global_step % 2 == index)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        return [EMAWeightAveraging(decay=0.8)]
+        return [EMA(decay=0.8)]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         parts = [[self.net.wte, self.net.head], *([block] for block in self.net.blocks)]
