@@ -10,6 +10,7 @@ logits = model(ids)
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if sys.platform == "win32":  # before any import of what Windows lacks: signals, locks of files, forked processes
@@ -26,10 +27,9 @@ __all__ = ["FailedRun", "Run", "compose", "load", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load":  # on first use: it imports torch, which most of the launch does not need
-        from lightswitch.export import models as module
-    elif name in __all__:
-        from lightswitch.launch import from_python as module
-    else:
+    if name not in __all__:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    return getattr(module, name)
+    # on first use: they import torch or Hydra, which most of the launch does not need
+    return getattr(
+        import_module("lightswitch.export.models" if name == "load" else "lightswitch.launch.from_python"), name
+    )
