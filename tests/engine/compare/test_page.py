@@ -45,7 +45,7 @@ def test_a_switch_that_does_not_change_the_run_shows_equal_curves(
     reader, written = _Reader(), Path("runs/plainmodel/compare.html").read_text()
     reader.feed(written)
     assert (reader.open, reader.others) == ([], [])
-    assert {"train/loss", "single", "ddp", "backward"} <= set(reader.texts)
+    assert {"train/loss", "single", "ddp", "backward, ms"} <= set(reader.texts)
     assert written.count("<svg") >= 2
     titles = ["Values", "Speed and memory", "Time of a step", "Settings that differ"]
     assert re.findall(r"<h2>(.*)</h2>", written) == titles
