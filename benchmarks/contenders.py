@@ -56,7 +56,9 @@ def with_engine(overrides: list[str], folder: Path, turns: Turns) -> None:
     """Train as `python train.py` does, with all of its defaults."""
     with composed(overrides, folder, turns.steps) as cfg, _hooks_restored():
         process = Process()
-        run = RunContext.of(cfg, HydraConfig.get(), placement.detect(), process, Signals(process))
+        hydra = HydraConfig.get()
+        folder = Path(hydra.runtime.output_dir)
+        run = RunContext(folder, str(cfg.run_id), "fit", placement.detect(), hydra, process, Signals(process))
         model, data, trainer = build.build(cfg, run, check(cfg, run))
         _fit(trainer, model, data, turns)
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.conf import HydraConf
-from omegaconf import DictConfig
 
 from lightswitch.cluster.placement import Placement
 from lightswitch.process import Process, Signals
@@ -33,21 +32,6 @@ class RunContext:
     hydra: HydraConf
     process: Process
     signals: Signals
-
-    @classmethod
-    def of(
-        cls, cfg: DictConfig, hydra: HydraConf, placement: Placement, process: Process, signals: Signals
-    ) -> RunContext:
-        """Make the context from a composed config."""
-        return cls(
-            Path(hydra.runtime.output_dir),
-            str(cfg.get("run_id")),
-            str(cfg.get("mode")),
-            placement,
-            hydra,
-            process,
-            signals,
-        )
 
     @property
     def is_first(self) -> bool:

@@ -360,8 +360,7 @@ PATCHES = (
 _PL = "lightning.pytorch"
 OVERRIDES = {
     "deepspeed.runtime.zero.partition_parameters.Init": ("_zero_init_param",),
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl": ("load_configuration",),
-    "hydra._internal.hydra.Hydra": ("get_mode", "multirun"),
+    "hydra._internal.hydra.Hydra": ("compose_config", "get_mode", "multirun"),
     "lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin": ("device",),
     f"{_PL}.callbacks.ModelCheckpoint": ("_update_best_and_save",),
     f"{_PL}.loops._FitLoop": (

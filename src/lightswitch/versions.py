@@ -11,12 +11,7 @@ def beyond_bounds() -> list[str]:
 
     pip reports this only on installation: another package may have upgraded torch since.
     """
-    from importlib.metadata import PackageNotFoundError, requires
-
-    try:
-        return unmet(requires("lightswitch") or [])
-    except PackageNotFoundError:  # the code lies in PYTHONPATH
-        return []
+    return unmet(required_by("lightswitch"))
 
 
 def unmet(requirements: Iterable[str]) -> list[str]:
@@ -45,7 +40,10 @@ def of(packages: Iterable[str]) -> dict[str, str]:
 
 
 def required_by(package: str) -> list[str]:
-    """Return the requirements of an installed package, as its metadata states them."""
-    from importlib.metadata import requires
+    """Return the requirements of a package, as its metadata states them; none if only its code is there."""
+    from importlib.metadata import PackageNotFoundError, requires
 
-    return requires(package) or []
+    try:
+        return requires(package) or []
+    except PackageNotFoundError:
+        return []

@@ -53,9 +53,11 @@ def composed(*words: str, into: Path) -> Request:
 def problems(request: Request, placement: Placement = ALONE) -> set[str]:
     """Return the lines with which the last composed request is refused; none where it would run."""
     register_resolvers(placement)
-    process = Process()
+    process, folder = Process(), Path(request.hydra.runtime.output_dir)
+    mode = str(request.cfg.get("mode"))
+    run = RunContext(folder, "composed", mode, placement, request.hydra, process, Signals(process))
     try:
-        check(request.cfg, RunContext.of(request.cfg, request.hydra, placement, process, Signals(process)))
+        check(request.cfg, run)
     except RefusedRequest as refused:
         return set(refused.problems)
     return set()

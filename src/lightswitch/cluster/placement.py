@@ -48,7 +48,7 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> Placement:
-    """Read the placement from variables that `preflight.environment` has checked.
+    """Read the placement from variables that `preflight.devices` has checked.
 
     A process that Lightning started counts as local. Its rank is then LOCAL_RANK + NODE_RANK, which is 0 only in the
     run's first process.

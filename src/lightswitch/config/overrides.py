@@ -1,23 +1,21 @@
-"""Command-line overrides: their conversion to the form that Hydra takes, and faster composition of the config."""
+"""Command-line overrides: their conversion to the form that Hydra takes, and the names and choices that they give."""
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.hydra import Hydra
 from hydra.conf import HydraConf
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightswitch.config.values import name_problems
 from lightswitch.errors import RefusedRequest
-from lightswitch.mixins import Mixin, with_mixin
+
+AUTO = "auto"  # a value that the run finds, as the micro-batch size
+MODES = ("fit", "validate", "test", "predict", "plan", "dry_run", "check")
 
 # Groups whose files hold the arguments of a constructor; an override may set any argument, listed in the file or not.
 CONSTRUCTED = ("model", "data", "trainer", "optimizer", "scheduler", "callbacks", "logger", "cluster", "compile")
@@ -29,7 +27,6 @@ _PARTIAL = ("optimizer", "scheduler")
 _VALUED_FLAGS = {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "-p", "--package"}
 _VALUED_FLAGS |= {"--experimental-rerun", "-e", "--cfg", "-c", "--info", "-i"}
 _SWEEPS = {"-m", "--multirun"}
-_QUOTED_KEY = re.compile(r"""([{,]\s*)(["'])([A-Za-z_][\w.-]*|)\2\s*:""")
 
 
 def normalised(arguments: list[str], rank: int = 0) -> list[str]:
@@ -39,8 +36,9 @@ def normalised(arguments: list[str], rank: int = 0) -> list[str]:
     """
     flags, overrides = _split([word for word in arguments if not re.match(r"--local[-_]rank=", word)])
     is_sweep = asks_for_a_sweep(arguments)
-    overrides = [_addable(_choosing(_named(_with_plain_keys(override), is_sweep))) for override in overrides]
-    return flags + _emptied(overrides) + overrides + _quiet_ranks(rank)
+    overrides = [_addable(_choosing(_named(override, is_sweep))) for override in overrides]
+    quiet = ["hydra.job_logging.root.handlers=[console]"] if rank else []  # rank 0 alone writes the run's log
+    return flags + _emptied(overrides) + overrides + quiet
 
 
 def shortened(override: str) -> str:
@@ -100,20 +98,6 @@ def _named(override: str, is_sweep: bool) -> str:
     return override if re.fullmatch(r"'.*'|\".*\"", name) else f"{key}={quoted(name)}"
 
 
-def _with_plain_keys(override: str) -> str:
-    """Remove the quotes around keys of a dict, which Hydra does not parse; of `init_names`, "" becomes "."."""
-    key, equals, value = override.partition("=")
-    if not value.startswith("{"):
-        return override
-    of_all = "." if key.lstrip("+") == "init_names" else None
-
-    def plain(found: re.Match[str]) -> str:
-        name = found[3] or of_all
-        return found[0] if name is None else f"{found[1]}{name}:"
-
-    return f"{key}{equals}{re.sub(_QUOTED_KEY, plain, value)}"
-
-
 def _choosing(override: str) -> str:
     """Quote choices that look like numbers or booleans (`precision=16,32`), and convert `debug=null` to `~debug`.
 
@@ -150,13 +134,6 @@ def _emptied(overrides: list[str]) -> list[str]:
     return [f"~{group}" for group in replaced] + partial
 
 
-def _quiet_ranks(rank: int) -> list[str]:
-    """Return the override that stops ranks other than 0 from writing the run's log file."""
-    if rank == 0:
-        return []
-    return ["hydra.job_logging.root.handlers=[console]"]
-
-
 def typed_overrides(hydra: HydraConf) -> list[str]:
     """Return the command line's overrides as typed; reading them one by one would resolve their interpolations."""
     typed: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
@@ -168,33 +145,18 @@ def typed_keys(hydra: HydraConf) -> set[str]:
     return {key_and_value(override)[0] for override in typed_overrides(hydra)}
 
 
-class ComposesOnce(Hydra):
-    """Hydra that composes a run's config once; it would compose it to detect a sweep, and again to run."""
-
-    def get_mode(self, config_name: str | None, overrides: list[str], **parsed: Any) -> Any:
-        """Return whether the config asks for a run or a sweep, and keep the config of a run.
-
-        Args:
-            parsed: the overrides once more, parsed by Hydra 1.4.
-        """
-        if asks_for_a_sweep(sys.argv[1:]):  # even with a single job
-            return super().get_mode(config_name, overrides, **parsed)
-        try:
-            cfg = self.compose_config(config_name, overrides, run_mode=RunMode.RUN)
-        except (HydraException, OmegaConfBaseException):
-            return super().get_mode(config_name, overrides, **parsed)  # a sweep, or a problem that Hydra reports later
-        check_names(cfg)
-        if cfg.hydra.mode != RunMode.MULTIRUN:
-            self.config_loader = with_mixin(_Composed, self.config_loader)
-            self.config_loader.cfg = cfg
-        return cfg.hydra.mode
+_LONGEST_NAME = 128
 
 
-class _Composed(Mixin, ConfigLoaderImpl):
-    cfg: DictConfig
-
-    def load_configuration(self, *_: Any, **__: Any) -> DictConfig:
-        return self.cfg
+def name_problems(names: Mapping[str, object]) -> Iterator[str]:
+    """Yield a message for each invalid name of a folder, by its key, such as `{"run_id": "mine"}`."""
+    for key, name in names.items():
+        text = "" if name is None else str(name)
+        if not re.fullmatch(r"[A-Za-z0-9._=,-]+", text) or len(text) > _LONGEST_NAME or text in (".", ".."):
+            yield (
+                f"{key}={text[:_LONGEST_NAME]!r} is no valid name: 1 to {_LONGEST_NAME} letters, digits and . _ - = , "
+                f"are allowed; type {key}=NAME"
+            )
 
 
 def check_names(cfg: DictConfig) -> None:
@@ -203,17 +165,23 @@ def check_names(cfg: DictConfig) -> None:
     Raises:
         RefusedRequest: they are not valid directory names, or the folder is an address, such as s3://bucket/run.
     """
-    folder = "sweep" if cfg.hydra.mode == RunMode.MULTIRUN else "run"
+    key = f"hydra.{'sweep' if cfg.hydra.mode == RunMode.MULTIRUN else 'run'}.dir"
     try:
-        given = {key: cfg[key] for key in ("name", "run_id") if key in cfg}
-        address = re.match(r"\w[\w.+-]*://", str(cfg.hydra[folder].dir))
+        problems = list(name_problems({name: cfg[name] for name in _NAMES if name in cfg}))
+        folder = str(OmegaConf.select(cfg, key))
     except OmegaConfBaseException:  # Hydra or the run reports it later
         return
-    problems = list(name_problems(given))
-    if address and not problems:
-        problems.append(
-            f"hydra.{folder}.dir={cfg.hydra[folder].dir}: found an address, and a run's folder is on a file system; "
-            f"type hydra.{folder}.dir=FOLDER, of a mounted bucket or a local disk, and copy it when the run has ended"
-        )
+    if re.match(r"\w[\w.+-]*://", folder) and not problems:
+        problems = [
+            f"{key}={folder}: found an address, and a run's folder is on a file system; "
+            f"type {key}=FOLDER, of a mounted bucket or a local disk, and copy it when the run has ended"
+        ]
     if problems:
         raise RefusedRequest(problems)
+
+
+def files_of_group(hydra: HydraConf, group: str) -> dict[str, Path]:
+    """Return the file of each choice of a group, by name; if two folders have the name, the file that Hydra takes."""
+    folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
+    found = {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
+    return {name: path for name, path in sorted(found.items()) if path.is_file()}  # a link to nothing is a lock

@@ -1,4 +1,4 @@
-"""Detection of strategy=auto, micro_batch_size=auto and elastic runs, for which fitting.py estimates memory."""
+"""Detection of strategy=auto and micro_batch_size=auto, for which fitting.py estimates memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.cluster.placement import elastic_nodes
-from lightswitch.config.values import AUTO
+from lightswitch.config.overrides import AUTO
 from lightswitch.context import RunContext
 from lightswitch.preflight import devices
 
@@ -19,13 +18,12 @@ def decide(cfg: DictConfig, run: RunContext, batch: BatchPlan) -> BatchPlan:
     Memory is simulated only if the config requires it: other runs don't import the planning code.
 
     Raises:
-        Refused: nothing fits, or not on the fewest nodes with which torchrun may continue; the text says what would.
+        Refused: nothing fits; the text says what would.
     """
     asks_for_micro_batch = cfg.micro_batch_size == AUTO
     if asks_for_micro_batch:  # strategy=auto takes the largest if none is set
         cfg.micro_batch_size = None
-    worlds = elastic_nodes() if cfg.mode == "fit" and _is_memory_known(cfg) else None
-    if not (asks_for_micro_batch or _asks_for_strategy(cfg) or worlds):
+    if not (asks_for_micro_batch or _asks_for_strategy(cfg)):
         return batch
 
     from lightswitch.launch import fitting
@@ -33,8 +31,6 @@ def decide(cfg: DictConfig, run: RunContext, batch: BatchPlan) -> BatchPlan:
     decided = fitting.strategy(cfg, run) if _asks_for_strategy(cfg) else None
     if decided is None and asks_for_micro_batch and cfg.mode != "plan":
         decided = fitting.largest_micro_batch(cfg, run)
-    if worlds is not None:
-        fitting.check_fewest(worlds, cfg, run)
     return decided or batch
 
 

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -32,7 +32,6 @@ from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import InitialWeights, TransientBuffers
 from lightswitch.checkpoints.reconfiguration import Reconfiguration
 from lightswitch.cluster import environments
-from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.failures.launchers import install_launcher
@@ -69,9 +68,6 @@ log = logging.getLogger(__name__)
 Built = tuple[LightningModule, LightningDataModule | None, Trainer]
 
 
-_CLIPPING = "trainer.gradient_clip_val"
-
-
 def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Start | None = None) -> Built:
     """Build the model, the data and the Trainer, with the engine's callbacks first.
 
@@ -100,7 +96,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Start | None
     named, compilation = (instantiated(cfg, name, refusals) for name in ("callbacks", "compile"))
     loggers = instantiated(_named_by_job(cfg, run), "logger", refusals)
     raise_all(refusals)
-    raise_all(list(problems_of_parts(model, data, cfg, run, plan)))
+    raise_all(list(problems_of_parts(model, data, cfg, plan)))
     # GlobalBatch stores the random state after the constructors above; nothing may draw random numbers in between.
     batch = GlobalBatch(plan, cfg.seed, shares_streams=not shards_itself(cfg))
     watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch), partial(_what_to_try, cfg, run, plan))
@@ -119,14 +115,12 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Start | None
         **plugins(cfg, cluster, refusals, strategy),
         **plan.trainer_arguments(cfg.trainer),
         **trainer_arguments(users, cfg.trainer),
-        **trainer_clipping(model, cfg, run),
         accumulate_grad_batches=plan.accumulation,
         enable_autolog_hparams=False,  # RunRecord logs them, once the run proceeds
     )
     raise_all(refusals)
     if message := list(trainer_problems(trainer, model, cfg)):
         raise RefusedRequest(message)
-    _advise(cfg, run, model)
     record.hold_loggers(trainer)
     replace_loops(trainer)
     arrange_handshake(cfg, run, trainer, strategy, watchdog)
@@ -205,14 +199,6 @@ def _what_to_try(cfg: DictConfig, run: RunContext, plan: BatchPlan, trainer: Tra
     from lightswitch.launch import fitting  # and the planning code, which no other run imports
 
     return fitting.out_of_memory(cfg, run, plan, trainer)
-
-
-def _advise(cfg: DictConfig, run: RunContext, model: LightningModule) -> None:
-    if run.is_first and cfg.mode == "fit" and leaves_default_clipping(model, cfg, run):
-        log.info(
-            "clipping   %s clips gradients itself, so trainer.gradient_clip_val=%s is ignored; type it to pass it to "
-            "configure_gradient_clipping", type(model).__name__, cfg.trainer.gradient_clip_val,
-        )  # fmt: skip
 
 
 def _with_scaled_learning_rate(cfg: DictConfig, plan: BatchPlan) -> DictConfig:
@@ -309,18 +295,17 @@ def step_timer(cfg: DictConfig, run: RunContext, callbacks: list[Any]) -> list[C
     return [StepTimer(str(run.run_dir))]
 
 
-def problems_of_parts(model: Any, data: Any, cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Iterator[Refused]:
+def problems_of_parts(model: Any, data: Any, cfg: DictConfig, plan: BatchPlan) -> Iterator[Refused]:
     """Yield the reasons why a model and its data can't be trained as configured."""
     yield from _of_other_kinds(model, data, cfg)
     if not getattr(model, "automatic_optimization", True):
-        yield from _by_hand(model, cfg, run, plan)
+        yield from _by_hand(model, cfg, plan)
 
 
 def trainer_problems(trainer: Trainer, model: LightningModule, cfg: DictConfig) -> Iterator[str]:
     """Yield the reasons why a Trainer's strategy can't run on its devices, or with the model or the callbacks."""
-    yield from _without_gpus(trainer)
     if cfg.mode == "fit":
-        yield from _clips_pieces(model, trainer.strategy, trainer.num_nodes * trainer.num_devices)
+        yield from _clips_itself(model, trainer.strategy)
     yield from known_callbacks.refused(trainer)
 
 
@@ -339,29 +324,10 @@ def problems_elsewhere(
     if refusals:
         return refusals
     users = callbacks_of_config(nodes, cfg.trainer)
-    refusals += problems_of_parts(model, data, cfg, run, plan)
-    refusals += map(Refused, _clips_pieces(model, strategy, devices))
+    refusals += problems_of_parts(model, data, cfg, plan)
+    refusals += map(Refused, _clips_itself(model, strategy))
     refusals += map(Refused, known_callbacks.problems(users, strategy, devices))
     return refusals
-
-
-def trainer_clipping(model: LightningModule, cfg: DictConfig, run: RunContext) -> dict[str, Any]:
-    """Return the Trainer's argument that turns gradient clipping off, or no argument.
-
-    Lightning can't clip under manual optimization. It rejects a module that clips gradients itself if the Trainer has a
-    value, too, so a value that the user has not typed is dropped.
-    """
-    return (
-        {"gradient_clip_val": None}
-        if not model.automatic_optimization or leaves_default_clipping(model, cfg, run)
-        else {}
-    )
-
-
-def leaves_default_clipping(model: LightningModule, cfg: DictConfig, run: RunContext) -> bool:
-    """Return whether a clipping value that the user has not typed is dropped, as the module clips gradients itself."""
-    clips_itself = is_overridden("configure_gradient_clipping", model)
-    return clips_itself and bool(cfg.trainer.get("gradient_clip_val")) and _CLIPPING not in typed_keys(run.hydra)
 
 
 def _of_other_kinds(model: Any, data: Any, cfg: DictConfig) -> Iterator[Refused]:
@@ -379,32 +345,23 @@ def _of_other_kinds(model: Any, data: Any, cfg: DictConfig) -> Iterator[Refused]
         yield Refused(f"there is no data, and {type(model).__name__} has no train_dataloader; type data=NAME")
 
 
-def _by_hand(model: LightningModule, cfg: DictConfig, run: RunContext, plan: BatchPlan) -> Iterator[Refused]:
+def _by_hand(model: LightningModule, cfg: DictConfig, plan: BatchPlan) -> Iterator[Refused]:
     """Yield settings that Lightning doesn't support under manual optimization: accumulation and gradient clipping."""
     name = f"{type(model).__name__} uses manual optimization"
     if plan.accumulation > 1:
         size = plan.micro_batch * plan.replicas
         instead = f"leave it out, or type global_batch_size={size} for steps of that size"
         yield Refused(f"micro_batch_size={plan.micro_batch}: {name}, which steps in each micro-batch; {instead}")
-    if cfg.trainer.get("gradient_clip_val") and _CLIPPING in typed_keys(
-        run.hydra
-    ):  # `trainer_clipping` leaves a default out
-        instead = f"call self.clip_gradients in its training_step, and leave {_CLIPPING} out"
-        yield Refused(f"{_CLIPPING}: {name}, for which Lightning does not clip gradients; {instead}")
+    if cfg.trainer.get("gradient_clip_val"):
+        instead = "call self.clip_gradients in its training_step, and type trainer.gradient_clip_val=null"
+        yield Refused(f"trainer.gradient_clip_val: {name}, for which Lightning does not clip gradients; {instead}")
 
 
-def _without_gpus(trainer: Trainer) -> Iterator[str]:
-    """Yield a problem if FSDPStrategy has no GPUs: Lightning's own check misses the subclass that `hooked` makes."""
-    if FSDPStrategy in type(trainer.strategy).__bases__ and trainer.strategy.root_device.type != "cuda":
-        yield "trainer.strategy: Lightning's FSDPStrategy needs GPUs; use strategy=fsdp, which also supports CPUs"
-
-
-def _clips_pieces(model: LightningModule, strategy: Strategy, devices: int) -> Iterator[str]:
-    """Yield a problem if a module clips gradients itself where it would see none, or only a device's shard of them."""
-    if not model.automatic_optimization or not is_overridden("configure_gradient_clipping", model):
-        return
-    name = f"{type(model).__name__} clips gradients itself, in configure_gradient_clipping"
-    if isinstance(strategy, DeepSpeedStrategy):
-        yield f"{name}, but DeepSpeed does not expose gradients; use strategy=ddp or fsdp"
-    elif isinstance(strategy, FSDPStrategy) and devices > 1 and strategy.sharding_strategy.name != "NO_SHARD":
-        yield f"{name}, but FSDPStrategy shards gradients, so it would clip by a shard's norm; use strategy=ddp or fsdp"
+def _clips_itself(model: LightningModule, strategy: Strategy) -> Iterator[str]:
+    """Yield a problem if a module clips gradients itself where it would see none."""
+    clips = model.automatic_optimization and is_overridden("configure_gradient_clipping", model)
+    if clips and isinstance(strategy, DeepSpeedStrategy):
+        yield (
+            f"{type(model).__name__} clips gradients itself, in configure_gradient_clipping, but DeepSpeed does not "
+            "expose gradients; use strategy=ddp or fsdp"
+        )

@@ -33,52 +33,44 @@ def go_on(cfg: DictConfig, placement: Placement, position: Position) -> str | No
     """
     reached = {"max_steps": position.steps, "max_epochs": position.epoch}
     limits = {name: cfg.trainer.get(name) for name in reached}
-    raised = [f"trainer.{name}={2 * reached[name]}" for name, limit in limits.items() if _holds(limit, reached[name])]
+    ended = [name for name, limit in limits.items() if limit is not None and 0 < limit <= reached[name]]
+    raised = [f"trainer.{name}={2 * reached[name]}" for name in ended]
     if not raised and cfg.trainer.get("max_time") is not None:
         raised = ["trainer.max_time=null"]
     if not raised:
         return None
-    typed = _overrides(without=(*_START, "ckpt_path", *(word.partition("=")[0] for word in raised)))
-    return _joined([*_program(placement), *typed, f"run_id={cfg.run_id}", *raised])
-
-
-def go_on_anew(placement: Placement, checkpoint: str) -> str:
-    """Return the command that starts another run of the same length, from the weights of a checkpoint."""
-    typed = _overrides(without=(*_START, "ckpt_path", "hydra.run.dir"))
-    return _joined([*_program(placement), *typed, f"init_from={quoted(checkpoint)}"])
+    without = (*_START, "ckpt_path", *(word.partition("=")[0] for word in raised))
+    return _again(placement, without, f"run_id={cfg.run_id}", *raised)
 
 
 def repeat(cfg: DictConfig, placement: Placement) -> str:
     """Return the command that starts the same run again, in the same directory."""
     start = (*_START, "ckpt_path") if cfg.mode == "fit" else _START
-    return _joined([*_program(placement), *_overrides(without=start), f"run_id={cfg.run_id}"])
+    return _again(placement, start, f"run_id={cfg.run_id}")
+
+
+def instead(cfg: DictConfig, placement: Placement, words: list[str]) -> str:
+    """Return the command that starts a run again, in the same directory, with some overrides replaced."""
+    keys = [word.partition("=")[0] for word in words]
+    other = ("trainer.strategy",) if "strategy" in keys else ()  # its arguments belong to the strategy that is replaced
+    return _again(placement, (*_START, "ckpt_path", *keys, *other), *words, f"run_id={cfg.run_id}")
 
 
 def evaluate(checkpoint: str, placement: Placement, mode: str) -> str:
     """Return the command that evaluates a checkpoint in a mode, with the same model, data and devices."""
-    typed = _overrides(without=_READ_ONLY_BY_FIT)
-    return _joined([*_program(placement), *typed, f"mode={mode}", f"ckpt_path={quoted(checkpoint)}"])
+    return _again(placement, _READ_ONLY_BY_FIT, f"mode={mode}", f"ckpt_path={quoted(checkpoint)}")
 
 
 def planned(placement: Placement, words: list[str]) -> str:
     """Return the command that starts a planned run, with the overrides that the plan recommends."""
     keys = [word.partition("=")[0] for word in words]
     other = ("trainer.precision",) if "precision" in keys else ()
-    typed = _overrides(without=("mode", "plan", "run_id", "device", *keys, *other))
-    return _joined([*_program(placement), *typed, *words])
+    return _again(placement, ("mode", "plan", "run_id", "device", *keys, *other), *words)
 
 
 _OF_THE_WORLD = (
-    "mode",
-    "plan",
-    "dry_run",
-    "check",
-    "device",
-    "run_id",
-    "hydra",
-    "num_nodes",
-    "trainer.num_nodes",
-    "trainer.devices",
+    *("mode", "plan", "dry_run", "check", "device", "run_id", "hydra"),
+    *("num_nodes", "trainer.num_nodes", "trainer.devices"),
 )
 
 
@@ -122,12 +114,9 @@ def of_each_launcher(nodes: int, devices_per_node: int, uses_gpus: bool) -> dict
     }
 
 
-def instead(cfg: DictConfig, placement: Placement, words: list[str]) -> str:
-    """Return the command that starts a run again, in the same directory, with some overrides replaced."""
-    keys = [word.partition("=")[0] for word in words]
-    other = ("trainer.strategy",) if "strategy" in keys else ()  # its arguments belong to the strategy that is replaced
-    typed = _overrides(without=(*_START, "ckpt_path", *keys, *other))
-    return _joined([*_program(placement), *typed, *words, f"run_id={cfg.run_id}"])
+def _again(placement: Placement, without: tuple[str, ...], *words: str) -> str:
+    """Return the command that starts the script by its launcher, without some overrides and with others."""
+    return _joined([*_program(placement), *_overrides(without=without), *words])
 
 
 def _joined(words: list[str]) -> str:
@@ -135,18 +124,11 @@ def _joined(words: list[str]) -> str:
     return shlex.join(map(masked_override, words))
 
 
-def _holds(limit: int | None, reached: int) -> bool:
-    return limit is not None and 0 < limit <= reached
-
-
 def _overrides(without: tuple[str, ...]) -> list[str]:
     """Return the command line's overrides, except those of some keys and of the keys below them."""
     typed = list(map(shortened, sys.orig_argv[_script(sys.orig_argv).stop :]))
-    return [word for word in typed if not any(_sets(word.lstrip("+~").partition("=")[0], key) for key in without)]
-
-
-def _sets(key: str, wanted: str) -> bool:
-    return key == wanted or key.startswith((f"{wanted}.", f"{wanted}/", f"{wanted}@"))
+    below = tuple(f"{key}{mark}" for key in without for mark in "./@=")
+    return [word for word in typed if not f"{word.lstrip('+~')}=".startswith(below)]
 
 
 def _program(placement: Placement) -> list[str]:

@@ -35,7 +35,7 @@ from lightswitch.planning.estimate import Estimate, Step, estimate
 from lightswitch.planning.fakes import World
 from lightswitch.planning.samples import check_evaluation, first_reads
 from lightswitch.planning.scaling import FILE
-from lightswitch.preflight import planned
+from lightswitch.preflight import strategies
 from lightswitch.process import call_each_forked
 from lightswitch.runs import finished
 
@@ -73,7 +73,7 @@ def _found(cfg: DictConfig, run: RunContext) -> DryRun:
     raise_all(problems_elsewhere(cfg, run, batch, strategy, request.world.size))
     _check_evaluation(request, batch)
     asked: Any = OmegaConf.to_container(cfg.dry_run)
-    tasks = [partial(_rehearsed, request, candidate, batch, number) for number in planned.ranks(asked["rank"])]
+    tasks = [partial(_rehearsed, request, candidate, batch, number) for number in strategies.ranks(asked["rank"])]
     ranks = tuple(_with_reads(request, batch, one) for one in call_each_forked(tasks))
     return DryRun(
         f"{candidate.words[0]}, precision {cfg.trainer.get('precision')}",

@@ -10,18 +10,14 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from lightswitch.cluster import placement
 from lightswitch.errors import ExitCode, encode_any_text
 
 if TYPE_CHECKING:
     from lightswitch.launch.hydra_entry import Main
-from collections.abc import Mapping, Sequence
-
-from lightswitch.cluster import placement
-from lightswitch.errors import RefusedRequest
-from lightswitch.preflight import environment
 
 _QUESTIONS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 _SWEEPS = {"--multirun", "-m"}
@@ -155,7 +151,6 @@ def first_line(arguments: Sequence[str]) -> str:
 
 def _is_first(environ: Mapping[str, str]) -> bool:
     try:
-        environment.check(environ)
-    except RefusedRequest:  # reported later, together with all other problems
+        return placement.detect(environ).rank == 0
+    except (KeyError, ValueError):  # reported later, together with all other problems
         return False
-    return placement.detect(environ).rank == 0

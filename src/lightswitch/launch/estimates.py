@@ -26,7 +26,7 @@ from lightswitch.planning.fakes import World, plan_in_bfloat16
 from lightswitch.planning.samples import Samples, first_samples
 from lightswitch.planning.simulation import Work, simulate, without_step
 from lightswitch.planning.timeline import Kind
-from lightswitch.preflight import devices, planned, strategies, trainer
+from lightswitch.preflight import devices, strategies
 from lightswitch.strategies.ddp import Single
 
 
@@ -197,9 +197,9 @@ def check(request: Request, candidate: Candidate, batch: BatchPlan) -> None:
     )  # fmt: skip
     plain["trainer"]["strategy"] = candidate.node
     if problems := [
-        *planned.of_disk(candidate.node),
+        *strategies.of_disk(candidate.node),
         *strategies.problems(asked),
-        *trainer.precision_problems(plain, kind),
+        *strategies.precision_problems(plain, kind),
     ]:
         raise RefusedRequest(problems)
 

@@ -22,7 +22,7 @@ from lightswitch.planning import candidates, report
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import GIB, Device
 from lightswitch.planning.estimate import Estimate
-from lightswitch.planning.fakes import World, has_collectives
+from lightswitch.planning.fakes import World
 from lightswitch.strategies.ddp import DDP, Single, auto
 
 log = logging.getLogger(__name__)
@@ -83,21 +83,10 @@ def _choice(cfg: DictConfig, run: RunContext) -> Choice:
         of = report.share(_STATES_BY_ADAM * parameters, usable)
         return Choice(f"single or ddp: states are {of} on {device.name}")
     states = sum(estimates.states(cfg).values())
-    if world.size > 1 and not has_collectives():
-        return by_states(among, states, usable, world, device)
     among = with_room(among, states, usable, world)
     candidate, found = first_that_fits(_request(cfg, run), among)
     words = tuple(estimates.words_of(found))
     return Choice(f"{report.took(found, device)}; all states are {report.amount(states)}", candidate, words)
-
-
-def by_states(among: Sequence[Candidate], states: float, usable: float, world: World, device: Device) -> Choice:
-    """Return the first strategy whose share of the states leaves room for a step, or else the last one."""
-    shares = [one.resident_share(world.nodes, world.devices_per_node) for one in among]
-    roomy = (one for one, share in zip(among, shares, strict=True) if states * share < _KNOWN_SHARE * usable)
-    taken = next(roomy, among[-1])
-    of = f"states are {report.share(states, usable)} on {device.name}"
-    return Choice(f"{taken.name}: {of}; this torch version can't simulate steps of several devices", taken, taken.words)
 
 
 def _evaluating(parameters: float, usable: float, among: Sequence[Candidate], told: str) -> Choice:
@@ -202,39 +191,6 @@ def largest_micro_batch(cfg: DictConfig, run: RunContext) -> BatchPlan:
     with open_dict(cfg):
         cfg.micro_batch_size = batch.micro_batch
     return batch
-
-
-def check_fewest(worlds: range, cfg: DictConfig, run: RunContext) -> None:
-    """Refuse an elastic run whose states alone do not fit on the fewest nodes with which torchrun may continue.
-
-    Args:
-        worlds: the numbers of nodes with which the run may continue.
-
-    Raises:
-        Refused: they don't fit; the text names the lowest sufficient number of nodes.
-    """
-    device, world = estimates.device_of(cfg), estimates.world_of(cfg)
-    devices, candidate = world.devices_per_node, _run_under(cfg, run, world)
-    usable = device.usable_bytes(devices)
-    try:
-        if _STATES_BY_ADAM * estimates.parameter_bytes(cfg) < _SMALL_SHARE * usable:
-            return
-        states = sum(estimates.states(cfg).values())
-    except Unplanned:  # the model's memory is unknown
-        return
-    finally:
-        gc.collect()  # off until the run is built: free what was simulated
-    kept = {nodes: states * candidate.resident_share(nodes, devices) for nodes in worlds}
-    unfit = [nodes for nodes, bytes in kept.items() if bytes > usable]
-    if unfit:
-        fewest = unfit[-1] + 1
-        shards = "use a strategy that needs less memory on each device (mode=plan lists them)"
-        raise Refused(
-            f"torchrun --nnodes={worlds[0]}:{worlds[-1]} may continue with {unfit[0]} "
-            f"node{'s' if unfit[0] > 1 else ''}: parameters, gradients and optimizer state are "
-            f"{report.share(kept[unfit[0]], usable)} on {device.name}; "
-            + (f"type --nnodes={fewest}:{worlds[-1]}, or {shards}" if fewest < worlds[-1] else shards)
-        )
 
 
 def _run_under(cfg: DictConfig, run: RunContext, world: World) -> Candidate:

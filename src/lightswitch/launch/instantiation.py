@@ -1,18 +1,14 @@
-"""Instantiation of config nodes, and the arguments that constructors, optimizers and schedules reject."""
+"""Instantiation of config nodes, and the refusals of constructors that reject their arguments."""
 
 from __future__ import annotations
 
-import inspect
-import json
-import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from itertools import dropwhile
-from typing import Any, cast
+from typing import Any
 
 import torch
 from hydra.errors import InstantiationException
@@ -21,31 +17,24 @@ from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightswitch.config import hydra_versions
 from lightswitch.config.hydra_versions import instantiate
 from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.failures import classify
 from lightswitch.failures.classify import full_traceback, one_line
-from lightswitch.preflight.targets import ENGINE_KEYS, parameters
+from lightswitch.preflight.targets import ENGINE_KEYS, as_typed
 
 # A constructor raises the first about files that its arguments name and, by a `raise` statement, the second about the
 # arguments. Any other error is a bug.
 _ABOUT_FILES = (OSError, ModuleNotFoundError)
 _ABOUT_ARGUMENTS = (ValueError, MisconfigurationException)
 
-_OF_VALUES = (TypeError, ValueError, AttributeError)  # raised for a value of an unexpected type
 _LIBRARIES = ("lightning", "lightswitch", "torch")  # their messages about arguments need no traceback
-_TORCH = "torch.optim."  # constructors of other packages may build operators, or need special parameters
-_OF_GPUS = "capturable"  # an argument that fails on the CPU, on which optimizers are tried
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 OF_PYTORCH_LIGHTNING = (
     "; in the file that defines it, write import lightning.pytorch as pl for import pytorch_lightning as pl"
 )
-
-Arguments = dict[str, Any]
 
 
 def instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **arguments: Any) -> Any:
@@ -61,7 +50,7 @@ def instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **argument
             refusals.append(cause)
             return None
         key = getattr(error, "full_key", None) or name
-        if message := _unimported(cfg, key, cause) or _unlike(cfg, key, cause):
+        if message := _unimported(cfg, key, cause):
             refusals.append(RefusedRequest([message], full_traceback(error)))
             return None
         if not (isinstance(cause, _ABOUT_FILES) or (isinstance(cause, _ABOUT_ARGUMENTS) and classify.raised_in(cause))):
@@ -70,6 +59,16 @@ def instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **argument
         details = full_traceback(cause) if _is_of_user(cause) else ""
         refusals.append(RefusedRequest([message if message.startswith(name) else f"{key}: {message}"], details))
         return None
+
+
+def _node(cfg: DictConfig, name: str) -> Any:
+    """Return a config node without the keys that only the engine reads."""
+    own = [key for key in ENGINE_KEYS.get(name, ()) if key in cfg[name]]
+    whole = cfg.copy() if own else cfg  # Hydra 1.4 copies a node from the whole config that it belongs to
+    with open_dict(whole):
+        for key in own:
+            del whole[name][key]
+    return whole[name]
 
 
 def _unimported(cfg: DictConfig, key: str, cause: BaseException | None) -> str | None:
@@ -87,25 +86,11 @@ def _unimported(cfg: DictConfig, key: str, cause: BaseException | None) -> str |
     return f"{key}: {cause}{hint}" if target is None else f"{key}._target_={target}: importing it fails: {cause}{hint}"
 
 
-def _unlike(cfg: DictConfig, key: str, cause: BaseException | None) -> str | None:
-    """Return a message about the value of an untyped argument with which a constructor fails; None if there is none.
-
-    The value is a string or null, and the argument's default is a number or a bool, or there is no default.
-    """
-    node = OmegaConf.select(cfg, key)
-    if not isinstance(cause, _OF_VALUES) or not re.search(r"\b(str|NoneType)\b", str(cause)):
-        return None
-    if not isinstance(node, DictConfig) or "_target_" not in node:
-        return None
-    takes = parameters(str(node._target_))
-    for name in (name for name in node if name in takes and not takes[name].annotation):
-        value, default = node[name], takes[name].default
-        if isinstance(value, str | None) and (default is None or re.fullmatch(r"-?[\d.e+-]+|True|False", default)):
-            expected = "expected a number or true or false" if default is None else f"expected a value like {default}"
-            found = "null" if value is None else value
-            failed = f"{str(node._target_).rpartition('.')[2]} declares no type for it, and fails: {one_line(cause)}"
-            return f"{key}.{name}={found}: found {type(value).__name__}, {expected}; {failed}"
-    return None
+def _is_of_user(error: BaseException) -> bool:
+    """Return whether the constructor that Hydra called when the error was raised is user code."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    called = [*dropwhile(lambda module: module.startswith(("hydra.", hydra_versions.__name__)), modules)]
+    return bool(called) and called[0].partition(".")[0] not in _LIBRARIES
 
 
 def raise_all(refusals: list[Refused]) -> None:
@@ -142,112 +127,39 @@ def shards_itself(cfg: DictConfig) -> bool:
     return bool(cfg.get("data") and cfg.data.get("sharded_by") == "dataset")
 
 
-def _node(cfg: DictConfig, name: str) -> Any:
-    """Return a config node without the keys that only the engine reads."""
-    own = [key for key in ENGINE_KEYS.get(name, ()) if key in cfg[name]]
-    if not own:
-        return cfg[name]
-    whole = cfg.copy()  # Hydra 1.4 copies a node from the whole config that it belongs to
-    with open_dict(whole):
-        for key in own:
-            del whole[name][key]
-    return whole[name]
-
-
-def _is_of_user(error: BaseException) -> bool:
-    """Return whether the constructor that Hydra called when the error was raised is user code."""
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    called = [*dropwhile(lambda module: module.startswith(("hydra.", hydra_versions.__name__)), modules)]
-    return bool(called) and called[0].partition(".")[0] not in _LIBRARIES
-
-
 def refused_optimizers(cfg: DictConfig) -> list[Refused]:
-    """Return the arguments in a config with which one of torch's optimizers or schedules fails.
+    """Return the nodes of torch's optimizers and schedules that can't be made with their arguments.
 
     Otherwise they would fail only in the model, in every process, after all have connected; and for a list that is too
     short, torch only reports an index out of range.
     """
     if cfg.mode not in ("fit", "plan", "dry_run", "check"):  # no other mode creates one
         return []
-    return [Refused(problem) for path, node in _nodes(cfg) for problem in _problems(path, instantiate(node))]
+    return [Refused(problem) for path, node in _optimizers(cfg) for problem in _unmade(path, instantiate(node))]
 
 
-def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
-    """Yield each `_partial_` node of a torch optimizer or schedule, with the path at which it is defined."""
+def _optimizers(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
+    """Yield each `_partial_` node of a torch optimizer or schedule, with the path at which it is defined.
+
+    Constructors of other packages may build operators, or need special parameters.
+    """
     for key in node:  # a key may be a number
         if OmegaConf.is_interpolation(node, key) or not isinstance(node[key], DictConfig) or not node[key]:
             continue
         inner, at = node[key], f"{path}.{key}".lstrip(".")
-        if str(inner.get("_target_")).startswith(_TORCH) and inner.get("_partial_"):
+        if str(inner.get("_target_")).startswith("torch.optim.") and inner.get("_partial_"):
             yield at, inner
-        yield from _nodes(inner, at)
+        yield from _optimizers(inner, at)
 
 
-def _problems(path: str, made: partial[Any]) -> Iterator[str]:
-    """Yield each argument that fails together with those that work.
-
-    Yield nothing if no combination works, as the model may add arguments.
-    """
-    given = {key: value for key, value in made.keywords.items() if key != _OF_GPUS}
-    if _error(made.func, given) is None:
-        return
-    parameters = inspect.signature(made.func).parameters
-    defaults = {key: parameter.default for key, parameter in [*parameters.items()][1:]}
-    working = {key: 1 for key, default in defaults.items() if default is inspect.Parameter.empty}
-    while (key := _that_works(made.func, working, given)) is not None:
-        working[key] = given.pop(key)
-    if _error(made.func, working) is not None:
-        return
-    for key, value in given.items():
-        message = one_line(cast(Exception, _error(made.func, {**working, key: value}))).rstrip(".")
-        instead = "" if key in working else f"; its default is {_shown(defaults[key])}"
-        yield f"{path}.{key}={_shown(value)}: {made.func.__name__} fails with it: {message}{instead}"
-
-
-def _that_works(make: Callable[..., Any], working: Arguments, given: Arguments) -> str | None:
-    return next((key for key, value in given.items() if _error(make, {**working, key: value}) is None), None)
-
-
-def _error(make: Callable[..., Any], arguments: Arguments) -> Exception | None:
-    """Return the error of creating and stepping an optimizer or schedule with some arguments; None if there is none."""
+def _unmade(path: str, made: partial[Any]) -> Iterator[str]:
     parameter = torch.nn.Parameter(torch.zeros(2, 2))  # a matrix, as Muon accepts nothing else
-    parameter.grad = torch.zeros(2, 2)
     try:
-        with warnings.catch_warnings(), _hidden_gpus():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself shows them
-            _step(make, parameter, arguments)
+            made([parameter] if issubclass(made.func, Optimizer) else torch.optim.AdamW([parameter]))  # type: ignore[arg-type]
     except Exception as error:
-        return error
-    return None
-
-
-def _step(make: Callable[..., Any], parameter: torch.nn.Parameter, arguments: Arguments) -> None:
-    if issubclass(cast(type, make), Optimizer):
-        make([parameter], **arguments).step(lambda: torch.zeros(()))  # LBFGS needs a function that returns the loss
-        return
-    optimizer = torch.optim.AdamW([parameter])
-    schedule = make(optimizer, **arguments)
-    optimizer.step()
-    schedule.step(*[0.0] if isinstance(schedule, ReduceLROnPlateau) else [])
-
-
-@contextmanager
-def _hidden_gpus() -> Iterator[None]:
-    """Hide them from an optimizer's step.
-
-    It asks CUDA whether a graph is captured, which opens the driver in this process without torch's knowing; no process
-    forked from it, such as a plan's, can use a GPU then.
-    """
-    before = os.environ.get(_VISIBLE)
-    os.environ[_VISIBLE] = ""
-    try:
-        yield
-    finally:
-        del os.environ[_VISIBLE]
-        if before is not None:
-            os.environ[_VISIBLE] = before
-
-
-def _shown(value: object) -> str:
-    """Return a value as typed on the command line."""
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), default=str)
+        given = ", ".join(f"{key}={as_typed(value)}" for key, value in made.keywords.items())
+        found = f"{path}: {getattr(made.func, '__name__', 'it')} fails with {given}: {one_line(error).rstrip('.')}"
+        if not re.search(r"missing \d+ required|must define", str(error)):  # what the model may add
+            yield f"{found}; type another value for the key that it names, or leave it out"

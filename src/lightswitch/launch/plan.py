@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 
 from lightswitch import figures, regular_files
-from lightswitch.config.overrides import typed_keys
-from lightswitch.config.values import files_of_group
+from lightswitch.config.overrides import files_of_group, typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import NeedsValues, Refused, RefusedRequest, shown
 from lightswitch.launch import commands

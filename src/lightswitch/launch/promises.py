@@ -20,7 +20,7 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.checking.check import SINGLE, Check, Row, Way, as_data, holds, table
 from lightswitch.checking.comparison import EPS_32
 from lightswitch.checking.runs import ShortRun, run_script
-from lightswitch.config.values import AUTO, files_of_group
+from lightswitch.config.overrides import AUTO, files_of_group
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended as RunEnded
 from lightswitch.errors import ExitCode, Refused, RefusedRequest, shown

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch import regular_files, versions
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints import weight_files
-from lightswitch.checkpoints.directory import read_state, vacant
+from lightswitch.checkpoints.directory import vacant
 from lightswitch.checkpoints.last import best_or_last, position_of
 from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.config.overrides import typed_keys
@@ -29,7 +29,8 @@ from lightswitch.launch import commands, stages
 from lightswitch.launch.instantiation import shards_itself
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.display import table
-from lightswitch.preflight import devices, own_batch
+from lightswitch.preflight import devices
+from lightswitch.preflight.targets import own_batch
 from lightswitch.runs import finished, saved, starts
 from lightswitch.runs.resume import Start
 
@@ -66,7 +67,7 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
 
 def _of_data(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> str:
     """Return a note on a batch size that the data define: it sets the global batch or, if typed, limits evaluation."""
-    own = own_batch.of(cfg)
+    own = own_batch(cfg)
     if own is None:
         return ""
     if OmegaConf.is_interpolation(cfg, "global_batch_size"):
@@ -101,11 +102,6 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
     last = run.run_dir / "checkpoints" / "last.ckpt"
     position = position_of(last) if last.exists() else None
     go_on = commands.go_on(cfg, run.placement, position) if position else None
-    if go_on and (length := _length_of_schedule(last)) is not None:
-        log.info(
-            "schedule   ends at step %d; to continue, start a new run with a new schedule from these weights", length
-        )
-        go_on = commands.go_on_anew(run.placement, shown(last))
     is_trial = trainer.fast_dev_run  # type: ignore[attr-defined]  # set past Lightning's declaration
     has_ended = cfg.mode == "fit" and not (trainer.interrupted or is_trial)
     next_steps = _told(run, go_on, _mode_of_evaluation(trainer)) | (_weights(run.run_dir) if has_ended else {})
@@ -160,12 +156,6 @@ def _weights(run_dir: Path) -> dict[str, str]:
         log.warning("weights    %s was not written: %s; to write it later, type %s", file.name, error, command)
         return {}
     return {"weights": shown(file)}
-
-
-def _length_of_schedule(checkpoint: Path) -> int | None:
-    """Return the last step of a schedule that raises in the next one, such as OneCycleLR; None if there is none."""
-    states = read_state(checkpoint).get("lr_schedulers") or [{}]
-    return max((state["total_steps"] for state in states if "_schedule_phases" in state), default=None)
 
 
 def _profiles(trainer: Trainer) -> dict[str, str]:

@@ -50,7 +50,7 @@ def test_best(run: RunContext, model: LightningModule, data: LightningDataModule
     """Test the best checkpoint by the monitored metric, or the last weights if nothing was monitored."""
     if trainer.interrupted or lacking("test", model, data):
         return {}
-    best = next(filter(None, map(_best_path, trainer.checkpoint_callbacks)), None)
+    best = next(filter(None, (getattr(one, "best_model_path", None) for one in trainer.checkpoint_callbacks)), None)
     if trainer.is_global_zero:
         log.info("tests      %s", shown(Path(best)) if best else "the last weights")
     trainer.test(model, datamodule=data, ckpt_path=best, verbose=False, weights_only=True)
@@ -119,7 +119,3 @@ def _metrics(trainer: Trainer) -> Metrics:
     if isinstance(trainer.strategy, PortableCheckpoints):
         trainer.strategy.finish_saving()  # what `on_fit_end` or `teardown` has saved
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
-
-
-def _best_path(callback: object) -> str | None:
-    return getattr(callback, "best_model_path", None)

@@ -15,7 +15,7 @@ from hydra.utils import get_class, get_object
 from omegaconf import OmegaConf
 
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.config.values import files_of_group
+from lightswitch.config.overrides import files_of_group
 from lightswitch.planning import report
 from lightswitch.planning.device import GIB, Device, Precision
 from lightswitch.planning.estimate import STATES, Estimate

@@ -1,28 +1,232 @@
-"""Device counts of a run, and checks of its devices and of the processes started by torchrun, srun or the user."""
+"""What started this process and what this machine has: variables of launchers, nodes, processes, GPUs, packages."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightswitch.cluster import placement
 from lightswitch.cluster.placement import NO_SHARED_STORE, Placement, elastic_nodes
-from lightswitch.errors import nearest
+from lightswitch.errors import RefusedRequest, nearest
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher's variables and options.
+
+    Attributes:
+        starter: how to use it.
+        signs: the variables that reveal it.
+        needed: the variables that each process needs.
+        ordered: the global rank, the node's and the local rank.
+        options: what sets the number of nodes, and of processes on each.
+        fewer: how to start fewer processes on a node, or let each see more GPUs.
+    """
+
+    starter: str
+    signs: tuple[str, ...]
+    needed: tuple[str, ...]
+    ordered: tuple[str, str, str]
+    options: tuple[str, str]
+    fewer: str
+
+
+_MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHERS = {
+    "torchrun": Launcher(
+        "start it with torchrun --nproc-per-node=N train.py",
+        ("TORCHELASTIC_RUN_ID",),
+        ("RANK", "LOCAL_RANK", *_MEETING[1:]),
+        ("RANK", "GROUP_RANK", "LOCAL_RANK"),
+        ("--nnodes={}", "--nproc-per-node={}"),
+        "use --nproc-per-node={}, or list {} GPUs in CUDA_VISIBLE_DEVICES",
+    ),
+    "env": Launcher(
+        f"export {', '.join(_MEETING)} for each process",
+        ("RANK", "WORLD_SIZE"),
+        _MEETING,
+        ("RANK", "NODE_RANK", "LOCAL_RANK"),
+        ("GROUP_WORLD_SIZE={}", "LOCAL_WORLD_SIZE={}"),
+        "export LOCAL_WORLD_SIZE={} and start that many ranks, or list {} GPUs in CUDA_VISIBLE_DEVICES",
+    ),
+    "slurm": Launcher(
+        "start it with srun python train.py",
+        ("SLURM_STEP_NUM_TASKS",),
+        ("SLURM_STEP_NUM_NODES", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
+        ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"),
+        ("--nodes={}", "--ntasks-per-node={}"),
+        "use --ntasks-per-node={}, or --gpus-per-node={} in place of --gpus-per-task",
+    ),
+}
+_UNEVENLY = {  # what each process needs, too, where nodes have different numbers of processes
+    **dict.fromkeys(("torchrun", "env"), ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")),
+    "slurm": ("SLURM_STEP_TASKS_PER_NODE",),
+}
+_BELOW = {  # ranks, and the counts that they must be below
+    **{"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE", "GROUP_RANK": "GROUP_WORLD_SIZE"},
+    **{"SLURM_PROCID": "SLURM_STEP_NUM_TASKS", "SLURM_NODEID": "SLURM_STEP_NUM_NODES"},
+}
+_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+_COUNTS = (
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"),
+)
+_FORMS = {  # each variable with a pattern and its description
+    **dict.fromkeys((*_RANKS, "JSM_NAMESPACE_RANK"), (r"[0-9]{1,9}", "a whole number from 0")),
+    **dict.fromkeys(_COUNTS, (r"0*[1-9][0-9]{0,8}", "a whole number from 1")),
+    **dict.fromkeys(("MASTER_PORT", "STANDALONE_PORT"), (r"0*[1-9][0-9]{0,4}", "a port from 1 to 65535")),
+    "MASTER_ADDR": (r"\s*\S+\s*", "a host's name or address"),
+}
+
+
+def check_environment(environ: Mapping[str, str] = os.environ) -> None:
+    """Check the environment variables that launchers set.
+
+    Lightning, torch and DeepSpeed use them unchecked: as numbers, or as a rank among processes that may not exist.
+
+    Raises:
+        RefusedRequest: with all problems, one line each.
+    """
+    if problems := list(_malformed(environ)) or list(_misplaced(environ)):
+        raise RefusedRequest(problems)
+
+
+def _malformed(environ: Mapping[str, str]) -> Iterator[str]:
+    for name, (form, expected) in _FORMS.items():
+        value = environ.get(name)
+        is_port = expected.startswith("a port")
+        if value is not None and (not re.fullmatch(form, value, re.ASCII) or (is_port and int(value) >= 2**16)):
+            yield f"{name}: found {value!r}, expected {expected}; set a valid value, or type unset {name}"
+
+
+def _misplaced(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield contradictions between variables that are each well-formed."""
+    name = placement.launcher(environ)
+    launcher = LAUNCHERS.get(name)
+    yield from (
+        list(_missing(launcher, launcher.needed, environ) if launcher else _ranks_of_nobody(environ))
+        or list(_beyond(name, environ))
+        or list(_out_of_order(name, launcher, environ) if launcher else ())
+    )
+
+
+def _missing(launcher: Launcher, needed: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
+    if missing := [name for name in needed if name not in environ]:
+        found = f"{_set(environ, launcher.signs)}: there is no {', '.join(missing)}"
+        yield f"{found}; {launcher.starter}, or type unset {' '.join(launcher.signs)}"
+
+
+def _beyond(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
+    counts = {"LOCAL_WORLD_SIZE": environ["WORLD_SIZE"], **environ} if "WORLD_SIZE" in environ else environ
+    for name, count in _BELOW.items():
+        is_read = name.startswith("SLURM_") == (launcher == "slurm")
+        if is_read and name in counts and count in counts and int(counts[name]) >= int(counts[count]):
+            yield f"{_set(counts, (name, count))}: export a {name} from 0 to {int(counts[count]) - 1}"
+
+
+def _out_of_order(name: str, launcher: Launcher, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield a problem if the ranks are not numbered node by node.
+
+    Lightning, and strategies that shard over the devices of a node, rely on that order.
+    """
+    place = placement.detect(environ)
+    if place.uneven:
+        yield from _missing(launcher, _UNEVENLY[name], environ)
+        return
+    _, node, local = launcher.ordered
+    per_node = place.devices_per_node or 1
+    number = int(environ.get(node, place.rank // per_node if name == "env" else 0))
+    if number * per_node + int(environ.get(local, place.rank % per_node)) != place.rank:
+        found = _set(environ, [one for one in launcher.ordered if one in environ])
+        whole = f"{per_node} processes on each of {place.nodes} nodes"
+        yield f"{found}: {whole} must be numbered node by node; {launcher.starter}"
+
+
+def _ranks_of_nobody(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield variables that give this process a rank, although no launcher has started other processes.
+
+    Lightning trusts them: the process would print nothing, write no checkpoint, or wait for the other ranks.
+    """
+    is_alone = environ.get("RANK") == "0" and environ.get("WORLD_SIZE") == "1"  # inherited from a run of one process
+    if placement.is_child(environ) or is_alone:
+        return
+    if placed := [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK") if name in environ]:
+        missing = [name for name in _MEETING if name not in environ]
+        mend = f"type unset {' '.join(placed)}, or {LAUNCHERS['env'].starter}"
+        yield f"{_set(environ, placed)}: there is no {', '.join(missing)}; {mend}"
+    if int(environ.get("NODE_RANK", 0)) > 0 and not environ.keys() >= {"MASTER_ADDR", "MASTER_PORT"}:
+        found = f"{_set(environ, ('NODE_RANK',))}: there is no MASTER_ADDR, MASTER_PORT"
+        yield f"{found}; export them on each node, or type unset NODE_RANK"
+    for name, starter in (("SLURM_PROCID", "srun"), ("JSM_NAMESPACE_RANK", "jsrun")):
+        if int(environ.get(name, 0)) > 0:
+            yield f"{name}={environ[name]}: {starter} started no other process of this run; type unset {name}"
+
+
+def _set(environ: Mapping[str, str], names: Sequence[str]) -> str:
+    shown = (value if re.fullmatch(r"[\w.:-]+", value := environ[name]) else repr(value) for name in names)
+    return " and ".join(f"{name}={value}" for name, value in zip(names, shown, strict=True))
+
+
+_ACCELERATE = {  # what `accelerate launch` exports, and the key that does the same
+    "ACCELERATE_MIXED_PRECISION": "precision",
+    "ACCELERATE_DYNAMO_BACKEND": "compile",
+    "ACCELERATE_USE_FSDP": "strategy",
+    "ACCELERATE_USE_DEEPSPEED": "strategy",
+    "ACCELERATE_GRADIENT_CLIPPING": "trainer.gradient_clip_val",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "micro_batch_size",
+}
+_STEPS_OF_ONE_BATCH = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}
+
+
+def accelerate_problems(typed: Set[str], environ: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """Yield a problem for what `accelerate launch` has exported, and a run would pass over.
+
+    Args:
+        typed: the keys on the command line, which decide.
+    """
+    values = {name: environ.get(name, "no").lower() for name, key in _ACCELERATE.items() if key not in typed}
+    off = ("no", "false", "none", "auto")
+    if asked := [name for name, value in values.items() if value not in (*off, _STEPS_OF_ONE_BATCH.get(name))]:
+        words = " ".join(f"{key}=VALUE" for key in dict.fromkeys(_ACCELERATE[name] for name in asked))
+        found = f"{_set(environ, asked)}: accelerate launch has exported what a run takes from its config"
+        yield f"{found}; type {words}"
+
+
+def torchvision_problems(found: Mapping[str, str], requirements: Sequence[str]) -> Iterator[str]:
+    """Yield a problem if torchvision is built for another torch; torchmetrics imports torchvision in every run.
+
+    Args:
+        found: versions of torch and torchvision, if they are installed.
+        requirements: of torchvision, from its metadata.
+    """
+    torch, _, build = found.get("torch", "").partition("+")
+    build_of_vision = found.get("torchvision", "").partition("+")[2]
+    needed = next((one[1] for text in requirements if (one := re.match(r"torch *\(?== *([\d.]+)", text))), torch)
+    is_known = all(not one or re.fullmatch(r"cpu|cu\d+|rocm[\d.]+|xpu", one) for one in (build, build_of_vision))
+    is_other = torch.split(".")[:2] != needed.split(".")[:2]
+    if len(found) == 2 and (is_other or (is_known and build != build_of_vision)):
+        wanted = f"torchvision==0.{int(torch.split('.')[1]) + 15}.*"  # torch 2.8 with 0.23, and so on
+        index = f" --index-url https://download.pytorch.org/whl/{build}" if is_known and build else ""
+        kind = f"torch {needed}" if is_other else f"the {build_of_vision or 'PyPI'} build of torch"
+        yield (
+            f"torchvision {found['torchvision']} is built for {kind}, but torch {found['torch']} is installed; type "
+            f"pip install --force-reinstall --no-deps '{wanted}'{index}"
+        )
+
+
+# The devices that a config asks for, and those of this machine
+
 
 _AS_MANY_AS_THERE_ARE = ("auto", -1, "-1")
 _NAMES = ("auto", "gpu", "cuda", "mps", "cpu")
-_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of inductor
-_FEWER = {  # by launcher: how to start fewer processes on a node, or let each see more GPUs
-    "slurm": "use --ntasks-per-node={}, or --gpus-per-node={} in place of --gpus-per-task",
-    "torchrun": "use --nproc-per-node={}, or list {} GPUs in CUDA_VISIBLE_DEVICES",
-    "env": "export LOCAL_WORLD_SIZE={} and start that many ranks, or list {} GPUs in CUDA_VISIBLE_DEVICES",
-}
 
 
 @dataclass(frozen=True)
@@ -117,13 +321,14 @@ def absent(trainer: dict[str, Any], place: Placement, there: Present | None = No
     if not seen:
         yield f"trainer.accelerator={name}: this machine has none; use trainer.accelerator=cpu"
     elif place.is_external and wanted > seen:
-        started = f"{place.launcher} started {wanted} processes on each node, and this one sees {_gpus(seen)}"
-        yield f"{started}: each process needs its own GPU; {_FEWER[place.launcher].format(seen, wanted)}"
+        started = f"{place.launcher} started {wanted} processes on each node, and this one sees {_counted(seen, 'GPU')}"
+        yield f"{started}: each process needs its own GPU; {LAUNCHERS[place.launcher].fewer.format(seen, wanted)}"
     elif wanted > seen:
         on_cpu = "" if named else f", or trainer.accelerator=cpu for {wanted} processes on the CPU"
-        yield f"trainer.devices={devices}: this machine has {_gpus(seen)}; use trainer.devices={seen}{on_cpu}"
+        yield f"trainer.devices={devices}: this machine has {_counted(seen, 'GPU')}; use trainer.devices={seen}{on_cpu}"
     elif named and max(named) >= seen:
-        yield f"trainer.devices={devices}: this machine has {_gpus(seen)}, numbered from 0; use numbers below {seen}"
+        found = f"this machine has {_counted(seen, 'GPU')}, numbered from 0"
+        yield f"trainer.devices={devices}: {found}; use numbers below {seen}"
 
 
 def idle(used: int, place: Placement, there: Present | None = None) -> Iterator[str]:
@@ -134,62 +339,13 @@ def idle(used: int, place: Placement, there: Present | None = None) -> Iterator[
         there: accelerators of this machine; None to look them up.
     """
     is_alone = os.environ.get("SLURM_STEP_NUM_TASKS") == "1"
-    if place.launcher != "slurm" and not is_alone:
-        return
-    seen = (there or present()).cuda
-    if used < seen:
-        words = (
-            f"trainer.devices={seen}, or srun --ntasks-per-node={seen}"
-            if is_alone
-            else f"srun --ntasks-per-node={seen}"
-        )
-        yield f"this node has {_gpus(seen)}, and the run uses {used}: srun has started no more processes; type {words}"
+    if (place.launcher == "slurm" or is_alone) and used < (seen := (there or present()).cuda):
+        words = f"{f'trainer.devices={seen}, or ' if is_alone else ''}srun --ntasks-per-node={seen}"
+        found = f"this node has {_counted(seen, 'GPU')}, and the run uses {used}: srun has started no more processes"
+        yield f"{found}; type {words}"
 
 
-def _gpus(count: int) -> str:
-    return f"{count} GPU{'' if count == 1 else 's'}"
-
-
-def compiler_problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
-    """Yield the reasons why the model can't be compiled as configured.
-
-    Args:
-        cfg: the whole config, resolved.
-        accelerator: the one in use.
-    """
-    node = cfg.get("compile") or {}
-    if not node:
-        return
-    if node.get("units") is not None and node.get("scope", "units") != "units":
-        yield f"compile.units={node['units']} and compile.scope={node['scope']}: leave one of them out"
-    strategy = cfg["trainer"].get("strategy")
-    if node.get("scope") == "whole" and isinstance(strategy, dict) and strategy.get("stage") == 3:
-        yield "compile.scope=whole: at ZeRO stage 3 the graph would break at each layer; leave it out"
-    if node.get("backend", "inductor") == "inductor":
-        yield from _without_compiler(accelerator)
-        if accelerator == "cuda" and node.get("mode") in _WITH_CUDA_GRAPHS and _gathers(strategy):
-            # pytorch/pytorch#183451
-            yield (
-                f"compile.mode={node['mode']}: CUDA graphs need parameters at fixed addresses, but the strategy "
-                "gathers them at a new address each time, so graphs would be recorded again and again; leave it out, "
-                "type compile.mode=max-autotune-no-cudagraphs, or use strategy=ddp"
-            )
-    elif node.get("mode", "default") != "default":
-        yield (
-            f"compile.mode={node['mode']} is an option of inductor, but compile.backend={node['backend']}; "
-            "leave one of them out"
-        )
-
-
-def _gathers(strategy: object) -> bool:
-    """Return whether a strategy gathers the parameters of each unit before the unit computes."""
-    if not isinstance(strategy, dict):
-        return False
-    name = str(strategy.get("_target_")).rpartition(".")[2]
-    return name in ("FSDP", "TensorParallel") or (name == "DeepSpeed" and strategy.get("stage") == 3)
-
-
-def _without_compiler(accelerator: str) -> Iterator[str]:
+def missing_compiler(accelerator: str) -> Iterator[str]:
     """Yield the tools that inductor needs to build its kernels, and that are missing."""
     if accelerator not in ("cpu", "mps") and importlib.util.find_spec("triton") is None:
         yield "on a GPU, compile=true needs triton, which is not installed; type pip install triton"
@@ -206,115 +362,72 @@ def _without_compiler(accelerator: str) -> Iterator[str]:
         yield "compile=true needs Python.h; type apt-get install python3-dev, or compile.backend=aot_eager"
 
 
-_OPTIONS = {  # by launcher: what sets the numbers of nodes, and of processes on each
-    "slurm": ("--nodes={}", "--ntasks-per-node={}"),
-    "torchrun": ("--nnodes={}", "--nproc-per-node={}"),
-    "env": ("GROUP_WORLD_SIZE={}", "LOCAL_WORLD_SIZE={}"),
-}
+# The processes that were started, and those that the config asks for
+
+
 _MPI_SIZES = {"mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}  # of Open MPI; of MPICH, Intel MPI and Cray
 _DETECT = "lightswitch.cluster.environments.detect"
 
 
-def other_counts(trainer: dict[str, Any], place: Placement) -> Iterator[str]:
-    """Yield a problem if the processes that were started do not match the Trainer's nodes and devices."""
-    nodes, per_node = trainer["num_nodes"], count(trainer)
+def process_problems(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
+    """Yield the problems of a config that does not match the processes that were started."""
+    trainer, cluster = cfg["trainer"], _cluster(cfg).rpartition(".")[2]
+    nodes, per_node, started = trainer["num_nodes"], count(trainer), place.launcher
     if not place.is_external:
-        yield from _elsewhere({"NODE_RANK": nodes, "LOCAL_RANK": per_node})
-    if not place.is_external or (place.nodes, place.devices_per_node) == (nodes, per_node):
-        return
-    started = f"{_counted(place.nodes, 'node')} × {_counted(place.devices_per_node, 'process')}"
-    if place.uneven:
-        started = f"{place.uneven} processes on {place.nodes} nodes, {place.devices_per_node} of them here"
-    wanted = zip(_OPTIONS[place.launcher], (place.nodes, place.devices_per_node), (nodes, per_node), strict=True)
-    options = " ".join(option.format(count) for option, found, count in wanted if found != count)
-    yield (
-        f"{place.launcher} started {started}, but the trainer has num_nodes={nodes}, devices={per_node}; start it with "
-        f"{options}, or leave both out to train on what was started"
-    )
+        for name, key, ranks in (("NODE_RANK", "num_nodes", nodes), ("LOCAL_RANK", "devices", per_node)):
+            if int(os.environ.get(name, 0)) >= ranks:  # Lightning trusts it: no output, no checkpoint
+                found = f"{name}={os.environ[name]} and trainer.{key}={ranks}: found a rank that is not in this run"
+                yield f"{found}; type unset {name}, or give trainer.{key}"
+    elif (place.nodes, place.devices_per_node) != (nodes, per_node):
+        found = f"{_counted(place.nodes, 'node')} × {_counted(place.devices_per_node, 'process')}"
+        if place.uneven:
+            found = f"{place.uneven} processes on {place.nodes} nodes, {place.devices_per_node} of them here"
+        counts = zip(LAUNCHERS[started].options, (place.nodes, place.devices_per_node), (nodes, per_node), strict=True)
+        options = " ".join(option.format(asked) for option, there, asked in counts if there != asked)
+        yield (
+            f"{started} started {found}, but the trainer has num_nodes={nodes}, devices={per_node}; start it with "
+            f"{options}, or leave both out to train on what was started"
+        )
+    wanted = {"TorchElasticEnvironment": "torchrun", "SLURMEnvironment": "slurm"}.get(cluster, started)
+    if wanted != started:
+        mend = f"{LAUNCHERS[wanted].starter} or leave cluster out"
+        yield f"cluster={wanted}, but {wanted} did not start this process; {mend}"
+    strategy = trainer.get("strategy")
+    if isinstance(strategy, dict) and strategy.get("start_method") == "spawn" and started in ("torchrun", "slurm"):
+        starter = {"torchrun": "torchrun", "slurm": "srun"}[started]
+        yield f"strategy=ddp_spawn starts the ranks itself, and {starter} has started them; use strategy=ddp"
+    sizes = {starter: os.environ.get(size, "1") for starter, size in _MPI_SIZES.items()}
+    mpi = next((starter for starter, size in sizes.items() if size != "1"), None)
+    if mpi and not place.is_external and _cluster(cfg) == _DETECT:  # srun sets these variables, too
+        yield (
+            f"{_MPI_SIZES[mpi]}={sizes[mpi]}: {mpi} started {sizes[mpi]} processes, and each would be a run of its "
+            "own; type python train.py trainer.devices=N, which starts a machine's processes itself, or start them "
+            f"with torchrun or srun; if no MPI started this process, type unset {_MPI_SIZES[mpi]}"
+        )
 
 
-def _elsewhere(counts: dict[str, int]) -> Iterator[str]:
-    """Yield environment variables that give this process a rank outside of the run.
+def _cluster(cfg: dict[str, Any]) -> str:
+    return str((cfg.get("cluster") or {}).get("_target_", _DETECT))
 
-    Lightning trusts them, and would train without any output or checkpoint.
-    """
-    arguments = {"NODE_RANK": "trainer.num_nodes", "LOCAL_RANK": "trainer.devices"}
-    for name, count in counts.items():
-        if int(os.environ.get(name, 0)) >= count:
-            message = f"{name}={os.environ[name]} and {arguments[name]}={count}"
-            yield f"{message}: found a rank that is not in this run; type unset {name}, or give {arguments[name]}"
+
+def node_problems(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
+    """Yield a problem if the run's other nodes would not be there, or not survive a change."""
+    nodes, elastic = cfg["trainer"]["num_nodes"], elastic_nodes()
+    is_met = place.is_external or _cluster(cfg) != _DETECT or os.environ.keys() >= {"MASTER_ADDR", "MASTER_PORT"}
+    if nodes > 1 and not is_met:  # it would wait for the others until `meet_timeout_seconds` have passed
+        yield (
+            f"trainer.num_nodes={nodes}: no launcher has started the processes of {nodes} nodes; start it "
+            "with srun or torchrun, and leave trainer.num_nodes out, or start it on each node by the same command with "
+            "cluster=manual cluster.node_rank=N cluster.main_address=FIRST_NODE"
+        )
+    # The agents of torch 2.4 to 2.13 reuse the rendezvous address of the first group of nodes: a node that joins waits
+    # for it, and if the node of rank 0 is lost, all others wait for it.
+    if elastic is not None and os.environ.get(NO_SHARED_STORE) != "1":
+        yield (
+            f"torchrun --nnodes={elastic[0]}:{elastic[-1]}: the run would time out after a minute when a node joins, "
+            f"or when the node of rank 0 is lost; type export {NO_SHARED_STORE}=1 on every node before torchrun"
+        )
 
 
 def _counted(count: int | None, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
-
-
-def absent_processes(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
-    """Yield a problem if `cluster` names a launcher that did not start this process."""
-    name = str((cfg.get("cluster") or {}).get("_target_")).rpartition(".")[2]
-    wanted = {"TorchElasticEnvironment": "torchrun", "SLURMEnvironment": "slurm"}.get(name)
-    found = place.launcher
-    if wanted and wanted != found:
-        starter = {"torchrun": "torchrun --nproc-per-node=N train.py", "slurm": "srun python train.py"}[wanted]
-        yield f"cluster={wanted}, but {wanted} did not start this process; start it with {starter} or leave cluster out"
-
-
-def started_twice(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
-    """Yield a problem if a launcher has started the ranks that the strategy would spawn."""
-    strategy = cfg["trainer"].get("strategy")
-    spawns = isinstance(strategy, dict) and strategy.get("start_method") == "spawn"
-    if spawns and place.launcher in ("torchrun", "slurm"):
-        starter = {"torchrun": "torchrun", "slurm": "srun"}[place.launcher]
-        yield f"strategy=ddp_spawn starts the ranks itself, and {starter} has started them; use strategy=ddp"
-
-
-def unstarted(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
-    """Yield a problem if a run has several nodes, but nothing starts processes on the others or names the first node.
-
-    The process would wait for the others until `meet_timeout_seconds` have passed.
-    """
-    nodes = cfg["trainer"]["num_nodes"]
-    if nodes > 1 and not (place.is_external or _is_named(cfg) or os.environ.keys() >= {"MASTER_ADDR", "MASTER_PORT"}):
-        yield (
-            f"trainer.num_nodes={nodes}: no launcher has started the processes of {_counted(nodes, 'node')}; start it "
-            "with srun or torchrun, and leave trainer.num_nodes out, or start it on each node by the same command with "
-            "cluster=manual cluster.node_rank=N cluster.main_address=FIRST_NODE"
-        )
-
-
-def separate(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
-    """Yield a problem if MPI started several processes, of which each would be a whole run of its own.
-
-    One process that MPI started is fine, and so are processes that srun, torchrun, exported variables or a cluster's
-    config join into one run: srun sets the variables of MPI, too.
-    """
-    if place.is_external or _is_named(cfg):
-        return
-    counts = {starter: os.environ.get(size, "1") for starter, size in _MPI_SIZES.items()}
-    if found := next((starter for starter in counts if counts[starter] != "1"), None):
-        size, count = _MPI_SIZES[found], counts[found]
-        yield (
-            f"{size}={count}: {found} started {count} processes, and each would be a run of its own; type python "
-            "train.py trainer.devices=N, which starts a machine's processes itself, or start them with torchrun or "
-            "srun, or export RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT for each; if no MPI started this process, "
-            f"type unset {size}"
-        )
-
-
-def _is_named(cfg: dict[str, Any]) -> bool:
-    """Return whether the config names a cluster other than the default, which looks for a launcher."""
-    return str((cfg.get("cluster") or {}).get("_target_", _DETECT)) != _DETECT
-
-
-def unfit_for_changes() -> Iterator[str]:
-    """Yield a problem if torchrun would not survive a change of its nodes.
-
-    By default, the agents of torch 2.4 to 2.13 reuse the rendezvous address of the first group of nodes: a node that
-    joins waits for it, and if the node of rank 0 is lost, all others wait for it, until they time out.
-    """
-    nodes = elastic_nodes()
-    if nodes is not None and os.environ.get(NO_SHARED_STORE) != "1":
-        yield (
-            f"torchrun --nnodes={nodes[0]}:{nodes[-1]}: the run would time out after a minute when a node joins, or "
-            f"when the node of rank 0 is lost; type export {NO_SHARED_STORE}=1 on every node before torchrun"
-        )

@@ -1,55 +1,63 @@
-"""Checks of a config's keys: missing, misspelt, with an invalid value, or not read by anything."""
+"""A config's own keys: those that are missing, misspelt, of another type or out of range, or that nothing reads."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf, ValueNode, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from lightswitch.batches.plan import scaled_learning_rate
 from lightswitch.config import aliases
-from lightswitch.config.overrides import GROUPS, key_and_value, typed_overrides
-from lightswitch.config.values import (
-    ALLOWED,
-    KINDS,
-    KINDS_OF_OTHERS,
-    LEAST_SECONDS,
-    LEAST_SECONDS_OF_OTHERS,
-    MOST_SECONDS,
-    WORDS,
-    files_of_group,
-)
+from lightswitch.config.overrides import AUTO, GROUPS, MODES, files_of_group, key_and_value, typed_overrides
 from lightswitch.errors import listed, nearest
-from lightswitch.preflight import targets
-from lightswitch.preflight.targets import GIVEN, parameters
+from lightswitch.preflight.targets import GIVEN, kinds_in_words, parameters
 
-_WATCH_KEYS = ("lost_after_seconds", "hung_after_seconds")
-_SCALING = ("rule", "reference_batch_size")
-_READ = (
-    *(*KINDS, "model", "trainer", "lr_scaling", "watch", "trainer.devices", "trainer.num_nodes"),
-    *(f"lr_scaling.{key}" for key in _SCALING),
-    *(f"watch.{key}" for key in _WATCH_KEYS),
-)
-_PLANNED = ("device", "memory_gib", "deepspeed", "disk_gb_per_second", "tokens_per_sample")
-_OF_A_PLAN = ("plan", *(f"plan.{key}" for key in _PLANNED))
-_READ_BY_MODE = {
-    "plan": _OF_A_PLAN,
-    "dry_run": (*_OF_A_PLAN, "dry_run", "dry_run.rank", "dry_run.steps"),
-    "check": ("check", "check.steps", "check.devices", "check.strategies"),
+_NULL = type(None)
+_NUMBER: tuple[type, ...] = (int, float)
+_BY_KINDS: dict[tuple[type, ...], str] = {
+    (str,): "name mode objective resume on_nan matmul_precision lr_scaling.rule",
+    (str, int): "run_id",
+    (str, _NULL): "init_from ckpt_path",
+    (int,): "seed global_batch_size lr_scaling.reference_batch_size dry_run.steps check.steps check.devices",
+    (int, _NULL): "micro_batch_size plan.tokens_per_sample sweep.jobs_at_once sweep.devices_per_job",
+    _NUMBER: "meet_timeout_seconds watch.lost_after_seconds watch.hung_after_seconds plan.disk_gb_per_second",
+    (*_NUMBER, _NULL): "plan.memory_gib",
+    (bool,): "compare plan.deepspeed",
+    (list,): "tags",
+    (dict, _NULL): "init_names",
+    (str, list, _NULL): "plan.precisions check.strategies",
+    (int, list, _NULL): "dry_run.rank",
 }
+KINDS = {key: kinds for kinds, keys in _BY_KINDS.items() for key in keys.split()}
+WORDS = {"micro_batch_size": (AUTO,)}  # in addition to values of its types
+ALLOWED = {
+    "mode": MODES,
+    "on_nan": ("stop", "skip", "ignore"),
+    "matmul_precision": ("highest", "high", "medium"),
+    "lr_scaling.rule": ("none", "linear", "sqrt"),
+}
+_LEAST = {
+    **dict.fromkeys(("lr_scaling.reference_batch_size", "dry_run.steps"), 1),
+    **dict.fromkeys(("check.steps", "check.devices"), 2),  # a step before a kill, and one after it
+    "watch.lost_after_seconds": 5,  # a rank may be silent for some seconds, while it compiles
+}
+_MOST_SECONDS = 2_000_000  # 23 days; sockets and gloo count milliseconds in 32 bits
+_MOST_SEED = 2**32 - 1  # NumPy's
+_OF_MODE = ("plan", "dry_run", "check", "sweep")  # nodes that other modes, or no sweep, need not have
 
 
 def missing(cfg: DictConfig) -> Iterator[str]:
     """Yield the keys that the engine reads and an unresolved config, such as one of another project, does not have."""
-    raw: Any = OmegaConf.to_container(cfg)
-    for key in (*_READ, *_READ_BY_MODE.get(str(raw.get("mode")), ())):
+    mode = cfg._get_node("mode")
+    of_mode = {"plan": ("plan",), "dry_run": ("plan", "dry_run"), "check": ("check",)}.get(str(mode), ())
+    keys = [key for key in KINDS if (node := key.partition(".")[0]) not in _OF_MODE or node in of_mode]
+    nodes = dict.fromkeys(key.partition(".")[0] for key in keys if "." in key)
+    for key in (*nodes, *keys, "model", "trainer", "trainer.devices", "trainer.num_nodes"):
         parent, _, name = key.rpartition(".")
         above = cfg._get_node(parent) if parent in _raw_keys(cfg) else cfg if not parent else None
         if parent and isinstance(above, ValueNode) and not above._is_interpolation():
@@ -64,15 +72,10 @@ def _raw_keys(node: Any) -> list[Any]:
 
 
 def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
-    """Yield each `+key=` that resembles an existing key or group; any other is taken as a variable of the user.
-
-    Args:
-        cfg: resolved config.
-        overrides: as typed.
-    """
+    """Yield each `+key=` that resembles an existing key or group; any other is taken as a variable of the user."""
     for override in overrides:
         key, value = key_and_value(override)
-        if override.startswith("+") and "." not in key and "@" not in key and "/" not in key:
+        if override.startswith("+") and re.fullmatch(r"[^.@/]+", key):
             other = aliases.instead(key, value) if aliases.setting(key) else None
             hint = "" if key in GROUPS else nearest(key, GROUPS, alike=0.85)
             hint = f" Type {other}" if other else hint or nearest(key, [known for known in cfg if known != key])
@@ -82,67 +85,49 @@ def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
 
 def wrong(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield the keys whose value is of the wrong type or out of range."""
-    for key, kinds in KINDS.items():
-        if type(cfg[key]) not in kinds and cfg[key] not in WORDS.get(key, ()):
-            yield f"{key}={cfg[key]}: found {type(cfg[key]).__name__}, expected {targets.names(kinds)}"
-    for key, allowed in ALLOWED.items():
-        if cfg[key] not in allowed:
-            yield f"{key}={cfg[key]}: use one of {', '.join(allowed)}"
-    if type(cfg["seed"]) is int and not 0 <= cfg["seed"] < 2**32:
-        yield f"seed={cfg['seed']}: use a number from 0 to {2**32 - 1}, as NumPy requires"
-    if not isinstance(tags := cfg.get("tags", []), list) or not all(type(tag) is str for tag in tags):
-        yield f"tags={tags}: expected a list of words, such as tags=[baseline,long]"
-    yield from no_switch("compare", cfg.get("compare", False))  # a config of an earlier version has no such key
-    yield from _unknown(cfg, "lr_scaling", _SCALING)
-    yield from _unknown(cfg, "watch", _WATCH_KEYS)
-    yield from _wrong_scaling(*(cfg["lr_scaling"][key] for key in _SCALING))
-    lr = _rate(cfg, 0.0)
-    if type(lr) not in (int, float) or not lr >= 0:
+    values = {key: value for key, value in _leaves(cfg, whole=KINDS) if not key.startswith(("model.", "data."))}
+    for key, value in values.items():
+        least = _LEAST.get(key, 1)
+        if key in KINDS and type(value) not in KINDS[key] and value not in WORDS.get(key, ()):
+            expected = "true or false" if KINDS[key] == (bool,) else kinds_in_words(KINDS[key])
+            yield f"{key}={value}: found {type(value).__name__}, expected {expected}"
+        elif key in ALLOWED and value not in ALLOWED[key]:
+            yield f"{key}={value}: use one of {', '.join(ALLOWED[key])}"
+        elif key.endswith("_seconds") and type(value) in _NUMBER and not least <= value <= _MOST_SECONDS:
+            yield f"{key}={value}: use a number of seconds from {least} to {_MOST_SECONDS}"
+        elif key in _LEAST and type(value) in _NUMBER and value < least:
+            yield f"{key}={value}: use a number from {least}"
+        elif key.startswith("plan.") and type(value) in _NUMBER and not 0 < value < float("inf"):
+            yield f"{key}={value}: use a number greater than 0"
+    if type(cfg["seed"]) is int and not 0 <= cfg["seed"] <= _MOST_SEED:
+        yield f"seed={cfg['seed']}: use a number from 0 to {_MOST_SEED}, as NumPy requires"
+    for group in ("lr_scaling", "watch"):
+        known = [key.partition(".")[2] for key in KINDS if key.startswith(f"{group}.")]
+        for key in cfg[group].keys() - {*known}:
+            yield f"{group}.{key}: there is no such key.{nearest(key, known)}"
+    if type(lr := _rate(cfg, 0.0)) not in _NUMBER or not lr >= 0:
         yield f"optimizer.lr={lr}: expected a number of at least 0"
-    for key in _WATCH_KEYS:
-        if type(seconds := cfg["watch"][key]) not in (int, float):
-            yield f"watch.{key}={seconds}: found {type(seconds).__name__}, expected float or int"
-    yield from _beyond_seconds(cfg)
 
 
-def _beyond_seconds(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield each `*_seconds` value that is too small or too large, except in model and data."""
-    for key, value in _leaves({name: node for name, node in cfg.items() if name not in ("model", "data")}):
-        least = LEAST_SECONDS.get(key, LEAST_SECONDS_OF_OTHERS)
-        if key.endswith("_seconds") and type(value) in (int, float) and not least <= value <= MOST_SECONDS:
-            yield f"{key}={value}: use a number of seconds from {least} to {MOST_SECONDS}"
+def _leaves(node: Any, key: str = "", whole: Iterable[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield each value in a node with its dotted key.
 
-
-def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, dict | list):
-        for name, child in node.items() if isinstance(node, dict) else enumerate(node):
-            yield from _leaves(child, f"{key}.{name}".lstrip("."))
+    Args:
+        whole: keys whose value may be a node.
+    """
+    if isinstance(node, dict) and key not in whole and (node or not key):
+        for name, child in node.items():
+            yield from _leaves(child, f"{key}.{name}".lstrip("."), whole)
     else:
         yield key, node
-
-
-def no_switch(key: str, value: object) -> Iterator[str]:
-    """Yield a problem if a value is neither true nor false."""
-    if type(value) is not bool:
-        yield f"{key}={value}: found {type(value).__name__}, expected true or false"
-
-
-def _unknown(cfg: dict[str, Any], group: str, known: tuple[str, ...]) -> Iterator[str]:
-    for key in cfg[group].keys() - set(known):
-        yield f"{group}.{key}: there is no such key.{nearest(key, known)}"
 
 
 def unscaled_rate(cfg: DictConfig, plain: dict[str, Any]) -> Iterator[str]:
     """Yield a problem if lr_scaling is on, but there is no optimizer.lr, or the model does not refer to it."""
     rule = plain["lr_scaling"]["rule"]
-    if rule == "none":
-        return
-    if not isinstance(_rate(plain), int | float):
+    if rule != "none" and not isinstance(_rate(plain), int | float):
         yield f"lr_scaling.rule={rule} scales optimizer.lr, and there is none; give optimizer.lr=VALUE"
-        return
-    other = cfg.copy()
-    other.optimizer.lr = 2.0 * cfg.optimizer.lr
-    if OmegaConf.to_container(other.model, resolve=True) == plain["model"]:
+    elif rule != "none" and "model" not in _readers(cfg, "optimizer.lr", 2.0 * cfg.optimizer.lr):
         yield (
             f"lr_scaling.rule={rule} scales optimizer.lr, which nothing in model refers to; "
             "set the model's rate with 'model.lr=${optimizer.lr}' (or the model's name for it), or leave lr_scaling out"
@@ -154,19 +139,9 @@ def _rate(cfg: dict[str, Any], default: object = None) -> Any:
     return node.get("lr", default) if isinstance(node, dict) else default
 
 
-def _wrong_scaling(rule: str, reference_batch_size: int) -> Iterator[str]:
-    if type(reference_batch_size) is not int or reference_batch_size < 1:
-        yield f"lr_scaling.reference_batch_size={reference_batch_size}: expected a number of samples, at least 1"
-        return
-    try:
-        scaled_learning_rate(1.0, rule, 1, reference_batch_size)
-    except ValueError as error:
-        yield str(error)
-
-
 # Nodes that a run reads. Any other node only matters if one of these refers to it, such as `${optimizer}` in model.
-_MADE = ("model", "data", "trainer", "callbacks", "logger", "cluster", "compile", "device", "plan", "hydra")
-_READ_BY_A_RUN = {*_MADE, *(key.partition(".")[0] for key in (*KINDS, *KINDS_OF_OTHERS))}
+_READ_BY_A_RUN = {"model", "data", "trainer", "callbacks", "logger", "cluster", "compile", "device", "plan", "hydra"}
+_READ_BY_A_RUN |= {key.partition(".")[0] for key in KINDS}
 _WHEN = {  # keys that are read only if another key has certain values: that key, the values, and what to type
     "dry_run": ("mode", ("dry_run",), "mode=dry_run"),
     "check": ("mode", ("check",), "mode=check"),
@@ -184,7 +159,16 @@ def unread_problems(cfg: DictConfig, hydra: HydraConf) -> Iterator[str]:
     Args:
         cfg: unresolved, without Hydra's node; its values can be resolved.
     """
-    names, found = _keys(hydra), dict[str, list[str]]()  # keys by message
+    names: dict[str, str] = {}  # of keys in messages
+    choices: Any = hydra.runtime.choices
+    for group in _FROM:
+        if (choice := choices.get(group)) and (file := files_of_group(hydra, group).get(choice)):
+            content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+            content.pop("defaults", None)
+            names |= {key: f"{key} of {group}={choice}" for key, _ in _leaves(content)}
+    typed = [key_and_value(word)[0] for word in typed_overrides(hydra) if not word.startswith("~")]
+    names |= {key: key for key in typed if "@" not in key}
+    found: dict[str, list[str]] = {}  # names by message
     for key, message in unread(cfg, names).items():
         found.setdefault(message, []).append(names[key])
     yield from (f"{listed(origins)}: {message}" for message, origins in found.items())
@@ -192,42 +176,10 @@ def unread_problems(cfg: DictConfig, hydra: HydraConf) -> Iterator[str]:
 
 def unread(cfg: DictConfig, keys: Iterable[str]) -> dict[str, str]:
     """Return the keys that nothing in a config reads, each with the reason and what to type instead."""
-    return {key: message for key in keys if (message := _told(cfg, key)) is not None}
+    return {key: message for key in keys if (message := _why_unread(cfg, key)) is not None}
 
 
-def _keys(hydra: HydraConf) -> dict[str, str]:
-    """Return the keys set by an experiment, a debug config or the command line, each with its name in messages."""
-    choices: Any = hydra.runtime.choices
-    found: dict[str, str] = {}
-    for group in _FROM:
-        if (choice := choices.get(group)) and (file := files_of_group(hydra, group).get(choice)):
-            found |= {key: f"{key} of {group}={choice}" for key in _keys_of(file)}
-    for override in typed_overrides(hydra):
-        key, _ = key_and_value(override)
-        if not override.startswith("~") and "@" not in key:
-            found[key] = key
-    return found
-
-
-def _keys_of(file: Path) -> Iterator[str]:
-    """Yield the keys that a file sets anywhere in the config, and the groups whose choice it overrides."""
-    content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    for entry in content.pop("defaults", []):
-        words = [str(word).removeprefix("override ") for word in entry] if isinstance(entry, dict) else []
-        yield from (word.removeprefix("/") for word in words if not word.startswith("/hydra"))
-    yield from _leaf_keys(content)
-
-
-def _leaf_keys(node: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    for name, value in node.items():
-        key = f"{path}.{name}".lstrip(".")
-        if isinstance(value, dict) and value:
-            yield from _leaf_keys(value, key)
-        else:
-            yield key
-
-
-def _told(cfg: DictConfig, key: str) -> str | None:
+def _why_unread(cfg: DictConfig, key: str) -> str | None:
     """Return why nothing reads a key, and what to type instead; None if something reads it."""
     for node, (switch, values, typed) in _WHEN.items():
         if f"{key}.".startswith(f"{node}."):
@@ -235,27 +187,23 @@ def _told(cfg: DictConfig, key: str) -> str | None:
     group = key.partition(".")[0]
     if group in _READ_BY_A_RUN or group not in cfg or cfg._get_node(group) is None:
         return None
-    if _is_read(cfg, key) or _is_the_scripts(group):
+    if _readers(cfg, key, _NOBODYS) or _is_the_scripts(group):
         return None
     if group in _FROM:
         return f"the keys of its file are set below {group}; begin the file with # @package _global_"
     return _of_model(cfg, group) if group in GIVEN else f"nothing refers to it, for example by ${{{key}}}; leave it out"
 
 
-def _is_read(cfg: DictConfig, key: str) -> bool:
-    """Return whether another value of a key changes anything that a run reads."""
+def _readers(cfg: DictConfig, key: str, value: object) -> set[str]:
+    """Return the nodes that a run reads, and that another value of a key changes."""
     other = cfg.copy()
     with open_dict(other):
-        OmegaConf.update(other, key, _NOBODYS, force_add=True)
+        OmegaConf.update(other, key, value, force_add=True)
     try:
-        return _read(other) != _read(cfg)
+        before, after = (OmegaConf.to_container(one, resolve=True) for one in (cfg, other))
     except OmegaConfBaseException:  # something refers to it, and can't be resolved
-        return True
-
-
-def _read(cfg: DictConfig) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(cfg, resolve=True)
-    return {key: value for key, value in plain.items() if key in _READ_BY_A_RUN}
+        return {key}
+    return {name for name in _READ_BY_A_RUN if before.get(name) != after.get(name)}  # type: ignore[union-attr]
 
 
 def _is_the_scripts(key: str) -> bool:

@@ -1,18 +1,26 @@
-"""Limits of each strategy, reported before any process starts. Importing this module does not import torch."""
+"""What strategies, precisions, the Trainer, the compiler and modes do not support, a condition and its line at a time.
+
+Importing it does not import torch.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.cluster.placement import Placement
+from lightswitch.config import aliases
 from lightswitch.deepspeed import config as zero_config
 from lightswitch.deepspeed.config import operator_problems
-from lightswitch.errors import BatchError
+from lightswitch.errors import BatchError, nearest
 from lightswitch.preflight import devices
+from lightswitch.preflight.targets import as_typed, parameters
+
+PLANS, CHECK = ("plan", "dry_run"), "check"  # modes of one process
 
 
 @dataclass(frozen=True)
@@ -27,14 +35,20 @@ class Request:
         uneven: number of devices over all nodes, if the nodes have different numbers; else None.
     """
 
-    strategy: dict[str, Any]  # the config node trainer.strategy
-    model: dict[str, Any]  # the config node model
-    trainer: dict[str, Any]  # the config node trainer
+    strategy: dict[str, Any]
+    model: dict[str, Any]
+    trainer: dict[str, Any]
     nodes: int
     devices: int
     accelerator: str
     batch: tuple[int, int | None] = (1, None)
     uneven: int | None = None
+    on_nan: str = "stop"
+
+    @property
+    def name(self) -> str:
+        """The strategy's class."""
+        return str(self.strategy.get("_target_")).rpartition(".")[2]
 
     @property
     def world_size(self) -> int:
@@ -47,11 +61,6 @@ class Request:
         return str(self.uneven or f"{self.nodes} × {self.devices}")
 
     @property
-    def on_gpu(self) -> bool:
-        """Return whether the run is on CUDA GPUs, which communicate through NCCL, or on AMD GPUs through RCCL."""
-        return self.accelerator == "cuda"
-
-    @property
     def precision(self) -> str:
         """Name of the precision, as typed."""
         return str(self.trainer.get("precision"))
@@ -59,68 +68,68 @@ class Request:
 
 def problems(request: Request) -> Iterator[str]:
     """Yield the reasons why one of the engine's strategies refuses the run; nothing for a user's strategy."""
-    name = str(request.strategy.get("_target_")).rpartition(".")[2]
-    if name in _CHECKS and name != "Single" and request.accelerator == "mps":
+    checks = {
+        "Single": (),
+        "DDP": (_of_group,),
+        "FSDP": (_sharded, _of_group),
+        "TensorParallel": (_tensor_parallel, _sharded, _of_group),
+        "DeepSpeed": (_deepspeed,),
+    }.get(request.name)
+    if request.name == "Single" and request.world_size > 1:
+        yield f"strategy=single uses one device, but {request.world} are requested; use strategy=ddp"
+    elif checks and request.accelerator == "mps":
         yield (
-            f"strategy {name} runs on CUDA devices and on the CPU, but the run is on an Apple GPU; "
+            f"strategy {request.name} runs on CUDA devices and on the CPU, but the run is on an Apple GPU; "
             "use strategy=single, or trainer.accelerator=cpu"
         )
-    elif name in _CHECKS:
-        yield from _CHECKS[name](request)
+    else:
+        yield from (problem for check in checks or () for problem in check(request))
+    if request.on_nan == "skip" and request.name == "DeepSpeed":
+        yield "on_nan=skip: DeepSpeed also steps when there is no gradient; use strategy=fsdp, or on_nan=stop"
+    if request.trainer.get("sync_batchnorm"):
+        if request.name == "DeepSpeed":
+            yield "trainer.sync_batchnorm=true is not supported under DeepSpeed; use strategy=ddp or fsdp"
+        elif request.accelerator == "cpu" and (request.world_size > 1 or request.name not in ("Single", "auto")):
+            yield "trainer.sync_batchnorm=true needs GPUs, because torch's SyncBatchNorm does; leave it out on CPUs"
 
 
-def _single(request: Request) -> Iterator[str]:
-    if request.world_size > 1:
-        yield f"strategy=single uses one device, but {request.world} are requested; use strategy=ddp"
-
-
-def _ddp(request: Request) -> Iterator[str]:
-    """Yield the reasons why DistributedDataParallel does not support the run, one line each."""
-    options = request.strategy
-    if options.get("static_graph") and options.get("find_unused_parameters"):
-        yield "trainer.strategy.static_graph finds unused parameters itself; leave find_unused_parameters out"
-    if (options.get("bucket_cap_mb") or 1) <= 0:
-        yield f"trainer.strategy.bucket_cap_mb={options['bucket_cap_mb']}: use a number greater than 0, or leave it out"
+def _of_group(request: Request) -> Iterator[str]:
+    """Yield why torch can't create the configured processes and their group."""
+    options, backend = request.strategy, request.strategy.get("process_group_backend")
     if options.get("start_method") == "spawn" and request.nodes > 1:
         yield f"strategy=ddp_spawn starts the ranks of one machine, not of {request.nodes} nodes; use strategy=ddp"
-    yield from _process_group(request)
+    if backend == "nccl" and request.accelerator != "cuda":
+        yield "trainer.strategy.process_group_backend=nccl is for GPUs, and the run is on the CPU; use gloo"
+    if backend == "mpi":
+        from torch.distributed import is_mpi_available
+
+        if not is_mpi_available():
+            yield "trainer.strategy.process_group_backend=mpi: this torch was built without MPI; use gloo or nccl"
 
 
-def _fsdp(request: Request) -> Iterator[str]:
-    """Yield the reasons why fully_shard does not support the run, one line each."""
-    options = request.strategy
-    sharding, shard_size = options.get("sharding_strategy"), options.get("shard_size")
-    devices = request.world_size // options.get("tensor_parallel_size", 1)
-    if shard_size is not None and sharding != "HYBRID_SHARD":
+def _sharded(request: Request) -> Iterator[str]:
+    """Yield the reasons why fully_shard does not support the run."""
+    options, precision = request.strategy, request.precision
+    is_hybrid, shard_size = options.get("sharding_strategy") == "HYBRID_SHARD", options.get("shard_size")
+    ranks = request.world_size // options.get("tensor_parallel_size", 1)
+    if shard_size is not None and not is_hybrid:
         yield "trainer.strategy.shard_size is an option of HYBRID_SHARD; use strategy=fsdp_hybrid, or leave it out"
-    elif sharding == "HYBRID_SHARD" and request.uneven and request.devices % (shard_size or request.uneven):
-        size = "shards over the devices of a node" if shard_size is None else f"has shard_size={shard_size}"
-        yield (
-            f"HYBRID_SHARD {size}, but the nodes have different numbers of devices, this one {request.devices}; use "
-            "strategy=fsdp, or a trainer.strategy.shard_size that divides the number of each node"
-        )
-    elif shard_size is not None and (shard_size < 1 or devices % shard_size):
-        sizes = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
-        yield f"trainer.strategy.shard_size={shard_size} does not divide {devices} devices; use one of {sizes}"
-    elif sharding == "HYBRID_SHARD" and devices > 1 and (shard_size or request.devices) == 1:
-        yield "HYBRID_SHARD over one device of each node shards nothing; use strategy=fsdp, or strategy=ddp"
-    if options.get("accumulate_gradients") == "within_replica" and sharding != "HYBRID_SHARD":
+    elif is_hybrid and request.uneven and request.devices % (shard_size or request.uneven):
+        yield "HYBRID_SHARD: shard_size has to divide the devices of each node; use strategy=fsdp, or another size"
+    elif shard_size is not None and (shard_size < 1 or ranks % shard_size):
+        sizes = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+        yield f"trainer.strategy.shard_size={shard_size} does not divide {ranks} devices; use one of {sizes}"
+    if options.get("accumulate_gradients") == "within_replica" and not is_hybrid:
         yield "trainer.strategy.accumulate_gradients=within_replica needs HYBRID_SHARD; use unsharded, or leave it out"
-    if options.get("prefetch") is not None and options["prefetch"] < 1:
-        yield f"trainer.strategy.prefetch={options['prefetch']}: it counts units, so use 1 or more, or leave it out"
     asked = options.get("param_dtype")
-    rounds = request.precision in ("bf16-mixed", "16-mixed")
-    if asked and request.precision != "32-true" and not (rounds and asked == "float32"):
-        yield (
-            f"trainer.strategy.param_dtype and precision={request.precision} both set the dtype to compute in; "
-            "leave one of them out"
-        )
-    yield from _process_group(request)
+    if asked and precision != "32-true" and not (asked == "float32" and precision in ("bf16-mixed", "16-mixed")):
+        found = f"trainer.strategy.param_dtype and precision={precision} both set the dtype to compute in"
+        yield f"{found}; leave one of them out"
 
 
 def _tensor_parallel(request: Request) -> Iterator[str]:
-    """Yield the reasons why tensor parallelism does not support the run, including those of fully_shard."""
     size, plans = request.strategy["tensor_parallel_size"], request.strategy["plans"]
+    model = str(request.model.get("_target_")).rpartition(".")[2]
     if request.precision == "16-true":
         # torch's fused Adam, which computes in 32 bits, refuses parameters on two meshes: of sharded and other layers
         yield "strategy=fsdp_tp steps float16 weights in float16, which loses Adam's moments; use precision=bf16-true"
@@ -128,41 +137,45 @@ def _tensor_parallel(request: Request) -> Iterator[str]:
         fit = f"use trainer.devices={max(1, size)} or a multiple of it"
         fit = f"start a multiple of {max(1, size)} processes in all" if request.uneven else fit
         yield f"trainer.strategy.tensor_parallel_size={size} does not divide {request.world} devices; {fit}"
-        return
-    model = str(request.model.get("_target_")).rpartition(".")[2]
-    if model not in plans:
+    elif model not in plans:
         only = f", only for {', '.join(plans)}" if plans else ""
         yield (
             f"strategy=fsdp_tp has no plan for {model}{only}; use strategy=fsdp, or "
             f"trainer.strategy.plans.{model}=FUNCTION that returns torch's parallel styles by the paths of its modules"
         )
-    yield from _fsdp(request)
 
 
 def _deepspeed(request: Request) -> Iterator[str]:
-    """Yield the reasons why DeepSpeed does not support the run, one line each."""
     if importlib.util.find_spec("deepspeed") is None:
         yield "strategy=deepspeed… needs deepspeed, which is not installed; type DS_BUILD_OPS=0 pip install deepspeed"
         return
-    named = devices.indices(request.trainer["devices"])
+    options, trainer, precision = request.strategy, request.trainer, request.precision
+    named, node = devices.indices(trainer["devices"]), request.model.get("optimizer")
     if named is not None and named != list(range(len(named))):  # it uses LOCAL_RANK as the GPU's index (0.19)
-        visible = ",".join(map(str, named))
         yield (
-            f"trainer.devices={request.trainer['devices']}: DeepSpeed uses the first visible GPUs; "
-            f"export CUDA_VISIBLE_DEVICES={visible}, and use trainer.devices={len(named)}"
+            f"trainer.devices={trainer['devices']}: DeepSpeed uses the first visible GPUs; "
+            f"export CUDA_VISIBLE_DEVICES={','.join(map(str, named))}, and use trainer.devices={len(named)}"
         )
-    if isinstance(plugin := request.trainer.get("precision"), dict):
+    if isinstance(plugin := trainer.get("precision"), dict):
         name = str(plugin.get("_target_")).rpartition(".")[2]
         yield f"precision {name} is a plugin, but DeepSpeed casts by its config; use strategy=ddp or strategy=fsdp"
-    if request.precision in ("64", "64-true"):
+    if precision in ("64", "64-true"):
         yield "precision=64-true is not for DeepSpeed; use strategy=ddp, or another precision"
-    if request.precision == "16-true" and not request.on_gpu:
+    if precision == "16-true" and request.accelerator != "cuda":
         yield "precision=16-true is for GPUs under DeepSpeed; use bf16-true on the CPU"
-    if request.trainer.get("gradient_clip_algorithm") == "value":
+    if trainer.get("gradient_clip_algorithm") == "value":
         yield "DeepSpeed clips gradients only by norm; use trainer.gradient_clip_algorithm=norm, or strategy=ddp"
-    if request.strategy.get("config") is not None:
+    if options.get("config") is not None:
         yield from _deepspeed_file(request)
-    yield from _compiled(request)
+    for device, switch in (("optimizer", "offload_optimizer"), ("params", "offload_parameters")):
+        if options.get(f"offload_{device}_device") == "nvme" and not options.get(switch):
+            found = f"trainer.strategy.offload_{device}_device=nvme has no effect alone"
+            yield f"{found}; also type trainer.strategy.{switch}=true"
+    if "nvme" in (options.get("offload_optimizer_device"), options.get("offload_params_device")):
+        yield from _disk(options.get("stage", 2), {str(options.get("nvme_path", "/local_nvme"))})
+    for name, op in (("DeepSpeedCPUAdam", "cpu_adam"), ("FusedAdam", "fused_adam")):
+        if isinstance(node, dict) and node.get("_target_") == f"deepspeed.ops.adam.{name}":
+            yield from operator_problems(op, f"optimizer {name}")
 
 
 def _deepspeed_file(request: Request) -> Iterator[str]:
@@ -182,24 +195,9 @@ def _deepspeed_file(request: Request) -> Iterator[str]:
     else:
         clip_norm = float(request.trainer.get("gradient_clip_val") or 0)
         run = zero_config.Run(request.precision, plan.micro_batch, plan.accumulation, plan.replicas, clip_norm)
-    for problem in zero_config.problems(found, run):
-        yield f"trainer.strategy.config: {problem}"
+    yield from (f"trainer.strategy.config: {problem}" for problem in zero_config.problems(found, run))
     if blocks := zero_config.blocks_on_disk(found.get("zero_optimization")):
         yield from _disk(3, {str(block.get("nvme_path")) for block in blocks})
-
-
-def _compiled(request: Request) -> Iterator[str]:
-    """Yield the problems of the DeepSpeed operators that the run would compile, and of its NVMe folder."""
-    options, node = request.strategy, request.model.get("optimizer")
-    optimizer = node.get("_target_") if isinstance(node, dict) else None  # a model may take its name
-    for device, switch in _OFFLOADED.items():
-        if options.get(device) == "nvme" and not options.get(switch):
-            yield f"trainer.strategy.{device}=nvme has no effect alone; also type trainer.strategy.{switch}=true"
-    if "nvme" in {options.get(device) for device in _OFFLOADED}:
-        yield from _disk(options.get("stage", 2), {str(options.get("nvme_path", "/local_nvme"))})
-    for name, op in (("DeepSpeedCPUAdam", "cpu_adam"), ("FusedAdam", "fused_adam")):
-        if optimizer == f"deepspeed.ops.adam.{name}":
-            yield from operator_problems(op, f"optimizer {name}")
 
 
 def _disk(stage: int, folders: set[str]) -> Iterator[str]:
@@ -209,34 +207,157 @@ def _disk(stage: int, folders: set[str]) -> Iterator[str]:
             f"DeepSpeed offloads to NVMe at stage 3 alone, but the run has stage {stage}; use "
             "strategy=deepspeed_stage_3_offload_nvme trainer.strategy.nvme_path=DIR"
         )
-    for folder in folders:
-        if not os.access(folder, os.W_OK):
-            yield (
-                f"trainer.strategy.nvme_path={folder}: there is no such writable folder; use one on a local drive of "
-                "each node"
-            )
+    for folder in (folder for folder in folders if not os.access(folder, os.W_OK)):
+        found = f"trainer.strategy.nvme_path={folder}: there is no such writable folder"
+        yield f"{found}; use one on a local drive of each node"
     yield from operator_problems("async_io", "offloading to NVMe")
 
 
-_OFFLOADED = {"offload_optimizer_device": "offload_optimizer", "offload_params_device": "offload_parameters"}
+def trainer_problems(trainer: Mapping[str, Any], typed: Set[str]) -> Iterator[str]:
+    """Yield the Trainer's arguments that would not have their documented effect, and what to type instead.
+
+    Args:
+        trainer: the Trainer's node, resolved.
+        typed: the keys on the command line.
+    """
+    for argument, source in _SET_ELSEWHERE.items():
+        if trainer.get(argument) or (argument in trainer and argument not in _REFUSED_IF_ON):
+            meant = aliases.instead(argument, str(trainer[argument]))
+            yield f"trainer.{argument}={as_typed(trainer[argument])}: {source.format(meant)}"
+    interval = trainer.get("val_check_interval")
+    if isinstance(steps := trainer.get("max_steps"), int) and (steps == 0 or steps < -1):
+        yield f"trainer.max_steps={steps}: use a number from 1, or -1 with trainer.max_epochs=N"
+    for argument in ("val_check_interval", "check_val_every_n_epoch"):
+        if type(value := trainer.get(argument)) is int and value == 0:
+            yield f"trainer.{argument}=0: use a number from 1; trainer.limit_val_batches=0 disables validation"
+    if trainer.get("check_val_every_n_epoch", 1) is None and type(interval) is float:
+        found = f"trainer.val_check_interval={interval} is a part of an epoch"
+        yield f"{found}; type trainer.check_val_every_n_epoch=1 as well, or a number of steps"
+    if "trainer.default_root_dir" in typed:
+        yield "trainer.default_root_dir: a run writes to runs/NAME/RUN_ID; type name=NAME and run_id=RUN_ID instead"
 
 
-def _process_group(request: Request) -> Iterator[str]:
-    """Yield the reasons why torch can't create the configured process group."""
-    backend = request.strategy.get("process_group_backend")
-    if backend == "nccl" and not request.on_gpu:
-        yield "trainer.strategy.process_group_backend=nccl is for GPUs, and the run is on the CPU; use gloo"
-    if backend == "mpi":
-        from torch.distributed import is_mpi_available
-
-        if not is_mpi_available():
-            yield "trainer.strategy.process_group_backend=mpi: this torch was built without MPI; use gloo or nccl"
-
-
-_CHECKS: dict[str, Callable[[Request], Iterator[str]]] = {  # by the class in a strategy's _target_
-    "Single": _single,
-    "DDP": _ddp,
-    "FSDP": _fsdp,
-    "TensorParallel": _tensor_parallel,
-    "DeepSpeed": _deepspeed,
+_REFUSED_IF_ON = ("barebones", "model_registry", "use_distributed_sampler")
+_SET_ELSEWHERE = {
+    "accumulate_grad_batches": "it is set by the batch: type {}",
+    "callbacks": "it is set by the group callbacks: type callbacks=[default,early_stopping] or ~callbacks.throughput",
+    "logger": "it is set by the group logger: type logger=[default,mlflow] or ~logger.tensorboard",
+    "plugins": "it is set by the group cluster: type cluster=torchrun or another of its choices",
+    "barebones": "it disables checkpoints and loggers, which a run needs to resume and to record metrics; type "
+    "trainer.enable_checkpointing=false and trainer.enable_progress_bar=false",
+    "model_registry": "it is an option of Lightning's checkpoint callback, which the engine replaces; leave it out",
+    "use_distributed_sampler": "the engine distributes the samples itself, in the same order for any number of "
+    "devices; leave it out",
 }
+
+
+def precision_problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
+    """Yield the reasons why the precision can't be used.
+
+    Args:
+        cfg: the whole config, resolved.
+        accelerator: the one in use: cpu, cuda, mps or tpu.
+    """
+    precision, trains = cfg["trainer"].get("precision"), cfg["mode"] in ("fit", *PLANS)
+    if accelerator == "cpu" and precision in (16, "16", "16-mixed"):
+        yield f"precision={precision} is for GPUs, and Lightning would put bf16-mixed in its place; use that on the CPU"
+    if accelerator == "mps" and precision in (64, "64", "64-true"):
+        yield f"precision={precision}: Apple's GPUs have no 64-bit floats; use 32-true, or trainer.accelerator=cpu"
+    for key, node in cfg["model"].items() if trains else ():
+        if not isinstance(node, dict):
+            continue
+        path = "optimizer" if node == cfg.get("optimizer") else f"model.{key}"
+        clips = precision in (16, "16", "16-mixed") and cfg["trainer"].get("gradient_clip_val")
+        if clips and node.get("fused") is True:  # torch's unscales gradients in step(), after clipping
+            yield (
+                f"{path}.fused=true: under precision=16-mixed a fused optimizer unscales gradients after they are "
+                f"clipped; leave it out (the engine fuses Adam in another way), or type trainer.gradient_clip_val=null"
+            )
+        keeps_float32 = "DeepSpeed" in str(cfg["trainer"].get("strategy"))  # its optimizers step in 32 bits
+        if precision == "16-true" and not keeps_float32 and _has_eps_of_zero(node):
+            found = f"eps={node['eps']:g}" if "eps" in node else "default eps"
+            name = node["_target_"].rpartition(".")[2]
+            yield (
+                f"precision=16-true: {name} divides by its eps, and the {found} is below "
+                f"float16's smallest number, 6.1e-05; use {path}.eps=1e-4, or precision=bf16-true"
+            )
+
+
+def _has_eps_of_zero(node: dict[str, Any]) -> bool:
+    """Return whether a node makes an optimizer such as Adam, which divides by √v + eps: NaN at step 2 if both are 0 in
+    float16. torch's defaults are all below its smallest normal number."""
+    takes = parameters(str(node.get("_target_")))
+    is_number = "eps" in takes and (takes["eps"].kinds is None or float in takes["eps"].kinds)  # Adafactor takes two
+    return "lr" in takes and is_number and node.get("eps", 0.0) < 2.0**-14
+
+
+def compiler_problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
+    """Yield the reasons why the model can't be compiled as configured."""
+    node, strategy = cfg.get("compile") or {}, cfg["trainer"].get("strategy")
+    name = str(strategy.get("_target_")).rpartition(".")[2] if isinstance(strategy, dict) else ""
+    is_zero_3 = name == "DeepSpeed" and strategy.get("stage") == 3
+    if node.get("scope") == "whole" and is_zero_3:
+        yield "compile.scope=whole: at ZeRO stage 3 the graph would break at each layer; leave it out"
+    if node and node.get("backend", "inductor") == "inductor":
+        yield from devices.missing_compiler(accelerator)
+        with_graphs = accelerator == "cuda" and node.get("mode") in ("reduce-overhead", "max-autotune")
+        if with_graphs and (is_zero_3 or name in ("FSDP", "TensorParallel")):  # pytorch/pytorch#183451
+            yield (
+                f"compile.mode={node['mode']}: CUDA graphs need parameters at fixed addresses, but the strategy "
+                "gathers them at a new address each time, so graphs would be recorded again and again; leave it out, "
+                "type compile.mode=max-autotune-no-cudagraphs, or use strategy=ddp"
+            )
+
+
+def mode_problems(
+    cfg: dict[str, Any], place: Placement, precisions: Collection[str], strategies: Collection[str]
+) -> Iterator[str]:
+    """Yield the reasons why a run can't be planned, rehearsed or checked.
+
+    Args:
+        precisions: the names in the config folders, as those of strategies.
+    """
+    mode, node = cfg["mode"], cfg["check"] if cfg["mode"] == CHECK else cfg["plan"]
+    if place.is_external:
+        found = f"mode={mode} runs in a single process, but {place.launcher} started several"
+        yield f"{found}; type python train.py mode={mode} trainer.num_nodes=N trainer.devices=N"
+    group, known = ("strategy", strategies) if mode == CHECK else ("precision", precisions)
+    key = "check.strategies" if mode == CHECK else "plan.precisions"
+    asked = node[key.partition(".")[2]]
+    named = [str(name) for name in asked] if isinstance(asked, list) else [asked]
+    for name in (name for name in named if name is not None and name not in ("all", *known)):
+        other = aliases.choice(group, str(name))
+        hint = f" Did you mean {other}?" if other in known else nearest(str(name), known)
+        yield f"{key}: there is no {group} {name}.{hint} Use all, or a list of {', '.join(known)}"
+    if mode == CHECK and {*named} == {"single"}:
+        yield f"check.strategies={asked}: single is what a strategy is compared with; name another, or all"
+    if mode != CHECK:
+        yield from of_disk(cfg["trainer"].get("strategy"))
+    world = cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"])
+    for rank in ranks(cfg["dry_run"]["rank"]) if mode == "dry_run" else ():
+        if type(rank) is not int or not 0 <= rank < world:
+            found = "one rank, 0" if world == 1 else f"{world} ranks; use one from 0 to {world - 1}"
+            yield f"dry_run.rank={rank}: the world has {found}"
+
+
+def of_disk(strategy: Any) -> Iterator[str]:
+    """Yield why a strategy's memory can't be simulated, given its config node, if it offloads to disk."""
+    if isinstance(strategy, Mapping) and "nvme" in strategy.values():
+        yield (
+            "what DeepSpeed offloads to disk is not simulated; plan strategy=deepspeed_stage_3_offload instead, which "
+            "takes the same memory of each device, and as much of the host's as this one takes of the disk"
+        )
+
+
+def ranks(asked: Any) -> list[Any]:
+    """Return rank 0 and the configured ranks, without duplicates; `asked` is a number, a list or None."""
+    found = [0, *(asked if isinstance(asked, list) else [] if asked is None else [asked])]
+    return [one for index, one in enumerate(found) if one not in found[:index]]  # a list in a list has no hash
+
+
+def on_its_device(cfg: dict[str, Any]) -> dict[str, Any]:
+    """Return a resolved config whose Trainer uses the planned kind of device, even if this machine has none."""
+    node = (cfg.get("plan") or {}).get("device") or {}
+    if not str(node.get("_target_")).endswith(".Device"):
+        return cfg
+    return {**cfg, "trainer": {**cfg["trainer"], "accelerator": node.get("kind", "cuda")}}

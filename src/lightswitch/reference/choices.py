@@ -14,10 +14,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
 
-from lightswitch.config.values import KINDS, KINDS_OF_OTHERS, WORDS
 from lightswitch.errors import RefusedRequest, nearest
-from lightswitch.preflight import targets
-from lightswitch.preflight.signatures import Parameter, Signature, signature
+from lightswitch.preflight.root_keys import KINDS, WORDS
+from lightswitch.preflight.targets import Parameter, Signature, kinds_in_words, signature
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 15 times as fast, if PyYAML was built with it
 _OF_HYDRA = ("defaults", "hydra")
@@ -60,7 +59,7 @@ class Key:
         """Types that it accepts, as annotated in the code or as a user writes them; empty if they are unknown."""
         if self.parameter:
             return self.parameter.annotation
-        kinds = targets.names((KINDS | KINDS_OF_OTHERS).get(self.path, ()))
+        kinds = kinds_in_words(KINDS.get(self.path, ()))
         return " or ".join([*WORDS.get(self.path, ()), kinds] if kinds else [])
 
 

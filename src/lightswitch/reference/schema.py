@@ -15,9 +15,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
 
 from lightswitch import regular_files
-from lightswitch.config.values import ALLOWED, KINDS, KINDS_OF_OTHERS, WORDS
 from lightswitch.errors import Command
-from lightswitch.preflight.signatures import Parameter
+from lightswitch.preflight.root_keys import ALLOWED, KINDS, WORDS
+from lightswitch.preflight.targets import Parameter
 from lightswitch.reference.choices import Choice, Key, config, groups, signature_of
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"  # the newest that the YAML language server supports fully
@@ -118,7 +118,7 @@ def _value(same: Sequence[Key], keys: Sequence[Key], is_closed: bool) -> dict[st
 
 def _allowed(path: str, parameter: Parameter | None) -> Iterator[dict[str, Any]]:
     """Yield the schemas of values that a key may have; none if it may have any."""
-    kinds: Collection[type] | None = (KINDS | KINDS_OF_OTHERS).get(path)
+    kinds: Collection[type] | None = KINDS.get(path)
     words = list[object](WORDS.get(path, ()))
     if parameter is not None:
         if parameter.kinds is None or parameter.literals is None:

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch import patches
 from lightswitch.cluster import placement
-from lightswitch.config import moved
+from lightswitch.config import aliases
 from lightswitch.config.confidential import masked_override
 from lightswitch.config.overrides import check_names, key_and_value, quoted, typed_overrides
 from lightswitch.errors import ExitCode, Refused, RefusedRequest
@@ -170,7 +170,6 @@ def _problems(cfg: DictConfig) -> Iterator[str]:
     typed = {key_and_value(override)[0].partition(".")[0] for override in typed_overrides(cfg.hydra)}
     # Hydra leaves swept values out of the sweep's own config; each job has one
     yield from (line for line in root_keys.missing(cfg) if line.partition(":")[0] not in typed)
-    yield from root_keys.no_switch("compare", cfg.get("compare", False))
     place = placement.detect()
     if place.is_external:
         yield (
@@ -255,6 +254,6 @@ def _problems_of_job(job: DictConfig) -> list[str]:
     hydra = job.hydra
     with open_dict(job):
         del job["hydra"]
-    moved.replace(job)
+    aliases.follow_moved(job, reports=False)
     plain: Any = OmegaConf.to_container(job, resolve=True)
     return check.config_problems(plain, hydra) or list(root_keys.unread_problems(job, hydra))

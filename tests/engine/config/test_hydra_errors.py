@@ -36,7 +36,7 @@ def _lines(told: str | list[str]) -> str:
 
 
 MISTAKES = {typed: _lines(told) for typed, told in (TABLE["commands"] | TABLE["later"]).items()} | {
-    "~init_from": "~init_from: it is null already; leave that out"
+    "~init_from": "~init_from: there is no such key, or it is null already; leave that out"
     if IS_HYDRA_1_3
     else "init_from: the config has no such key, and the engine reads it; add it to config.yaml",
 }
@@ -46,8 +46,7 @@ FILES = {
     "colon": (b"_target_: my.Data: 3\n", "PATH, line 1, column 18: mapping values are not allowed "),
     "tab": (b"x:\n\ty: 1\n", "PATH, line 2, column 1: while scanning for the next token, found character "),
     "twice": (b"x: 1\nx: 2\n", "PATH, line 2, column 1: while constructing a mapping, found duplicate key x"),
-    "zero": (b"x: \0\n", "PATH: found the character #x0000, which YAML does not allow"),
-    "latin": ("name: Größe\n".encode("latin-1"), "PATH: found the byte 0xf6; save the file in UTF-8"),
+    "latin": ("name: Größe\n".encode("latin-1"), "a config file is not text in UTF-8: 'utf-8' codec can't decode "),
     "nothing": (b"x: 1\n", "data: it names no class; type data._target_=my.Class, or choose another config\n"),
 }
 

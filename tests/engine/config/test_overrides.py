@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-from copy import deepcopy
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from lightswitch.checkpoints.portable import _renamed
-from lightswitch.config import moved
+from lightswitch.config import aliases
 from lightswitch.config.overrides import normalised, shortened
-from tests.engine.conftest import PLAIN, Train
 
 
 @pytest.fixture(autouse=True)
@@ -69,50 +60,14 @@ def test_one_rank_of_a_launcher_writes_the_log_and_the_configuration() -> None:
     assert normalised(["seed=1"], rank=1) == ["seed=1", "hydra.job_logging.root.handlers=[console]"]
 
 
-def test_keys_of_a_dict_may_be_quoted_as_in_python_and_of_a_prefix_empty() -> None:
-    typed = ['init_names={"": net.}', "model.names={'one': 1, \"two\": {'a.b': 2}}", "model.text='{\"a\": 1}'"]
-    words = normalised(typed)
-    parsed = [one.value() for one in OverridesParser.create().parse_overrides(words)]
-    assert parsed == [{".": "net."}, {"one": 1, "two": {"a.b": 2}}, '{"a": 1}']
-    assert _renamed("body.weight", parsed[0]) == "net.body.weight"
+# A config of the version before, which names code where it was, is told what to change
 
 
-# A config of an older engine, which names code where it was, trains as it did and is told what to change
-
-
-@pytest.fixture
-def older(tmp_path: Path) -> Path:
-    """The configs of commit c5ea3f9, byte for byte, in a fork that has changed nothing but its models and data."""
-    return shutil.copytree(Path(__file__).with_name("older"), tmp_path / "conf")
-
-
-def test_every_strategy_of_an_older_config_finds_its_code(older: Path) -> None:
-    with initialize_config_dir(str(older), version_base="1.3"):
-        composed = compose("config", overrides=["~model", "~data", "cluster=env"])
-    for path in sorted((older / "strategy").glob("*.yaml")):
-        cfg = deepcopy(composed)
-        cfg.trainer.strategy = OmegaConf.load(path).strategy
-        renamed = moved.replace(cfg)
-        for node in (cfg.trainer.strategy, cfg.cluster):
-            assert callable(get_object(node._target_))
-        assert renamed["cluster"] == "lightswitch.launch.cluster.by_environment"
-        assert "trainer.strategy" in renamed or not path.stem.startswith("deepspeed")
-
-
-@pytest.mark.nightly
-def test_an_older_config_trains_and_is_told_in_a_line(older: Path, train: Train) -> None:
-    words = (*PLAIN, "strategy=deepspeed_stage_2", "trainer.max_steps=2", "global_batch_size=8")
-    run = train(f"--config-path={older}", *words, ranks=2)
-    (advice,) = re.findall("^advice .*$", run.out, re.MULTILINE)
-    assert (
-        "trainer.strategy._target_=lightswitch.strategies.deepspeed.DeepSpeed is now lightswitch.deepspeed." in advice
-    )
-    assert "test/loss" in run.out
-    assert (run.run_dir / "train.log").stat().st_size
-
-
-@pytest.mark.parametrize(
-    "name", ["judged.BestCheckpoint", "judged.EarlyStop", "mlflow.MLflowRun", "profiler.NoProfiler"]
-)
-def test_each_class_that_moved_is_there(name: str) -> None:
-    assert callable(get_object(moved.today(f"lightswitch.monitoring.{name}")))
+def test_a_class_that_moved_is_there_and_the_config_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for old, new in aliases.MOVED.items():
+        cfg = OmegaConf.create({"callbacks": [{"_target_": old, "auto_wrap_policy": None}]})
+        with caplog.at_level("INFO"):
+            aliases.follow_moved(cfg, reports=True)
+        assert cfg == {"callbacks": [{"_target_": new}]}
+        assert callable(get_object(new))
+        assert f"callbacks.0._target_={old} is now {new}; change it in your config" in caplog.text

@@ -13,7 +13,7 @@ import pytest
 from lightswitch.deepspeed import config
 from lightswitch.deepspeed.config import Run, other_precision, problems, resolved
 from lightswitch.errors import Refused
-from lightswitch.preflight import planned
+from lightswitch.preflight import strategies
 from lightswitch.preflight.strategies import Request
 from lightswitch.preflight.strategies import problems as limits
 from tests.engine.conftest import PLAIN, Train
@@ -233,9 +233,9 @@ def test_an_offload_to_disk_that_would_not_happen_is_refused(options: dict[str, 
 
 
 def test_a_plan_of_an_offload_to_disk_names_what_to_plan_in_its_place() -> None:
-    (line,) = planned.of_disk({"stage": 3, **ON_DISK})
+    (line,) = strategies.of_disk({"stage": 3, **ON_DISK})
     assert "plan strategy=deepspeed_stage_3_offload instead" in line
-    assert list(planned.of_disk({"stage": 3, "offload_optimizer": True})) == []
+    assert list(strategies.of_disk({"stage": 3, "offload_optimizer": True})) == []
 
 
 def test_a_wrong_file_is_refused_in_a_line_each_before_torch_is_imported(train: Train, tmp_path: Path) -> None:

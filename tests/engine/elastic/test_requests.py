@@ -11,7 +11,6 @@ from lightswitch.cluster.placement import NO_SHARED_STORE, Placement, elastic_no
 from lightswitch.launch import commands
 from tests.engine.requests import composed, composing, problems
 from tests.engine.tiny import LANGUAGE_MODEL, TEXT
-from tests.engine.ways import PLAN
 
 STARTED = {"TORCHELASTIC_RUN_ID": "mine", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}
 
@@ -27,26 +26,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def refused(*words: str, into: Path) -> set[str]:
     request = composed(*LANGUAGE_MODEL, TEXT, "trainer.accelerator=cpu", *words, into=into / "runs/tiny/mine")
     return problems(request, Placement("torchrun", nodes=4, devices_per_node=2))
-
-
-TENSOR_PARALLEL = ("strategy=fsdp_tp", PLAN, "trainer.strategy.tensor_parallel_size=4")
-HYBRID = ("strategy=fsdp_hybrid", "trainer.strategy.shard_size=4")
-REQUESTS = [  # torchrun's --nnodes, what is typed, and with how many nodes the run could not go on, and why
-    ("1:4", TENSOR_PARALLEL, "1 node: trainer.strategy.tensor_parallel_size=4 does not divide 1 × 2 devices; use "),
-    ("1:4", HYBRID, "1 node: trainer.strategy.shard_size=4 does not divide 2 devices; use one of 1, 2"),
-    ("3:5", TENSOR_PARALLEL, "3 nodes: "),
-    ("2:4", ("strategy=fsdp",), None),
-]
-
-
-@pytest.mark.parametrize(("nnodes", "words", "told"), REQUESTS)
-def test_a_number_of_nodes_at_which_a_run_can_not_train_is_refused_at_the_start(
-    nnodes: str, words: tuple[str, ...], told: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PET_NNODES", nnodes)
-    lines = refused(*words, into=tmp_path)
-    begins = () if told is None else (f"torchrun --nnodes={nnodes} may continue with {told}",)
-    assert [line[: len(begin)] for line, begin in zip(lines, begins, strict=True)] == [*begins], lines
 
 
 def test_torchrun_that_would_not_survive_a_change_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightswitch.cluster.placement import NO_SHARED_STORE
 from lightswitch.launch import fitting
-from lightswitch.launch.fitting import by_states
-from lightswitch.planning.candidates import Candidate
-from lightswitch.planning.device import Device
 from lightswitch.planning.fakes import World, has_collectives
 from tests.engine.conftest import PLAIN_DATA, Train
 from tests.engine.failures.failing import FAILING_MODEL
@@ -68,22 +64,6 @@ def test_of_a_step_that_waits_for_a_value_states_decide(train: Train) -> None:
 
 
 @SIMULATED
-def test_states_that_do_not_fit_on_the_fewest_nodes_of_an_elastic_run_are_refused(train: Train) -> None:
-    """States of 0.518 MiB, of which each of two nodes keeps a half, with 0.41 MiB of memory."""
-    node = {"TORCHELASTIC_RUN_ID": "mine", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "GROUP_RANK": "0"}
-    node |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-    node |= {"PET_NNODES": "1:4", NO_SHARED_STORE: "1"}
-    words = ("trainer.num_nodes=2", "trainer.devices=1", "strategy=fsdp", "plan.memory_gib=0.0004")
-    refused = train(*RUN, *words, environment=node, check=False)
-    assert refused.returncode == 2
-    assert refused.err.strip() == (
-        "error: torchrun --nnodes=1:4 may continue with 1 node: parameters, gradients and optimizer state are 0.518 of "
-        "0.41 MiB on this machine's CPU; type --nnodes=2:4, or use a strategy that needs less memory on each device "
-        "(mode=plan lists them)"
-    )
-
-
-@SIMULATED
 @pytest.mark.nightly
 def test_micro_batch_size_auto_is_the_largest_that_fits(train: Train) -> None:
     run = train(*RUN, "strategy=fsdp", "micro_batch_size=auto", "plan.memory_gib=0.0015", ranks=2)
@@ -98,18 +78,6 @@ def test_strategies_that_a_fork_has_removed_are_not_needed() -> None:
     run: Any = None  # whose words are not asked for
     under = [fitting._run_under(cfg, run, world) for world in (World(1, 1), World(2, 4))]
     assert [(one.name, one.resident_share(2, 4)) for one in under] == [("single", 1), ("ddp", 1)]
-
-
-def test_where_no_step_can_be_simulated_states_decide() -> None:
-    whole, parts = (
-        Candidate(("strategy=ddp",), {"_target_": "DDP"}),
-        Candidate(("strategy=fsdp",), {"_target_": "FSDP"}),
-    )
-    device = Device("a card", 1.0, {})
-    for states, taken in ((0.4, whole), (0.6, parts), (3, parts)):
-        choice = by_states((whole, parts), states * 2**30, 2**30, World(1, 2), device)
-        assert (choice.candidate, choice.words) == (taken, taken.words)
-        assert f"states are {states}" in choice.told
 
 
 # Where memory has run out

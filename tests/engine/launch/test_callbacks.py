@@ -192,9 +192,7 @@ def test_a_run_is_validated_and_resumed_by_its_averages_under_one_strategy_after
     alone = train(*MEANS, f"trainer.max_steps={STEPS * len(CHAIN)}", "strategy=single")
     folder = None
     for run, way in enumerate(CHAIN, start=1):
-        switched = train(
-            *MEANS, f"trainer.max_steps={STEPS * run}", *way.switches, ranks=way.ranks, folder=folder
-        )
+        switched = train(*MEANS, f"trainer.max_steps={STEPS * run}", *way.switches, ranks=way.ranks, folder=folder)
         folder = switched.folder
     for metric in ("train/loss", "val/loss"):
         assert largest_difference(switched, alone, metric) <= 2e-6, metric

@@ -106,12 +106,10 @@ REFUSED = {  # what launchers have exported and what is typed, and the line
     "--ntasks-per-node=2, or leave both out to train on what was started",
     TORCHRUN: "torchrun without --rdzv-id: the run could not be found again when torchrun starts its processes again; "
     "type --rdzv-id=NAME, or give each process the same run_id=NAME",
-    UNEVEN: "WORLD_SIZE=3 and LOCAL_WORLD_SIZE=2: nodes have different numbers of processes, and there is no "
-    "GROUP_WORLD_SIZE, GROUP_RANK, LOCAL_RANK; export LOCAL_RANK (the number of the process on its node, from 0), "
-    "GROUP_RANK (the node's) and GROUP_WORLD_SIZE (how many nodes there are) for each process",
-    f"{PLACED} strategy=fsdp_hybrid": "HYBRID_SHARD shards over the devices of a node, but the nodes have different "
-    "numbers of devices, this one 2; use strategy=fsdp, or a trainer.strategy.shard_size that divides the number of "
-    "each node",
+    UNEVEN: "RANK=0 and WORLD_SIZE=3: there is no GROUP_WORLD_SIZE, LOCAL_RANK, GROUP_RANK; export RANK, WORLD_SIZE, "
+    "MASTER_ADDR, MASTER_PORT for each process, or type unset RANK WORLD_SIZE",
+    f"{PLACED} strategy=fsdp_hybrid": "HYBRID_SHARD: shard_size has to divide the devices of each node; use "
+    "strategy=fsdp, or another size",
     f"{PLACED} strategy=fsdp_tp {PLAN}": "trainer.strategy.tensor_parallel_size=2 does not divide 3 devices; "
     "start a multiple of 2 processes in all",
 }

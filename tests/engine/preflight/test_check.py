@@ -15,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from lightswitch.preflight import root_keys
-from lightswitch.preflight.signatures import Signature, signature
+from lightswitch.preflight.targets import Signature, signature
 from lightswitch.reference import choices
 from tests.engine.config.mistaken import joined
 from tests.engine.conftest import CHECKOUT, PLAIN, PLAIN_DATA, PLAIN_MODEL, Train
@@ -25,9 +25,8 @@ from tests.night import at_night
 
 Ask = Callable[..., Request]
 TABLE = yaml.safe_load(Path(__file__).with_name("requests.yaml").read_text())
-ALONE = TABLE["alone"] | {
-    f"name={129 * 'x'}": "name has 129 characters, and 128 are allowed; type name=NAME",
-}
+OF_A_NAME = "is no valid name: 1 to 128 letters, digits and . _ - = , are allowed; type name=NAME"
+ALONE = TABLE["alone"] | {f"name={typed}": f"name={typed[:128]!r} {OF_A_NAME}" for typed in (129 * "x", "..", "größe")}
 
 
 def words(typed: str) -> list[str]:
@@ -102,13 +101,7 @@ def test_what_is_refused_as_it_starts_is_a_line_and_leaves_nothing(typed: str, t
 
 
 CONSTRUCTORS = """
-from torch import nn
 from tests.engine.plain import PlainModel
-
-class Loose(PlainModel):
-    def __init__(self, width=64, depth=None) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, 2)
 
 class Lacking(PlainModel):
     def __init__(self) -> None:
@@ -212,8 +205,7 @@ def test_each_key_of_help_is_read_or_told(combination: str, tmp_path: Path) -> N
 
 
 EXPERIMENTS = {  # the lines of a file, and what its refusals begin with
-    "# @package _global_\ndefaults: [{override /scheduler: linear}]\noptimizer: {lr: 1, betas: [0.9, 0.9]}\nseed: 7": [
-        "scheduler of experiment=mine: ",
+    "# @package _global_\noptimizer: {lr: 1, betas: [0.9, 0.9]}\nseed: 7": [
         "optimizer.lr of experiment=mine, optimizer.betas of experiment=mine: ",
     ],
     "seed: 7": [
@@ -309,7 +301,7 @@ ABSENT = {  # what is not there, and the error; none where an import fails, whic
     "tests.engine.plain.Prat": "tests.engine.plain has no Prat",
     "tests.engine.plain.PlainModel.smal": "tests.engine.plain.PlainModel has no smal",
     "tests.engine.plian.PlainModel": "there is no module tests.engine.plian",
-    "tests.engine.plain.PlainModl.small": "there is no module tests.engine.plain.PlainModl",
+    "tests.engine.plain.PlainModl.small": "tests.engine.plain has no PlainModl",
     "nowhere_at_all.Part": "there is no module nowhere_at_all",
     "broken.make": r"Python can't read \S+broken.py: '\(' was never closed \(broken.py, line 1\)",
     "lacking.make": None,

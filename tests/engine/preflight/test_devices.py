@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightswitch.cluster.placement import Placement
-from lightswitch.preflight import devices, strategies, trainer
+from lightswitch.preflight import devices, strategies
 from lightswitch.preflight.devices import Present
 
 EIGHT_GPUS, ONE_GPU, APPLE, NONE = Present(cuda=8), Present(cuda=1), Present(mps=1), Present()
@@ -133,12 +133,13 @@ def test_processes_of_mpi_that_would_be_runs_of_their_own_are_refused(
     size: str, place: Placement, cluster: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(*size.split("="))
-    lines = list(devices.separate({"cluster": {"_target_": cluster}}, place))
+    trainer = {"num_nodes": place.nodes, "devices": place.devices_per_node or 1}
+    lines = list(devices.process_problems({"cluster": {"_target_": cluster}, "trainer": trainer}, place))
     assert [line.startswith(f"{size}: mpi") for line in lines] == [True] * is_refused
 
 
 def test_apples_gpus_have_no_double_precision() -> None:
     cfg = {"trainer": {"precision": "64-true"}, "mode": "fit", "model": {}, "optimizer": {}}
-    (told,) = trainer.precision_problems(cfg, "mps")
+    (told,) = strategies.precision_problems(cfg, "mps")
     assert told == "precision=64-true: Apple's GPUs have no 64-bit floats; use 32-true, or trainer.accelerator=cpu"
-    assert list(trainer.precision_problems(cfg, "cuda")) == []
+    assert list(strategies.precision_problems(cfg, "cuda")) == []

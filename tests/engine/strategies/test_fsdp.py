@@ -220,13 +220,11 @@ def _request(ranks: int = 4, precision: str = "32-true", **strategy: object) -> 
     [
         (_request(shard_size=2), "trainer.strategy.shard_size is an option of HYBRID_SHARD; use strategy=fsdp_hybrid"),
         (_request(**HYBRID, shard_size=3), "shard_size=3 does not divide 4 devices; use one of 1, 2, 4"),
-        (_request(2, **HYBRID), "HYBRID_SHARD over one device of each node shards nothing"),
         (_request(param_dtype="bfloat16", precision="bf16-mixed"), "both set the dtype to compute in"),
         (_request(param_dtype="float32", precision="bf16-true"), "both set the dtype to compute in"),
         (_request(accumulate_gradients="within_replica"), ".accumulate_gradients=within_replica needs HYBRID_SHARD"),
-        (_request(prefetch=0), "trainer.strategy.prefetch=0: it counts units, so use 1 or more, or leave it out"),
     ],
-    ids=["shard_size", "uneven", "nothing", "two precisions", "also two", "within_replica", "prefetch"],
+    ids=["shard_size", "uneven", "two precisions", "also two", "within_replica"],
 )
 def test_what_it_can_not_do_is_told_before_a_process_is_started(request_: Request, line: str) -> None:
     (problem,) = problems(request_)

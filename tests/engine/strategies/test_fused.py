@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightswitch.checkpoints import optimizers
-from lightswitch.preflight import trainer
+from lightswitch.preflight import strategies
 from lightswitch.strategies.kernels import fuse
 from tests.engine.fits import LANGUAGE, TENSOR_PARALLEL, Fits
 from tests.engine.models.language import LanguageModel
@@ -57,10 +57,10 @@ def test_what_scales_gradients_refuses_it_before_a_start() -> None:
     optimizer = {"_target_": "torch.optim.AdamW", "_partial_": True, "fused": True}
     scaled = {"precision": "16-mixed", "gradient_clip_val": 1.0}
     cfg = {"trainer": scaled, "model": {"optimizer": optimizer}, "optimizer": optimizer, "mode": "fit"}
-    (problem,) = trainer.precision_problems(cfg, "gpu")
+    (problem,) = strategies.precision_problems(cfg, "gpu")
     assert problem.startswith("optimizer.fused=true: under precision=16-mixed")
-    assert not list(trainer.precision_problems({**cfg, "trainer": {**scaled, "gradient_clip_val": None}}, "gpu"))
-    assert not list(trainer.precision_problems({**cfg, "trainer": {**scaled, "precision": "bf16-mixed"}}, "gpu"))
+    assert not list(strategies.precision_problems({**cfg, "trainer": {**scaled, "gradient_clip_val": None}}, "gpu"))
+    assert not list(strategies.precision_problems({**cfg, "trainer": {**scaled, "precision": "bf16-mixed"}}, "gpu"))
 
 
 # Which groups

@@ -175,17 +175,26 @@ def _told(tree: ast.Module) -> Iterator[str]:
     """Yield the texts of refusals: raised, yielded or returned, put together before, or in a table of the module."""
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
-            yield from _texts(node.value.values)
+            yield from (text for text in _texts(node.value.values) if re.search("[;:,]| is ", text))  # no list of keys
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         parts = list(ast.walk(function))
         returned = [text for part in parts if isinstance(part, ast.Return) for text in _texts([part.value])]
         refusals = [part for part in parts if _refuses(part)]
         told = [text for text in returned if re.search(r"[;:] |can't", text)]
+        assigned = [part for part in parts if isinstance(part, ast.Assign)]
         if told or refusals:
-            yield from _texts([part.value for part in parts if isinstance(part, ast.Assign)])
+            yield from _texts([part.value for part in assigned if not _is_begun(part)])
         yield from told
         for refusal in refusals:
-            yield from _texts([refusal.value] if isinstance(refusal, ast.Yield) else refusal.args)
+            before = [part for part in assigned if _is_begun(part) and part.lineno < refusal.lineno]
+            begun = _template(max(before, key=lambda part: part.lineno).value) if before else "{found}"
+            for text in _texts([refusal.value] if isinstance(refusal, ast.Yield) else refusal.args):
+                yield text.replace("{found}", begun)
+
+
+def _is_begun(node: ast.Assign) -> bool:
+    """Whether it is the beginning of a line, which a refusal after it ends."""
+    return ast.unparse(node.targets[0]) == "found" and bool(_template(node.value))
 
 
 def _refuses(node: ast.AST) -> TypeGuard[ast.Yield | ast.Call]:
