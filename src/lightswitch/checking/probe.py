@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightswitch import patches
-from lightswitch.batches.generators import generator_states
+from lightswitch.batches.seeds import generator_states
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.shards import Piece, Stored, local
