@@ -18,15 +18,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.batches.generators import (
-    generator_states,
-    generators_of,
-    mix,
-    restore_generators,
-    restoring,
-    seed_generators,
-)
 from lightswitch.batches.plan import BatchPlan, Position, scaled_learning_rate
+from lightswitch.batches.seeds import generators_of, mix, restoring, seed_generators, seeded
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import InitialWeights, TransientBuffers
@@ -163,11 +156,8 @@ def _data(cfg: DictConfig, refusals: list[Refused], position: Position | None) -
     """Return the data module, whose constructor draws from the seed itself, whatever the model before it has drawn."""
     if position is not None and not position.splits_by_seed:
         return instantiated(cfg, "data", refusals)
-    before = generator_states(torch.device("cpu"))
-    seed_generators(cfg.seed)
-    data = instantiated(cfg, "data", refusals)
-    restore_generators(before, torch.device("cpu"))
-    return data
+    with seeded(cfg.seed):
+        return instantiated(cfg, "data", refusals)
 
 
 def _seed_of_data(cfg: DictConfig, position: Position | None) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightswitch.batches.rank_loader import dense
+from lightswitch.batches.loaders import dense
 from lightswitch.errors import Refused
 from lightswitch.strategies import kernels
 from lightswitch.strategies.units import Compilation, Float8, is_compiled, is_fitting
