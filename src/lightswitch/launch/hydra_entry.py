@@ -177,13 +177,13 @@ class _Hydra(hydra._internal.hydra.Hydra):
     composed: DictConfig | None = None
 
     def get_mode(self, config_name: str | None, overrides: list[str], **parsed: Any) -> Any:
-        """Return whether a run or a sweep is asked for, and keep the config of a run.
+        """Return whether the config asks for a run or a sweep, and keep the config of a run.
 
         Args:
             parsed: the overrides once more, parsed by Hydra 1.4.
         """
-        if asks_for_a_sweep(sys.argv[1:]):  # even with a single job
-            return RunMode.MULTIRUN
+        if asks_for_a_sweep(sys.argv[1:]):  # even with a single job; Hydra then overrides the mode of the jobs
+            return None
         cfg = self.compose_config(config_name, overrides, RunMode.RUN, with_log_configuration=True)
         check_names(cfg)
         if cfg.hydra.mode != RunMode.MULTIRUN:
