@@ -33,7 +33,7 @@ from lightswitch.batches.seeds import generators_of, mix, seed_generators, seed_
 from lightswitch.errors import Refused, listed
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.mixins import Mixin, callbacks_of, with_mixin
-from lightswitch.monitoring.step_results import is_counted
+from lightswitch.monitoring.step_results import Results, is_counted
 
 log = logging.getLogger(__name__)
 _TRANSFER = 1  # seed component for the hooks that move a batch to its device, which run before the others
@@ -159,8 +159,9 @@ class GlobalBatch(Callback):
             self._loaders.training, self.plan, self._counter.micro_batches
         )
         # what the batch logs weighs its samples: Lightning guesses them by the first tensor that it finds in it
-        if samples is not None:
-            patches.replace(trainer.fit_loop.epoch_loop._results, "batch_size", samples)
+        results = trainer.fit_loop.epoch_loop._results
+        if samples is not None and isinstance(results, Results):
+            results.count(samples)
         self._seed(trainer)
 
     def _seed(self, trainer: Trainer, *of: int) -> None:

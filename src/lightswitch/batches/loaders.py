@@ -290,8 +290,8 @@ def sliced(
 ) -> DataLoader[Any]:
     """Return a loader of the same class, with the same attributes, that reads a dataset in another order.
 
-    The class's constructor, which may take other arguments, is not called. torchdata's loader becomes one of torch's:
-    Lightning would resume from its state in addition to the run's position.
+    The class's constructor, which may take other arguments, is not called. torchdata's loader becomes one of torch's,
+    and others lose their state dict: Lightning would resume from it in addition to the run's position.
 
     Args:
         collate_fn: None for that of the given loader.
@@ -299,7 +299,11 @@ def sliced(
         order: the attributes `batch_sampler`, and `sampler` if there is no batch sampler.
     """
     kind: type[DataLoader[Any]] = DataLoader if _is_of_torchdata(loader) else type(loader)
-    kind = kind if mixin is None else type(kind.__name__, (mixin, kind), {})
+    if mixin is not None or hasattr(kind, "state_dict"):
+        without = dict.fromkeys(
+            ("state_dict", "load_state_dict")
+        )  # None marks a method that a class does not implement
+        kind = type(kind.__name__, (kind,) if mixin is None else (mixin, kind), without)
     copied = kind.__new__(kind)
     collate = collate_fn or loader.collate_fn
     # A dataset in this process may return GPU tensors, which torch fails to pin. Workers can't return any.

@@ -87,7 +87,7 @@ class _CallbackHooks:
         if monitoring_callbacks is not None:  # Lightning calls these after the others
             called = [one for one in called if isinstance(one, EarlyStopping | Checkpoint) == monitoring_callbacks]
         if is_observed(trainer):
-            users = [callback for callback in called if is_users(getattr(callback, hook_name))]
+            users = [callback for callback in called if callback in having.users]
             with _around(trainer, users[0], hook_name) if users else nullcontext():
                 _call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
             return
@@ -95,7 +95,7 @@ class _CallbackHooks:
         before, known["_current_fx_name"] = known["_current_fx_name"], hook_name
         for callback in called:
             hook = getattr(callback, hook_name)
-            if is_users(hook):
+            if callback in having.users:
                 with _around(trainer, callback, hook_name):
                     hook(trainer, module, *args, **kwargs)
             else:
@@ -108,6 +108,7 @@ class _Having:
 
     Attributes:
         callbacks: those that override it, in the Trainer's order.
+        users: those of them whose hook is code of neither Lightning nor the engine.
     """
 
     def __init__(self, hook_name: str, among: list[Callback]) -> None:
@@ -118,6 +119,7 @@ class _Having:
             for callback in among
             if getattr(type(callback), hook_name, None) is not empty or hook_name in vars(callback)
         ]
+        self.users = [callback for callback in self.callbacks if is_users(getattr(callback, hook_name))]
         self._others = [vars(callback) for callback in among if callback not in self.callbacks]
 
     def fits(self, callbacks: list[Callback]) -> bool:
