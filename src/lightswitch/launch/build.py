@@ -28,7 +28,7 @@ from lightswitch.cluster import environments
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.failures.launchers import install_launcher
-from lightswitch.failures.stopping import FiniteLoss, Preemption
+from lightswitch.failures.stopping import LossCheck, Survival
 from lightswitch.failures.verdict import Timeouts
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy, hooked
@@ -39,7 +39,7 @@ from lightswitch.loop.hooks import skip_empty_hooks
 from lightswitch.loop.loops import replace_loops
 from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.monitored import BestCheckpoint
-from lightswitch.monitoring.notices import ModelSize, StepsAreCounted, StepsByHand
+from lightswitch.monitoring.notices import Notices
 from lightswitch.monitoring.progress import Progress
 from lightswitch.monitoring.step_timer import StepTimer
 from lightswitch.preflight import devices, root_keys
@@ -232,19 +232,17 @@ def callbacks_of_engine(
 ) -> list[Callback]:
     """Return the engine's callbacks in the order in which their hooks run.
 
-    The record of the run comes first, then the watchdog, then the division of batches (docs/architecture.md has the
-    reasons).
+    The record of the run comes first, then the division of batches (docs/architecture.md has the reasons).
     """
-    engine: list[Callback] = [record, watchdog, batch]
-    engine += [Preemption(run.signals)]
-    engine += [PredictionWriter(), ModelSize(), Freezing(), TransientBuffers(), Reconfiguration()]
+    engine: list[Callback] = [record, batch]
+    losses = None if cfg.on_nan == "ignore" else LossCheck(batch, cfg.on_nan)
+    engine.append(Survival(run.signals, watchdog, losses))
+    engine += [PredictionWriter(), Notices(), Freezing(), TransientBuffers(), Reconfiguration()]
     engine += [PublicHyperparameters(cfg), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]
-    engine += [StepsByHand(), StepsAreCounted(), GarbageBetweenSteps()]
+    engine.append(GarbageBetweenSteps())
     if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1:
         engine.append(Agreement())
-    if cfg.on_nan != "ignore":
-        engine.append(FiniteLoss(batch, cfg.on_nan))
     if compilation is not None:
         engine.append(compilation)
     if cfg.init_from:

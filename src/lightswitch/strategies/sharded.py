@@ -28,7 +28,7 @@ from lightswitch import patches
 from lightswitch.checkpoints import names
 from lightswitch.errors import Refused, listed
 from lightswitch.mixins import Mixin
-from lightswitch.monitoring.grad_norm import by_mesh, gradient_norm
+from lightswitch.monitoring.throughput import by_mesh, gradient_norm
 
 # Forward methods whose weights autocast rounds to 16 bits at each use: linear and convolution (torch, automatic mixed
 # precision)

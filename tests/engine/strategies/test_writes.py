@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused, Stopped
 from lightswitch.failures.classify import Rank, failure_of
-from lightswitch.failures.stopping import Preemption
+from lightswitch.failures.stopping import Survival
 from lightswitch.process import Process, Signals
 from lightswitch.strategies.agreement import Agreement
 from lightswitch.strategies.writes import FIRST_STEP_ALONE
@@ -244,7 +244,7 @@ LONG_EPOCH = {"steps": 100, "data": partial(PlainData, samples=4800)}  # whose l
 
 def ended_by_signal(fit: Fit, folder: Path) -> None:
     saves = LastCheckpoints(str(folder), every_n_steps=100)
-    fit.trainer(Preemption(Signals(Process())), saves, AsksToEnd()).fit(fit.module(), fit.data())
+    fit.trainer(Survival(Signals(Process())), saves, AsksToEnd()).fit(fit.module(), fit.data())
 
 
 def test_what_began_to_be_written_before_a_signal_is_refused_and_not_saved(pool: Pool, tmp_path: Path) -> None:
