@@ -109,6 +109,7 @@ class EpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         """Prepare for an epoch; a resumed run goes on before a step, so it has nothing to repeat or to leave out."""
         super().on_run_start(data_fetcher)
+        self._results.start_epoch()
         _Loop.restarting.fset(self.trainer.fit_loop, False)  # type: ignore[attr-defined]  # past FitLoop's own setter, which keeps it set by max_steps
         trainer = self.trainer
         self._saves = _last_checkpoints(trainer)

@@ -46,9 +46,13 @@ class Results(_ResultCollection):
         super().__init__(training)
         self.of_batch: dict[str, Tensor] = {}
 
+    def start_epoch(self) -> None:
+        """Read the values of a step anew: an epoch's end has reset them."""
+        self._of_step = None
+
     def start_batch(self) -> None:
         """Forget what the batch before has logged."""
-        self._of_step, self.of_batch = None, {}
+        self.of_batch = {}
 
     def count(self, samples: int) -> None:
         """Weight what the current batch logs by its number of samples, which Lightning would guess."""
