@@ -14,7 +14,7 @@
     │   ├── IrregularFile          a pipe, a device or a link instead of the expected file (also an OSError)
     │   └── NoExperiment           a module uses its logger's experiment, and there is none (also an AttributeError)
     ├── BatchError                 a batch size below one sample (a ValueError)
-    ├── NeedsValues                a step depends on tensor values that a plan can't guess (a RuntimeError)
+    ├── NeedsValues                a step depends on tensor values that a plan can't replace (a RuntimeError)
     └── LostRank                   a rank failed, or exceeded a timeout (a RuntimeError)
 
     SystemExit
@@ -151,7 +151,7 @@ class BatchError(ValueError):
 
 
 class NeedsValues(RuntimeError):
-    """A step that depends on tensor values, which a plan can't guess; the text says what it does and where."""
+    """A step that depends on tensor values, which a plan can't replace; the text says what it does and where."""
 
 
 class LostRank(RuntimeError):

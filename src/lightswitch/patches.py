@@ -60,15 +60,7 @@ class Patch:
         return {"hydra": "hydra-core"}.get(module := self.owner.partition(".")[0], module)
 
 
-_LOG = (
-    "(self, name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group, "
-    "add_dataloader_idx, batch_size, metric_attribute, rank_zero_only)"
-)
 _HOOKS = "skips empty hooks, which cost a small model's step more time than its arithmetic"
-_AGREED = "a planned step has no rank 0 to agree with; restored after the step"
-_ASKED = "supplies the tensor values that a planned step reads: these reads call no operator"
-_FAKE = "a planned step's tensors have no values to move, and there is no other rank to wait for"
-_KEPT = "restored after a planned step: DeepSpeed stores it per process, and would use it for the next engine"
 _ITEMS = "the gradients of a step are divided by its number of items: DeepSpeed's setter logs every call"
 
 PATCHES = (
@@ -110,7 +102,6 @@ PATCHES = (
         "(self)",
         "does nothing: Lightning's handlers save and broadcast whenever a signal arrives, and can't be disabled",
     ),
-    Patch("lightning.pytorch.LightningModule", "log", _LOG, "a planned step's tensors have no values to log"),
     Patch(
         "lightning.pytorch.Trainer",
         "_logger_connector",
@@ -171,8 +162,7 @@ PATCHES = (
         "lightning.pytorch.LightningModule",
         "configure_model",
         "(self)",
-        "logs the model's size after it is built and before it is sharded, when no callback runs; a planned model is "
-        "built earlier",
+        "logs the model's size after it is built and before it is sharded, when no callback runs",
     ),
     Patch(
         "lightning.pytorch.LightningModule",
@@ -184,39 +174,13 @@ PATCHES = (
         "lightning.pytorch.LightningModule",
         "training_step",
         "(self, *args, **kwargs)",
-        "is compiled itself: a compiled __call__ would take effect only where a strategy calls the module; a plan "
-        "omits it if it needs tensor values",
+        "is compiled itself: a compiled __call__ would take effect only where a strategy calls the module",
     ),
     Patch(
         "lightning.pytorch.LightningModule",
         "_device_mesh",
         "DeviceMesh | None",
         "the mesh with up to three dimensions: ModelParallelStrategy sets one with two",
-    ),
-    Patch(
-        "lightning.pytorch.utilities.rank_zero_only",
-        "rank",
-        "int",
-        "restores this process's rank after it has simulated a step of another rank, whose strategy sets it",
-        for_process=True,
-    ),
-    Patch(
-        "lightning.pytorch.LightningModule", "to", "(self, *args, **kwargs)", f"{_FAKE}; DeepSpeed's engine moves it"
-    ),
-    Patch(
-        "torch.UntypedStorage",
-        "resize_",
-        "method_descriptor",
-        "lets the ledger of a plan see what FSDP frees and allocates again, which calls no operator",
-        for_process=True,
-    ),
-    *(
-        Patch("torch._subclasses.fake_tensor.FakeTensor", name, expected, _ASKED, for_process=True)
-        for name, expected in (
-            ("numpy", "method_descriptor"),
-            ("tolist", "(self)"),
-            ("__format__", "(self, format_spec)"),
-        )
     ),
     Patch(
         "lightning.pytorch.plugins.MixedPrecision",
@@ -292,21 +256,6 @@ PATCHES = (
         "(list_to_gather, process_group)",
         "does nothing: its lists are gathered whole, while this method leaves out entries of ranks that have more",
     ),
-    *(
-        Patch("deepspeed.runtime.zero.utils", name, expected, _AGREED, for_process=True)
-        for name, expected in (
-            ("assert_lst_len_same_as_other_ranks", "(*args, **kwargs)"),
-            ("get_lst_from_rank0", "(lst)"),
-        )
-    ),
-    *(
-        Patch(f"deepspeed.{module}", name, expected, _KEPT, for_process=True)
-        for module, name, expected in (
-            ("utils.groups", "_WORLD_GROUP", "ProcessGroup | None"),
-            ("runtime.torch_autocast", "TORCH_AUTOCAST_INITIALIZED", "bool"),
-            ("runtime.torch_autocast", "TORCH_AUTOCAST_DTYPE", "dtype | None"),
-        )
-    ),
     Patch(
         "deepspeed.DeepSpeedEngine",
         "_broadcast_model",
@@ -361,7 +310,6 @@ _PL = "lightning.pytorch"
 OVERRIDES = {
     "deepspeed.runtime.zero.partition_parameters.Init": ("_zero_init_param",),
     "hydra._internal.hydra.Hydra": ("compose_config", "get_mode", "multirun"),
-    "lightning.fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin": ("device",),
     f"{_PL}.callbacks.ModelCheckpoint": ("_update_best_and_save",),
     f"{_PL}.loops._FitLoop": (
         "_should_reload_train_dl",

@@ -31,7 +31,7 @@ BUDGETS = {
     **{"fork": 220, "doctor": 350, "launch": 2150, "checking": 1150, "compare": 530, "sweeps": 530, "reference": 350},
     **{"preflight": 1500, "planning": 2450, "loop": 420, "failures": 1400, "runs": 1050, "export": 450, "config": 790},
     **{"deepspeed": 1100, "strategies": 2060, "context": 50, "cluster": 600, "process": 300, "checkpoints": 2540},
-    **{"batches": 2400, "monitoring": 1460, "figures": 150, "hooked_strategy": 200, "mixins": 50, "patches": 500},
+    **{"batches": 2400, "monitoring": 1460, "hooked_strategy": 200, "mixins": 50, "patches": 500},
     **{"versions": 50, "regular_files": 200, "errors": 150},
 }
 PACKAGES = tuple(BUDGETS)
@@ -42,7 +42,7 @@ WITHOUT_TORCH = """
     export.__main__ launch.entry launch.hydra_entry preflight.check preflight.root_keys preflight.targets
     preflight.devices preflight.strategies runs.finished runs.claim runs.saved
     runs.log config.hydra_errors config.overrides cluster.placement batches.plan
-    deepspeed.config compare.__main__ fork patches figures regular_files
+    deepspeed.config compare.__main__ fork patches regular_files
 """
 
 

@@ -1,4 +1,4 @@
-"""A dry run, which reports what the ranks of a run would do, and its job script, without starting any rank."""
+"""A dry run: what the ranks of a run would read and write, and its job script, without starting any rank."""
 
 from __future__ import annotations
 
@@ -7,122 +7,202 @@ import logging
 import re
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
+from torch.utils._pytree import tree_leaves
 
 from lightswitch import regular_files
-from lightswitch.batches.plan import BatchPlan
+from lightswitch.batches.loaders import CYCLE, Combined, evaluation_loader, obstacle, training_loader
+from lightswitch.batches.order import TrainingSlices
+from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.config.confidential import masked_override
 from lightswitch.context import RunContext
-from lightswitch.errors import NeedsValues, Refused, RefusedRequest, shown
-from lightswitch.failures.classify import full_traceback, one_line
-from lightswitch.launch import commands, estimates
+from lightswitch.errors import NeedsValues, Refused, listed, shown
+from lightswitch.launch import commands, plan
 from lightswitch.launch.build import problems_elsewhere
-from lightswitch.launch.estimates import Request
 from lightswitch.launch.instantiation import raise_all
-from lightswitch.planning import candidates
-from lightswitch.planning.candidates import Candidate
-from lightswitch.planning.collectives import exchanges
-from lightswitch.planning.device import GIB
-from lightswitch.planning.dry_run import DryRun, Rank, Rehearsed, as_data, page, rehearse
-from lightswitch.planning.estimate import Estimate, Step, estimate
-from lightswitch.planning.fakes import World
-from lightswitch.planning.samples import check_evaluation, first_reads
-from lightswitch.planning.scaling import FILE
+from lightswitch.launch.plan import Request
+from lightswitch.planning import candidates, report
+from lightswitch.planning.device import GIB, World
+from lightswitch.planning.estimate import Estimate
 from lightswitch.preflight import strategies
-from lightswitch.process import call_each_forked
 from lightswitch.runs import finished
 
 log = logging.getLogger(__name__)
 SCRIPT, OF_ONE_NODE = Path("slurm/multinode.sh"), Path("slurm/single.sh")
+_SHOWN_SAMPLES = 8
 
 
 def dry_run(cfg: DictConfig, run: RunContext) -> None:
     """Log what the ranks would do, and write it to dry_run.json.
 
     Raises:
-        Refused: the run would be refused at its start, or its strategy can't be simulated.
+        Refused: the run would be refused at its start, or its step can't be simulated.
     """
-    found = _found(cfg, run)
-    log.info("\n%s\n", page(found))
-    finished.write_results(run.run_dir, _metrics(found.first.estimate))
-    path = run.run_dir / FILE
-    regular_files.write_text(path, json.dumps(as_data(found), indent=1, default=str))
+    request = plan.requested(cfg)
+    candidate = candidates.chosen(run.hydra.runtime.choices.get("strategy"), request.trainer["strategy"])
+    batch = plan.batch_of(request, candidate, cfg.micro_batch_size)
+    plan.check(request, candidate, batch)
+    raise_all(problems_elsewhere(cfg, run, batch, plan.strategy_of(candidate), request.world.size))
+    owner = request.samples.owner
+    if is_overridden("val_dataloader", owner) and request.trainer.get("limit_val_batches") != 0:
+        _check_evaluation(owner.val_dataloader(), batch)
+    try:
+        found = plan.at(request, candidate, batch)
+    except NeedsValues as error:
+        raise Refused(
+            f"the step of {cfg.model._target_} {error}; use mode=plan, which reports what is known"
+        ) from error
+    asked: Any = OmegaConf.to_container(cfg.dry_run)
+    reads = {
+        rank: _reads(request, candidate.ranks_of_a_sample, batch, rank) for rank in strategies.ranks(asked["rank"])
+    }
+    world = request.world
+    sections = {
+        "world": [
+            f"{world.nodes} node{'s' if world.nodes > 1 else ''} × {world.devices_per_node} {request.device.name} = "
+            f"{f'{world.size} ranks' if world.size > 1 else 'one rank'}, {candidate.words[0]}, "
+            f"precision {cfg.trainer.get('precision')}",
+            *(
+                "rank {} is device {} of node {}, from 0".format(rank, *divmod(rank, world.devices_per_node)[::-1])
+                for rank in reads
+                if rank
+            ),
+        ],
+        "batch": [str(batch)],
+        "samples": list(_samples(reads)),
+        "memory": [*report.table([found]).splitlines(), *filter(None, [report.replaced(found)])],
+        "files": list(_files(cfg, run.run_dir, found)),
+        "job script": [f"{part:<9} {text}" for part, text in _script(request).items()],
+        "commands": [
+            f"{launcher:<9} {text}"
+            for launcher, text in commands.of_each_launcher(
+                world.nodes, world.devices_per_node, request.device.kind == "cuda"
+            ).items()
+        ],
+    }
+    log.info("\n%s\n", "\n\n".join(_section(name, lines) for name, lines in sections.items() if lines))
+    finished.write_results(run.run_dir, _metrics(found))
+    data = {
+        "world": asdict(world),
+        "strategy": candidate.words[0],
+        "batch": asdict(batch),
+        "samples": {str(rank): [asdict(one) for one in of_rank] for rank, of_rank in reads.items()},
+        "estimate": report.of_estimate(found),
+        **{name: sections[name] for name in ("files", "job script", "commands")},
+    }
+    path = run.run_dir / "dry_run.json"
+    regular_files.write_text(path, json.dumps(data, indent=1, default=str))
     log.info("dry run    %s", shown(path))
+
+
+def _section(name: str, lines: Sequence[str]) -> str:
+    return "\n".join(f"{name if index == 0 else '':<12} {line}".rstrip() for index, line in enumerate(lines))
 
 
 def _metrics(estimate: Estimate) -> dict[str, float]:
     """Return the metrics by which a sweep can compare its jobs, for example objective=seconds_per_step."""
-    seconds = estimate.time.least_seconds
+    seconds = estimate.least_seconds
     return {"gib": estimate.memory.bytes / GIB} | ({} if seconds is None else {"seconds_per_step": seconds})
 
 
-def _found(cfg: DictConfig, run: RunContext) -> DryRun:
-    request = estimates.requested(cfg)
-    request = replace(request, samples=replace(request.samples, is_cut=False))  # only one micro-batch size is reported
-    candidate = candidates.chosen(run.hydra.runtime.choices.get("strategy"), request.trainer["strategy"])
-    batch = estimates.batch_of(request, candidate, cfg.micro_batch_size)
-    estimates.check(request, candidate, batch)
-    strategy = estimates.strategy_of(request, candidate)
-    raise_all(problems_elsewhere(cfg, run, batch, strategy, request.world.size))
-    _check_evaluation(request, batch)
-    asked: Any = OmegaConf.to_container(cfg.dry_run)
-    tasks = [partial(_rehearsed, request, candidate, batch, number) for number in strategies.ranks(asked["rank"])]
-    ranks = tuple(_with_reads(request, batch, one) for one in call_each_forked(tasks))
-    return DryRun(
-        f"{candidate.words[0]}, precision {cfg.trainer.get('precision')}",
-        request.device,
-        batch,
-        ranks,
-        _script(request),
-        commands.of_each_launcher(request.world.nodes, request.world.devices_per_node, request.device.kind == "cuda"),
-    )
+@dataclass(frozen=True)
+class Reads:
+    """Samples that one rank reads from one training loader.
+
+    Attributes:
+        why_not: the reason why the samples are unknown; if set, the other attributes are empty.
+        samples: number of samples in an epoch, over all ranks.
+        steps: sample indices, by step and micro-batch.
+    """
+
+    why_not: str | None = None
+    samples: int = 0
+    steps: tuple[tuple[tuple[Any, ...], ...], ...] = ()
 
 
-def _check_evaluation(request: Request, batch: BatchPlan) -> None:
-    owner = request.samples.owner
-    if is_overridden("val_dataloader", owner) and request.trainer.get("limit_val_batches") != 0:
-        check_evaluation(owner.val_dataloader(), batch)
+def _reads(request: Request, ranks_of_a_sample: int, batch: BatchPlan, rank: int) -> list[Reads]:
+    """Return the samples that a rank reads from each training loader in its first steps.
+
+    Args:
+        ranks_of_a_sample: number of consecutive ranks that read the same samples.
+
+    Raises:
+        Refused: the loaders can't be split over this many devices, or can't be combined.
+    """
+    loaders, cfg = request.samples.loaders, request.cfg
+    mode = loaders._mode if isinstance(loaders, CombinedLoader) else CYCLE
+    combined = Combined(lambda: mode)
+    start = Position(seed=cfg.seed, global_batch=batch.global_batch)
+    found: list[Reads | TrainingSlices] = []
+    for loader in _each(loaders):
+        if (reason := obstacle(loader)) is not None:
+            combined.others.append(loader)
+            found.append(Reads(reason))
+            continue
+        slices = training_loader(loader, batch, rank // ranks_of_a_sample, cfg.seed, start, combined).batch_sampler
+        found.append(slices if isinstance(slices, TrainingSlices) else Reads("its samples have no indices"))
+    combined.check()
+    return [one if isinstance(one, Reads) else _first_steps(one, batch, cfg.dry_run.steps) for one in found]
 
 
-def _rehearsed(request: Request, candidate: Candidate, batch: BatchPlan, number: int) -> Rehearsed:
-    rank, step = _rank_and_step(request, candidate, batch, number)
-    own, before_last = _estimate(request, candidate, batch, step), batch.accumulation - 1
-    micro = ((collective, before_last) for collective in step.micro_collectives)
-    sent = exchanges([*micro, *((collective, 1) for collective in step.last_collectives)])
-    return Rehearsed(rank, own, sent)
+def _first_steps(slices: TrainingSlices, batch: BatchPlan, steps: int) -> Reads:
+    micro = [tuple(chosen) for *_, chosen in islice(slices, steps * batch.accumulation)]
+    starts = range(0, len(micro), batch.accumulation)
+    return Reads(None, slices.epoch_samples, tuple(tuple(micro[at : at + batch.accumulation]) for at in starts))
 
 
-def _rank_and_step(request: Request, candidate: Candidate, batch: BatchPlan, number: int) -> tuple[Rank, Step]:
-    try:
-        strategy = estimates.strategy_of(request, candidate)
-        return rehearse(estimates.work_of(request, batch), strategy, replace(request.world, rank=number))
-    except NeedsValues as error:
-        raise Refused(
-            f"the step of {request.cfg.model._target_} {error}; use mode=plan, which reports what is known without it"
-        ) from error
-    except Refused:
-        raise
-    except Exception as error:
-        raise RefusedRequest([f"a step of the model fails: {one_line(error)}"], full_traceback(error)) from error
+def _check_evaluation(loaders: Any, batch: BatchPlan) -> None:
+    """Check that each evaluation loader can be split over all devices.
+
+    Raises:
+        Refused: a loader has no samples.
+    """
+    for loader in _each(loaders):
+        if obstacle(loader) is None:
+            evaluation_loader(loader, batch, rank=0, seed=0)
 
 
-def _estimate(request: Request, candidate: Candidate, batch: BatchPlan, step: Step) -> Estimate:
-    return estimate(
-        candidate.words, step, estimates.run_of(request, candidate, batch), request.device, candidate.on_host
-    )
+def _each(loaders: Any) -> list[Any]:
+    return tree_leaves(loaders.iterables if isinstance(loaders, CombinedLoader) else loaders)
 
 
-def _with_reads(request: Request, batch: BatchPlan, one: Rehearsed) -> Rehearsed:
-    cfg = request.cfg
-    reads = first_reads(request.samples.loaders, batch, one.rank.data_rank, cfg.seed, cfg.dry_run.steps)
-    return replace(one, reads=reads)
+def _samples(reads: Mapping[int, Sequence[Reads]]) -> Iterator[str]:
+    first = next(iter(reads.values()))
+    for number, loader in enumerate(first):
+        which = f"loader {number}: " if len(first) > 1 else ""
+        if loader.why_not:
+            yield f"{which}not known, because {loader.why_not}"
+            continue
+        yield f"{which}{loader.samples} per epoch; the first steps read, by rank and micro batch"
+        for step in range(len(loader.steps)):
+            for rank, of_rank in reads.items():
+                micro = of_rank[number].steps[step]
+                shown = [listed([str(index) for index in indices], shown=_SHOWN_SAMPLES) for indices in micro[:2]]
+                more = [f"{len(micro) - 2} more"] if len(micro) > 2 else []
+                yield f"step {step}  rank {rank:<5} {' | '.join([*shown, *more])}"
+
+
+def _files(cfg: DictConfig, run_dir: Path, found: Estimate) -> Iterator[str]:
+    """Yield what the run will write: its directory, checkpoints and what each logger writes."""
+    yield f"{shown(run_dir.parent)}/RUN_ID/: config.yaml, run.json, train.log, results.json"
+    every: Any = OmegaConf.to_container(cfg.get("callbacks") or OmegaConf.create())
+    saving = [name for name, node in every.items() if node and "Checkpoint" in str(node.get("_target_"))]
+    if saving and cfg.trainer.get("enable_checkpointing") is not False:
+        speed = found.run.disk_gb_per_second
+        yield (
+            f"checkpoints/, by {', '.join(saving)}: {report.size(found.checkpoint_bytes)} each, over all ranks, "
+            f"{found.save_seconds:.3g} s at {speed:g} GB/s"
+        )
+    loggers: Any = OmegaConf.to_container(cfg.get("logger") or OmegaConf.create())
+    yield from (f"by logger.{name}: {node.get('_target_')}" for name, node in loggers.items() if node)
 
 
 def _script(request: Request) -> dict[str, str]:

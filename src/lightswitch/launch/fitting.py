@@ -16,13 +16,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.context import RunContext
 from lightswitch.errors import NeedsValues, Refused, Unplanned
-from lightswitch.launch import commands, estimates
-from lightswitch.launch.estimates import Request
+from lightswitch.launch import commands, plan
+from lightswitch.launch.plan import Request
 from lightswitch.planning import candidates, report
 from lightswitch.planning.candidates import Candidate
-from lightswitch.planning.device import GIB, Device
+from lightswitch.planning.device import GIB, Device, World
 from lightswitch.planning.estimate import Estimate
-from lightswitch.planning.fakes import World
 from lightswitch.strategies.ddp import DDP, Single, auto
 
 log = logging.getLogger(__name__)
@@ -71,9 +70,9 @@ def strategy(cfg: DictConfig, run: RunContext) -> BatchPlan | None:
 
 
 def _choice(cfg: DictConfig, run: RunContext) -> Choice:
-    device, world = estimates.device_of(cfg), estimates.world_of(cfg)
+    device, world = plan.device_of(cfg), plan.world_of(cfg)
     usable = device.usable_bytes(world.devices_per_node)
-    parameters = estimates.parameter_bytes(cfg)
+    parameters = plan.parameter_bytes(cfg)
     among = candidates.simplest(run.hydra, world.nodes, world.devices_per_node, device)
     if cfg.mode not in ("fit", "dry_run"):
         return _evaluating(
@@ -82,10 +81,10 @@ def _choice(cfg: DictConfig, run: RunContext) -> Choice:
     if _STATES_BY_ADAM * parameters < _SMALL_SHARE * usable:
         of = report.share(_STATES_BY_ADAM * parameters, usable)
         return Choice(f"single or ddp: states are {of} on {device.name}")
-    states = sum(estimates.states(cfg).values())
+    states = sum(plan.states(cfg).values())
     among = with_room(among, states, usable, world)
     candidate, found = first_that_fits(_request(cfg, run), among)
-    words = tuple(estimates.words_of(found))
+    words = tuple(plan.words_of(found))
     return Choice(f"{report.took(found, device)}; all states are {report.amount(states)}", candidate, words)
 
 
@@ -99,14 +98,14 @@ def _evaluating(parameters: float, usable: float, among: Sequence[Candidate], to
 def _request(cfg: DictConfig, run: RunContext) -> Request:
     """Return the requested run, or one of only its states if its data are missing."""
     try:
-        return estimates.requested(cfg, prepares_data=not run.placement.is_external)
+        return plan.requested(cfg, prepares_data=not run.placement.is_external)
     except Unplanned:
         return _without_steps(cfg)
 
 
 def _without_steps(cfg: DictConfig) -> Request:
-    device = estimates.device_of(cfg)
-    return estimates.of_states(cfg, device.with_memory(_KNOWN_SHARE * device.memory_gib), estimates.world_of(cfg))
+    device = plan.device_of(cfg)
+    return plan.of_states(cfg, device.with_memory(_KNOWN_SHARE * device.memory_gib), plan.world_of(cfg))
 
 
 def with_room(among: Sequence[Candidate], states: float, usable: float, world: World) -> list[Candidate]:
@@ -126,9 +125,9 @@ def first_that_fits(request: Request, among: Sequence[Candidate]) -> tuple[Candi
     tried: list[tuple[Candidate, Estimate]] = []
     for candidate in among:
         try:
-            found = estimates.fitted(request, candidate)
+            found = plan.fitted(request, candidate)
             if found.memory.fits:
-                found = estimates.confirmed(request, found, [candidate])
+                found = plan.confirmed(request, found, [candidate])
         except NeedsValues as error:
             if not request.computes:  # the strategy needs the values, not the model
                 raise Unplanned([f"the memory that {candidate.name} needs is unknown: a step {error}"]) from error
@@ -159,7 +158,7 @@ def _put(choice: Choice, candidate: Candidate, cfg: DictConfig, run: RunContext)
     with open_dict(cfg):
         cfg.trainer.strategy = dict(candidate.node)
         cfg.micro_batch_size = None if micro is None else int(micro)
-    return BatchPlan.derive(cfg.global_batch_size, cfg.micro_batch_size, estimates.world_of(cfg).size)
+    return BatchPlan.derive(cfg.global_batch_size, cfg.micro_batch_size, plan.world_of(cfg).size)
 
 
 def largest_micro_batch(cfg: DictConfig, run: RunContext) -> BatchPlan:
@@ -172,9 +171,9 @@ def largest_micro_batch(cfg: DictConfig, run: RunContext) -> BatchPlan:
         Refused: none fits, or a step can't be simulated.
     """
     try:
-        request = estimates.requested(cfg, prepares_data=not run.placement.is_external)
+        request = plan.requested(cfg, prepares_data=not run.placement.is_external)
         candidate = _run_under(cfg, run, request.world)
-        found = estimates.confirmed(request, estimates.fitted(request, candidate), [candidate])
+        found = plan.confirmed(request, plan.fitted(request, candidate), [candidate])
     except Unplanned as unplanned:
         raise Refused(f"micro_batch_size=auto: the memory of a step is unknown: {unplanned}; {_TYPE}") from unplanned
     except NeedsValues as error:
@@ -186,7 +185,7 @@ def largest_micro_batch(cfg: DictConfig, run: RunContext) -> BatchPlan:
         raise Refused(f"micro_batch_size=auto: {report.answer(found, request.device)}; {what_would}")
     if run.is_first:
         log.info("auto       %s", report.took(found, request.device))
-    batch = estimates.batch_of(request, candidate, found.run.micro_batch)
+    batch = plan.batch_of(request, candidate, found.run.micro_batch)
     run.process.decided.append(f"micro_batch_size={batch.micro_batch}")
     with open_dict(cfg):
         cfg.micro_batch_size = batch.micro_batch

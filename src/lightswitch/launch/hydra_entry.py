@@ -203,13 +203,8 @@ class _Hydra(hydra._internal.hydra.Hydra):
 
 
 def _beside_one_another(cfg: DictConfig, folder: Path) -> Iterator[str]:
-    """Yield the lines of a dry run or a comparison about all jobs of a sweep."""
-    if cfg.get("mode") == "dry_run":
-        from lightswitch.planning import scaling
-        from lightswitch.sweeps import record
-
-        yield from scaling.of_sweep(folder, lambda run_dir: job.overrides if (job := record.read(run_dir)) else ())
-    elif cfg.get("compare"):
+    """Yield the lines of a comparison about all jobs of a sweep."""
+    if cfg.get("compare"):
         from lightswitch.compare import page
 
         yield from page.of_sweep(folder)

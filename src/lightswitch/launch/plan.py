@@ -1,29 +1,305 @@
-"""The plan of a run: its memory and time under each strategy, estimated before it starts."""
+"""The plan of a run: its memory and time under each strategy, estimated before it starts.
+
+One step of one device is simulated for all strategies that compute alike; the rest is arithmetic.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from omegaconf import DictConfig
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.strategies import Strategy
+from omegaconf import DictConfig, OmegaConf
 
-from lightswitch import figures, regular_files
+from lightswitch import regular_files
+from lightswitch.batches.plan import BatchPlan
+from lightswitch.cluster import placement
+from lightswitch.config.hydra_versions import instantiate
 from lightswitch.config.overrides import files_of_group, typed_keys
 from lightswitch.context import RunContext
-from lightswitch.errors import NeedsValues, Refused, RefusedRequest, shown
-from lightswitch.launch import commands
-from lightswitch.launch.estimates import Request, confirmed, fitted, requested, states, words_of
+from lightswitch.errors import NeedsValues, Refused, RefusedRequest, Unplanned, shown
+from lightswitch.failures.classify import full_traceback, one_line
+from lightswitch.launch import commands, instantiation
+from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
 from lightswitch.planning import candidates, device, report
 from lightswitch.planning.candidates import Candidate
-from lightswitch.planning.device import Precision
-from lightswitch.planning.estimate import STATES, Estimate
+from lightswitch.planning.device import Device, Precision, World
+from lightswitch.planning.estimate import STATES, Estimate, Kind, Run, estimate, holding, whole_states
+from lightswitch.planning.simulation import Samples, Simulation, Work, first_samples, simulate
+from lightswitch.preflight import devices, strategies
+from lightswitch.strategies.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Request:
+    """A requested run, and the devices for which it is estimated."""
+
+    cfg: DictConfig
+    device: Device
+    world: World
+    samples: Samples
+    computes: bool = True  # False: a step uses each parameter, but doesn't run the model
+    simulated: dict[str, Simulation] = field(default_factory=dict)  # by what they depend on
+
+    @property
+    def trainer(self) -> dict[str, Any]:
+        """The Trainer's arguments."""
+        plain: Any = OmegaConf.to_container(self.cfg.trainer, resolve=True)
+        return dict(plain)
+
+    def under(self, candidate: Candidate) -> Request:
+        """Return the run in a candidate's precision."""
+        if candidate.precision is None:
+            return self
+        cfg = self.cfg.copy()
+        OmegaConf.update(cfg, "trainer.precision", candidate.precision.value, merge=False, force_add=True)
+        return replace(self, cfg=cfg)
+
+
+def requested(cfg: DictConfig, prepares_data: bool = True) -> Request:
+    """Return the run that a config requests, on the device that its `plan` node names.
+
+    Args:
+        prepares_data: whether to prepare the data; False if other processes of the run may do it at the same time.
+
+    Raises:
+        Refused: there is no training data, or a constructor rejects its arguments.
+        Unplanned: user code has failed to load the training data.
+    """
+    refusals = instantiation.refused_optimizers(cfg)
+    data: LightningDataModule | None = instantiated(cfg, "data", refusals)
+    model = instantiated(cfg, "model", refusals) if data is None else None
+    raise_all(refusals)
+    owner = model if model is not None else LightningModule()
+    with _own_code("loading the training data"):
+        samples = first_samples(owner, data, not shards_itself(cfg), prepares_data)
+    return Request(cfg, device_of(cfg), world_of(cfg), samples)
+
+
+def of_states(cfg: DictConfig, device: Device, world: World) -> Request:
+    """Return a request whose steps only use each parameter, so that only the run's states can be estimated."""
+    return Request(cfg, device, world, Samples(torch.empty, is_cut=False, owner=None, loaders=None), computes=False)
+
+
+def device_of(cfg: DictConfig) -> Device:
+    """Return the device that the config's `plan` node names, with its memory."""
+    device: Device = instantiate(cfg.plan.device)
+    return device.with_memory(cfg.plan.memory_gib)
+
+
+def world_of(cfg: DictConfig) -> World:
+    """Return the number of nodes, and of devices on each, of the run; nodes that differ count as nodes of one device.
+
+    All processes have to decide alike, and know only the number of all devices.
+    """
+    if world := placement.detect().uneven:
+        return World(world, 1)
+    plain: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
+    return World(plain["num_nodes"], devices.count(plain))
+
+
+def parameter_bytes(cfg: DictConfig) -> float:
+    """Return the bytes of the model's parameters in the run's precision.
+
+    The model is built on the meta device, which takes no memory.
+
+    Raises:
+        Unplanned: it can't be built there.
+    """
+    with _own_code("building the model"), torch.device("meta"):
+        model = _model(cfg)
+        model.configure_model()
+    in_16_bits = str(cfg.trainer.get("precision")) in ("16-true", "bf16-true")
+    return sum(parameter.numel() * (2 if in_16_bits else parameter.itemsize) for parameter in model.parameters())
+
+
+def states(cfg: DictConfig) -> Mapping[Kind, float]:
+    """Return the bytes of the model's states by kind: parameters, gradients and optimizer state, without sharding.
+
+    Raises:
+        Unplanned: the model can't be built, or its optimizer can't step, on tensors without values.
+    """
+    request = of_states(cfg, device_of(cfg), World(1, 1))
+    return whole_states(_step(request, Candidate((), {}), None, 1))
+
+
+def fitted(request: Request, candidate: Candidate) -> Estimate:
+    """Return the estimate at the configured micro-batch, or at the largest that fits if none is configured.
+
+    The largest is extrapolated from the simulated step of a device's whole share; `confirmed` simulates it.
+
+    Raises:
+        NeedsValues: see `simulate`.
+        Refused: the strategy, or the module, doesn't support the run.
+    """
+    request = request.under(candidate)
+    batch = batch_of(request, candidate, request.cfg.micro_batch_size)
+    check(request, candidate, batch)
+    found = at(request, candidate, batch)
+    if found.memory.fits or request.cfg.micro_batch_size is not None or not found.largest_micro_batch:
+        return found
+    return _largest_that_fits(request, candidate, _smaller(batch), batch.micro_batch)
+
+
+def confirmed(request: Request, found: Estimate, among: Sequence[Candidate]) -> Estimate:
+    """Return an estimate with its step simulated if it was extrapolated, at a smaller micro-batch if necessary."""
+    if found.run.accumulation == 1 or request.cfg.micro_batch_size is not None:
+        return found
+    candidate = next(one for one in among if one.words == found.words)
+    request = request.under(candidate)
+    batch = batch_of(request, candidate, found.run.micro_batch)
+    confirmed = _largest_that_fits(request, candidate, [batch.micro_batch, *_smaller(batch)], None)
+    return replace(confirmed, largest_micro_batch=found.largest_micro_batch)
+
+
+def _largest_that_fits(request: Request, candidate: Candidate, sizes: Sequence[int], simulated: int | None) -> Estimate:
+    """Return the estimate at the first micro-batch that fits, or at the last.
+
+    Args:
+        simulated: the micro-batch from which the others are extrapolated; None to simulate each.
+    """
+    for micro in sizes:
+        found = at(request, candidate, batch_of(request, candidate, micro), simulated)
+        if found.memory.fits:
+            break
+    return found
+
+
+def words_of(found: Estimate) -> list[str]:
+    """Return the overrides that choose an estimate's strategy and micro-batch."""
+    micro = [f"micro_batch_size={found.run.micro_batch}"] if found.run.accumulation > 1 else []
+    return [*found.words, *micro]
+
+
+def batch_of(request: Request, candidate: Candidate, micro: int | None) -> BatchPlan:
+    """Return how a strategy divides the global batch into micro-batches."""
+    replicas = max(1, request.world.size // candidate.ranks_of_a_sample)
+    return BatchPlan.derive(request.cfg.global_batch_size, micro, replicas)
+
+
+def _smaller(batch: BatchPlan) -> list[int]:
+    """Return the smaller micro-batches that divide a device's share of the global batch, the largest first."""
+    share = batch.micro_batch * batch.accumulation
+    return [size for size in range(batch.micro_batch - 1, 0, -1) if share % size == 0]
+
+
+def check(request: Request, candidate: Candidate, batch: BatchPlan) -> None:
+    """Check that the strategy and the precision support the run, as far as this is known before a start.
+
+    Raises:
+        RefusedRequest: they don't; the error has each of the reasons.
+    """
+    plain: Any = OmegaConf.to_container(request.cfg, resolve=True)
+    kind, world = request.device.kind, request.world
+    asked = strategies.Request(
+        dict(candidate.node), plain["model"], plain["trainer"], world.nodes, world.devices_per_node, kind,
+        (batch.global_batch, batch.micro_batch),
+    )  # fmt: skip
+    plain["trainer"]["strategy"] = candidate.node
+    if problems := [
+        *strategies.of_disk(candidate.node),
+        *strategies.problems(asked),
+        *strategies.precision_problems(plain, kind),
+    ]:
+        raise RefusedRequest(problems)
+
+
+def at(request: Request, candidate: Candidate, batch: BatchPlan, simulated: int | None = None) -> Estimate:
+    """Return the estimate at a micro-batch.
+
+    Args:
+        simulated: the micro-batch that is simulated; None for the same.
+    """
+    cfg, world, precision = request.cfg, request.world, str(request.cfg.trainer.get("precision"))
+    strategy = strategy_of(candidate)
+    step, steps = _step(request, candidate, strategy, simulated or batch.micro_batch), cfg.trainer.get("max_steps")
+    run = Run(
+        batch.micro_batch, batch.accumulation, world.nodes, world.devices_per_node, precision, cfg.matmul_precision,
+        steps if steps and steps > 0 else None, cfg.plan.tokens_per_sample, cfg.plan.disk_gb_per_second,
+        batch.global_batch, None if precision.endswith("mixed") else candidate.param_dtype,
+    )  # fmt: skip
+    held = holding(step, strategy, world, not request.device.is_host, precision)
+    return estimate(candidate.words, step, held, run, request.device)
+
+
+def strategy_of(candidate: Candidate) -> Strategy:
+    """Return the strategy, which checks its arguments."""
+    strategy: Strategy = instantiate(dict(candidate.node))
+    return strategy
+
+
+def _step(request: Request, candidate: Candidate, strategy: Strategy | None, samples: int) -> Simulation:
+    """Simulate a step of one device, once for all strategies that compute alike."""
+    precision, node = request.cfg.trainer.get("precision"), candidate.node
+    if candidate.param_dtype and not str(precision).endswith("mixed"):
+        precision = {"bfloat16": "bf16-true", "float16": "bf16-true"}.get(candidate.param_dtype, precision)
+    layers = strategy if isinstance(strategy, TensorParallel) else None
+    of = (str(precision), samples, node.get("units"), node.get("activation_checkpointing"))
+    key = repr((*of, layers and (layers.plans, layers._tensor_parallel_size)))
+    if key not in request.simulated:
+        with _own_code("a step of the model"):
+            request.simulated[key] = simulate(
+                Work(
+                    lambda: _model(request.cfg),
+                    request.samples.batch,
+                    request.samples.is_cut,
+                    samples,
+                    _precision(precision),
+                    node.get("units"),
+                    layers.styles_of if layers else None,
+                    bool(node.get("activation_checkpointing")),
+                    request.computes,
+                )
+            )
+    return request.simulated[key]
+
+
+@contextmanager
+def _own_code(what: str) -> Iterator[None]:
+    """Context manager that reports an error of user code in one line.
+
+    Raises:
+        Unplanned: the code has failed.
+    """
+    try:
+        yield
+    except (Refused, NeedsValues):
+        raise
+    except Exception as error:
+        raise Unplanned([f"{what} fails: {one_line(error)}"], full_traceback(error)) from error
+
+
+def _precision(asked: Any) -> dict[str, Any]:
+    """Return the Trainer's arguments for the precision, with bfloat16 in place of float16.
+
+    Both take the same memory, and float16's loss scaling would read values, which simulated tensors don't have.
+    """
+    same: Any = {"16": "bf16-mixed", "16-mixed": "bf16-mixed", "16-true": "bf16-true"}.get(str(asked), asked)
+    cfg = OmegaConf.create({"trainer": {"precision": same}})
+    refusals: list[Refused] = []
+    arguments = {"precision": cfg.trainer.precision, **plugins(cfg, None, refusals)}
+    raise_all(refusals)
+    found = arguments["plugins"]
+    return {**arguments, "plugins": found if isinstance(found, list) else []}
+
+
+def _model(cfg: DictConfig) -> LightningModule:
+    refusals: list[Refused] = []
+    model: LightningModule = instantiated(cfg, "model", refusals)
+    raise_all(refusals)
+    return model
+
+
 def plan(cfg: DictConfig, run: RunContext) -> None:
-    """Log a table of the strategies, and the recommended one with its command; write plan.json and its picture.
+    """Log a table of the strategies, and the recommended one with its command; write plan.json.
 
     Raises:
         Refused: there is no training data, or no strategy supports the run.
@@ -34,7 +310,12 @@ def plan(cfg: DictConfig, run: RunContext) -> None:
     refused: dict[tuple[str, ...], str] = {}
     for candidate in among:
         try:
-            estimates += _estimates(request, candidate)
+            asked = str(request.under(candidate).cfg.trainer.get("precision"))
+            if lacking := list(device.precision_problems(asked, request.device)):
+                raise RefusedRequest(lacking)
+            estimates.append(found := fitted(request, candidate))
+            if (other := candidate.recomputing()) is not None and not found.memory.fits:
+                estimates.append(fitted(request, other))
         except NeedsValues as error:
             _tell_states(request, among, str(error))
             return
@@ -68,11 +349,6 @@ def _report(run: RunContext, request: Request, estimates: list[Estimate], refuse
     data = report.as_data(estimates, request.device, {" ".join(words): why for words, why in refused.items()})
     regular_files.write_text(path, json.dumps(data, indent=1))
     log.info("plan       %s", shown(path))
-    if (missing := figures.missing()) is not None:
-        log.info("%s", missing)
-        return
-    light, _ = report.picture(estimates, request.device).save(run.run_dir / "plan.svg")
-    log.info("picture    %s", shown(light))
 
 
 def _tell_states(request: Request, among: list[Candidate], why: str) -> None:
@@ -83,7 +359,7 @@ def _tell_states(request: Request, among: list[Candidate], why: str) -> None:
     )  # fmt: skip
     for candidate in {one.precision and one.precision.name: one for one in among}.values():
         held = states(request.under(candidate).cfg)
-        parts = ", ".join(f"{kind} {report.amount(held.get(kind, 0))}" for kind in STATES)
+        parts = ", ".join(f"{kind} {report.amount(held[kind])}" for kind in STATES)
         message = "" if candidate.precision is None else f"{candidate.precision.name}: "
         log.info(
             "states     %s%s: in full on each device under ddp, sharded over all devices under fsdp", message, parts
@@ -108,15 +384,3 @@ def _precisions(request: Request, run: RunContext) -> list[Precision]:
     )
     files = files_of_group(run.hydra, "precision")
     return device.compared_precisions(cfg.plan.get("precisions"), files, request.device, is_chosen)
-
-
-def _estimates(request: Request, candidate: Candidate) -> Iterator[Estimate]:
-    """Yield a strategy's estimate and, if it doesn't fit on the device, the one with activation checkpointing."""
-    asked = str(request.under(candidate).cfg.trainer.get("precision"))
-    if lacking := list(device.precision_problems(asked, request.device)):
-        raise RefusedRequest(lacking)
-    found = fitted(request, candidate)
-    yield found
-    other = candidate.recomputing()
-    if other is not None and not found.memory.fits:
-        yield fitted(request, other)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +16,8 @@ from omegaconf import OmegaConf
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.config.overrides import files_of_group
 from lightswitch.planning import report
-from lightswitch.planning.device import GIB, Device, Precision
+from lightswitch.planning.device import GIB, Device, Precision, World
 from lightswitch.planning.estimate import STATES, Estimate
-from lightswitch.planning.fakes import World
-from lightswitch.planning.timeline import Kind
 
 _TRIED = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "fsdp_offload")  # with strategy=auto
 _TRIED_ALONE = ("single", "fsdp", "fsdp_offload")  # with strategy=auto on one device
@@ -61,21 +58,15 @@ class Candidate:
         return self.words[0].partition("=")[2]
 
     @property
-    def on_host(self) -> tuple[Kind, ...]:
-        """Kinds of memory that are offloaded to the host."""
-        if self.node.get(_OFFLOADS):
-            return (*STATES, "update")
-        offloaded: dict[Kind, str] = {
-            "parameters": "offload_parameters",
-            "optimizer": "offload_optimizer",
-            "update": "offload_optimizer",
-        }
-        return tuple(kind for kind, key in offloaded.items() if self.is_zero and self.node.get(key))
-
-    @property
     def offloads(self) -> bool:
         """Return whether any state is offloaded to the host's memory."""
-        return bool(self.on_host)
+        keys = ("offload_parameters", "offload_optimizer") if self.is_zero else (_OFFLOADS,)
+        return any(self.node.get(key) for key in keys)
+
+    @property
+    def ranks_of_a_sample(self) -> int:
+        """Number of consecutive ranks that read the same samples: those that share layers."""
+        return int(self.node.get("tensor_parallel_size", 1))
 
     @property
     def param_dtype(self) -> str | None:
@@ -113,14 +104,6 @@ class Candidate:
     @property
     def _stage(self) -> int:
         return int(self.node.get("stage", 2))
-
-    def on_device(self) -> str:
-        """Return the settings that affect the simulation, as text to compare.
-
-        Offloading is not among them, because all simulated tensors are on the CPU.
-        """
-        there = {key: value for key, value in self.node.items() if key != _OFFLOADS}
-        return json.dumps([there, self.precision and self.precision.value], sort_keys=True)
 
     def at(self, precision: Precision) -> Candidate:
         """Return the candidate with another precision."""

@@ -26,6 +26,19 @@ _FASTER = {"bf16": "bf16-mixed", "fp16": "16-mixed"}  # by arithmetic; the first
 
 
 @dataclass(frozen=True)
+class World:
+    """Size of a run's world."""
+
+    nodes: int
+    devices_per_node: int
+
+    @property
+    def size(self) -> int:
+        """Total number of ranks."""
+        return self.nodes * self.devices_per_node
+
+
+@dataclass(frozen=True)
 class Device:
     """A device and its connections to others.
 
@@ -78,6 +91,10 @@ class Device:
         if self.kind == "cpu":
             return 0
         return CONTEXT_BYTES + CUBLAS_BYTES + groups * NCCL_BYTES + FRAGMENTED_SHARE * tensor_bytes
+
+    def tensor_bytes(self, usable_bytes: float, groups: int) -> float:
+        """Return the bytes of tensors that fit beside `runtime_bytes`."""
+        return (usable_bytes - self.runtime_bytes(0, groups)) / (1 if self.kind == "cpu" else 1 + FRAGMENTED_SHARE)
 
     def peak_flops(self, precision: str, matmul_precision: str) -> float | None:
         """Return the peak matrix operations per second in a precision or dtype; None if unknown.

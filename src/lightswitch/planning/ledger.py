@@ -1,17 +1,24 @@
-"""Ledger of a step's memory: records when each storage, real or fake, is allocated, resized and freed."""
+"""Record what a simulated step holds in memory at each moment, and replace the values that it reads."""
 
 from __future__ import annotations
 
+import sys
+import traceback
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -19,233 +26,394 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torchmetrics import Metric
 
-from lightswitch import patches
-from lightswitch.planning.collectives import Collective, collective
-from lightswitch.planning.timeline import Change, Kind, Timeline
-from lightswitch.planning.values import Repeats, Values, patch_value_reads
+from lightswitch.errors import NeedsValues, shown
+from lightswitch.failures.classify import is_of_others
 
-Phase = Literal["setup", "forward", "backward", "optimizer"]
-_UNNAMED: Mapping[Phase, Kind] = {"forward": "activations", "optimizer": "update"}
-
-
-class Block:
-    """A tensor storage. Its kind may be set later: gradients, for example, are named after the backward pass.
-
-    Attributes:
-        kind: None until it is named; see `role`.
-        where: path of the module that was running when it was allocated.
-        first_bytes: its size when it was allocated; ``bytes`` changes when it is resized.
-    """
-
-    __slots__ = ("bytes", "first_bytes", "kind", "phase", "where")
-
-    def __init__(self, bytes: int, phase: Phase, where: str) -> None:
-        self.bytes, self.first_bytes, self.phase, self.where = bytes, bytes, phase, where
-        self.kind: Kind | None = None
-
-    @property
-    def role(self) -> Kind:
-        """Kind of the storage; if unnamed, that of the phase in which it was allocated."""
-        return self.kind or _UNNAMED.get(self.phase, "temporary")
-
-    def is_like(self, other: Block) -> bool:
-        """Return whether both have the same kind, phase and module, and are both empty or both not."""
-        own, others = (self.role, self.phase, self.where), (other.role, other.phase, other.where)
-        return own == others and bool(self.first_bytes) == bool(other.first_bytes)
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "optimizer"  # phases of a step
+_KIND_BY_PHASE = {FORWARD: "activations", BACKWARD: "temporary", UPDATE: "update"}  # of what has no other kind
+_COUNTED = ("batch", "activations", "split", "casts", "temporary", "buffers", "update", "gradients")
+MOST_ELEMENTS = 2**20  # of a tensor with real values
+_MOST_READS = 10_000  # by one line of code in a step
+_PASSED = ("torch.", "lightswitch.")
+aten = torch.ops.aten
+_BY_SECOND_ARGUMENT = (aten.index.Tensor, aten.masked_select.default, aten._pack_padded_sequence.default)  # alone
+_OF_UNUSUAL_VALUES = (aten.isnan.default, aten.isinf.default)
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Point in time, as the number of changes, collectives and floating-point operations recorded so far."""
+class Trace:
+    """What one device holds after each allocation of a step, beside parameters and optimizer state.
 
-    changes: int
-    collectives: int
-    flops: int
+    Attributes:
+        phases, places: phase and path of the running module, by moment.
+        units: index of the running unit, by moment; 0 if none runs.
+        held: bytes by moment, by kind. ``of_root`` and ``of_unit`` are the gradients of this backward pass of
+            parameters without a unit, and of the unit that was last in it; ``newest`` is the last gradient.
+    """
+
+    phases: np.ndarray[Any, Any]
+    places: Sequence[str]
+    units: np.ndarray[Any, Any]
+    held: Mapping[str, np.ndarray[Any, Any]]
+
+
+class Block:
+    """A storage.
+
+    Attributes:
+        kind: what it holds; set again once that is known, as for gradients.
+        phase, place: phase, and path of the running module, when it was allocated.
+        unit: of a gradient: the unit of its parameter.
+    """
+
+    __slots__ = ("bytes", "kind", "phase", "place", "unit")
+
+    def __init__(self, bytes: int, phase: str, place: str) -> None:
+        self.bytes, self.phase, self.place, self.unit = bytes, phase, place, 0
+        self.kind = _KIND_BY_PHASE[phase]
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-    """Dispatch mode that records allocated and freed storages, collectives and floating-point operations.
+    """Dispatch mode that records storages and floating-point operations, and replaces values that are read.
 
     Memory that a kernel allocates and frees internally is not recorded.
-
-    Args:
-        fake: the mode whose fake tensors are counted as real memory, entered before this mode; None if tensors are
-            real. Fake tensors of other modes take no memory.
-        where: returns the path of the running module.
     """
 
-    def __init__(self, fake: FakeTensorMode | None = None, where: Callable[[], str] = str) -> None:
+    def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self.fake = fake
-        self.where = where
-        self._repeats = None if fake is None else Repeats(fake)
-        self.values = Values(where)
-        self.phase: Phase = "setup"
-        self.collectives: list[Collective] = []
-        self.flops = 0
-        self._changes: list[tuple[Block, int]] = []
+        self.fake, self.places, self.values = fake, Places(), Values()
+        self.phase, self.flops, self.split_flops = FORWARD, 0, 0  # operations of the step, and of layers that are split
+        self.steps: list[tuple[int, int]] = []  # by step: the number of changes at its start and at its end
+        self._rounded: set[nn.Parameter] = set()  # parameters of which autocast makes copies that fsdp does not need
+        self._changes: list[tuple[Block, int, str, str]] = []  # with the phase and the place
         self._blocks: dict[int, tuple[weakref.ref[Any], Block]] = {}  # by the address of the C++ storage
+        self.split: dict[str, ParallelStyle] = {}  # styles by path
+        self._split_within: tuple[str, ...] = ()  # paths, each with a dot
+        self._summed: tuple[str, ...] = ()
 
-    def __enter__(self) -> Ledger:
-        resize = _RESIZE
+    def follow(
+        self,
+        model: LightningModule,
+        optimizers: Sequence[Optimizer],
+        units: Mapping[str, nn.Module],
+        rounded: set[nn.Parameter],
+        styles: Mapping[str, ParallelStyle],
+    ) -> None:
+        """Begin to name the storages of a module and of its optimizers."""
+        self._rounded = rounded
+        self._model, self._optimizers, self._unit_paths = model, optimizers, ("", *units)
+        self.places.know(model)
+        unit_of = {p: number for number, unit in enumerate(units.values(), 1) for p in unit.parameters()}
+        for parameter in model.parameters():
+            self._name(parameter, "parameters")
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, unit_of.get(parameter, 0)))  # type: ignore[no-untyped-call]  # untyped in torch
+        self._name_persistent()
+        self.split = {
+            path: style
+            for path, _ in model.named_modules()
+            for pattern, style in styles.items()
+            if fnmatchcase(path, pattern)
+        }
+        for path in self.split:  # a module may compute otherwise with layers that have hooks, as split ones have
+            model.get_submodule(path).register_forward_pre_hook(lambda *_: None)
+        within = {
+            kind: {path.rpartition(".")[0] for path, style in self.split.items() if isinstance(style, kind)}
+            for kind in (ColwiseParallel, RowwiseParallel)
+        }
+        self._split_within = tuple(f"{path}." for path in within[ColwiseParallel] & within[RowwiseParallel])
+        self._summed = tuple(path for path, style in self.split.items() if isinstance(style, RowwiseParallel))
 
-        def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            self._note(storage, resized=True)
-            return result
+    def largest(self, place: str) -> float:
+        """Return the bytes of the largest storage that a module has allocated in the forward pass of step 1."""
+        made = self._changes[slice(*self.steps[1])]
+        return max((bytes for _, bytes, phase, at in made if at == place and phase == FORWARD), default=0)
 
-        patches.replace(torch.UntypedStorage, "resize_", resize_and_note)
-        self._depth = 0
-        if self.fake is not None:
-            self._depth = len(self.fake.enter_stack)
-            patch_value_reads(self.values)
-        super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
-        return self
+    def _take_gradient(self, unit: int, parameter: Tensor) -> None:
+        if parameter.grad is not None and (block := self._name(parameter.grad, "gradients")) is not None:
+            block.unit = unit
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # untyped in torch
-        patches.replace(torch.UntypedStorage, "resize_", _RESIZE)
-        patch_value_reads(None)
+    def _name_persistent(self) -> None:
+        for optimizer in self._optimizers:
+            for tensor in tensors_in(list(optimizer.state.values())):
+                self._name(tensor, "optimizer")
+        for tensor in self._model.buffers():
+            self._name(tensor, "buffers")
+        for part in self._model.modules():
+            if isinstance(part, Metric):
+                for tensor in tensors_in([part._defaults, [getattr(part, name) for name in part._defaults]]):
+                    self._name(tensor, "buffers")
+
+    def begin_step(self, batch: Any) -> None:
+        """Begin a step that reads this batch."""
+        self._start, self.flops, self.split_flops = len(self._changes), 0, 0
+        self.values.replaced.clear()
+        for tensor in tensors_in(batch):
+            self._name(tensor, "batch")
+
+    def end_step(self) -> None:
+        """End a step."""
+        self._name_persistent()
+        self.steps.append((self._start, len(self._changes)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # the most frequent operator
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # the most frequent operator
             return FakeTensor.__torch_dispatch__(func, types, args)
-        if func.namespace == "profiler":  # from FSDP's record_function; it has no tensors
-            with torch._C._DisableTorchDispatch():
-                return func(*args, **(kwargs or {}))
-        if any(issubclass(cls, DTensor) for cls in types):
-            return NotImplemented  # DTensor then runs the operator on its local tensor, which this mode sees
-        out = self._out(func, types, args, kwargs or {})
-        if self.fake is not None and len(self.fake.enter_stack) > self._depth:
-            return out  # DTensor has entered the mode again to compute shapes, which takes no memory
-        made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
-        if self.fake is not None:
-            self.values.follow(func, args, kwargs or {}, made)
-        for tensor in made:
-            self._note_tensor(tensor)
-        if found := collective(func, args, made):
-            self.collectives.append(found)
-            for tensor in tree_leaves(args):
-                if isinstance(tensor, Tensor):
-                    self.name(tensor, "communication", only_unnamed=True)
-        self.flops += _flops(func, args, kwargs or {}, out)
+        kwargs = kwargs or {}
+        out = self._run(func, args, kwargs)
+        made = [self._note(tensor) for tensor in tensors_in(out)]
+        if func is aten._to_copy.default and args[0] in self._rounded and made[0] is not None:
+            made[0].kind = "casts"
+        if flops := _flops(func, args, kwargs, out):
+            self.flops += flops
+            place = self._now()[1]
+            self.split_flops += flops * (place in self.split or self._is_split(place))
         return out
 
-    def _out(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if self._repeats is not None and not self._is_real(types, args):
-            try:
-                return self._repeats.call(func, args, kwargs)
-            except (DataDependentOutputException, DynamicOutputShapeException):
-                return self.values.answer(func, args, kwargs)
-        with unset_fake_temporarily() if self._is_real(types, args) else nullcontext():
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = tensors_in((args, kwargs))
+        if given and not any(isinstance(one, FakeTensor) for one in given):  # the batch's integers, and what follows
+            with unset_fake_temporarily():
+                out = func(*args, **kwargs)
+            return tree_map_only(Tensor, self._kept_if_small, out)
+        if func in _OF_UNUSUAL_VALUES and given[0].numel() <= MOST_ELEMENTS:
+            with unset_fake_temporarily():
+                return torch.zeros(given[0].shape, dtype=torch.bool)
+        try:
             return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            read = tensors_in(args[1] if func in _BY_SECOND_ARGUMENT else (args, kwargs))
+            if self.phase != UPDATE and any(isinstance(one, FakeTensor) for one in read):  # Adam reads its counters
+                self.values.count()
+            out = self.values.replace(func, args, kwargs)
+            return tree_map_only(Tensor, lambda one: one if isinstance(one, FakeTensor) else self._known(one), out)
 
-    def _is_real(self, types: Any, args: Any) -> bool:
-        """Return whether an operator in a simulated step runs on real tensors, such as the ranks of a device mesh."""
-        if self.fake is None or FakeTensor in types:
-            return False
-        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        return bool(given) and not any(tensor.is_meta for tensor in given)
+    def _kept_if_small(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.numel() <= MOST_ELEMENTS else self.fake.from_tensor(tensor)
 
-    def enter_phase(self, phase: Phase) -> None:
-        """Set the current phase of the step."""
-        self.phase = phase
+    def _known(self, tensor: Tensor) -> Tensor:
+        """Keep the values of small integers alone: C++ code reads the batch sizes of a packed sequence."""
+        return self.fake.from_tensor(tensor) if tensor.is_floating_point() else self._kept_if_small(tensor)
 
-    def name(self, tensor: Tensor, kind: Kind, only_unnamed: bool = False) -> Block | None:
-        """Set the kind of a tensor's storage and return the storage, or None if it takes no memory.
-
-        A storage that was allocated before the ledger was entered is added now.
-        """
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        block = self._note_tensor(local)
-        if block is not None and (block.kind is None or not only_unnamed):
+    def _name(self, tensor: Tensor, kind: str) -> Block | None:
+        block = self._note(tensor)
+        if block is not None:
             block.kind = kind
         return block
 
-    def mark(self) -> Mark:
-        """Return the current point in time, to pass to `between`."""
-        return Mark(len(self._changes), len(self.collectives), self.flops)
-
-    def between(self, start: Mark, end: Mark, times: Mapping[Block, float] = MappingProxyType({})) -> Timeline:
-        """Return the bytes in use at ``start`` and their changes until ``end``.
-
-        Args:
-            times: factors by which to multiply the bytes of storages; 1 if missing.
-        """
-        held: dict[Kind, float] = defaultdict(float)
-        for block, bytes in self._changes[: start.changes]:
-            held[block.role] += bytes * times.get(block, 1)
-        changes = tuple(
-            Change(block.role, bytes * times.get(block, 1), phase, where)
-            for block, bytes, phase, where in self._placed(start.changes, end.changes)
-        )
-        return Timeline(dict(held), changes)
-
-    def made(self, start: Mark, end: Mark) -> list[Block]:
-        """Return the storages that were allocated between two points in time, in order."""
-        before = {block for block, _ in self._changes[: start.changes]}
-        return list(dict.fromkeys(b for b, _ in self._changes[start.changes : end.changes] if b not in before))
-
-    def held(self, at: Mark) -> set[Block]:
-        """Return the storages in use at a point in time."""
-        bytes: Counter[Block] = Counter()
-        for block, change in self._changes[: at.changes]:
-            bytes[block] += change
-        return {block for block, held in bytes.items() if held}
-
-    def _placed(self, start: int, end: int) -> Iterator[tuple[Block, int, Phase, str]]:
-        """Yield changes with the phase and path of the most recently allocated block."""
-        phase, where = "setup", ""
-        for block, bytes in self._changes[start:end]:
-            if bytes > 0:
-                phase, where = block.phase, block.where
-            yield block, bytes, phase, where  # type: ignore[misc]  # `phase` is one of Phase, which mypy widens to str
-
-    def _note_tensor(self, tensor: Tensor) -> Block | None:
-        if isinstance(tensor, DTensor) or tensor.layout != torch.strided:
+    def _note(self, tensor: Tensor) -> Block | None:
+        """Return the storage of a tensor, recorded now if it is new; None if it takes no memory."""
+        if tensor.layout != torch.strided or (tensor.is_meta and not isinstance(tensor, FakeTensor)):
             return None
-        if isinstance(tensor, FakeTensor):
-            is_elsewhere = tensor.fake_mode is not self.fake or tensor.fake_device.type == "meta"
-        else:
-            is_elsewhere = tensor.is_meta
-        return None if is_elsewhere else self._note(tensor.untyped_storage())
-
-    def _note(self, storage: torch.UntypedStorage, resized: bool = False) -> Block | None:
+        storage = tensor.untyped_storage()
         key, bytes = storage._cdata, storage.nbytes()
         _, block = self._blocks.get(key, (None, None))
         if block is None:
-            if resized:  # allocated before the ledger was entered, or not tracked
-                return None
-            block = Block(bytes, self.phase, self.where())
+            block = Block(bytes, *self._now())
+            if block.kind == "activations" and self._is_split(block.place) and block.place not in self._summed:
+                block.kind = "split"
             self._blocks[key] = weakref.ref(storage, lambda _: self._forget(key)), block
-            self._changes.append((block, bytes))
-        elif block.bytes != bytes:
-            self._changes.append((block, bytes - block.bytes))
-            block.bytes, block.kind = bytes, block.kind or "gathered"
+            self._change(block, bytes)
+        elif block.bytes != bytes:  # resized
+            self._change(block, bytes - block.bytes)
+            block.bytes = bytes
         return block
+
+    def _is_split(self, place: str) -> bool:
+        return f"{place}.".startswith(self._split_within)
 
     def _forget(self, key: int) -> None:
         _, block = self._blocks.pop(key)
-        self._changes.append((block, -block.bytes))
+        self._change(block, -block.bytes)
+
+    def _change(self, block: Block, bytes: int) -> None:
+        self._changes.append((block, bytes, *self._now()))
+
+    def _now(self) -> tuple[str, str]:
+        """Return the phase of the step, and the path of the running module."""
+        node: Any = torch._C._current_autograd_node()  # None outside of a backward pass
+        return (self.phase if node is None else BACKWARD), self.places.running(node)
+
+    def of_passes(self, step: int) -> list[Block]:
+        """Return the storages that a step's passes allocate and that may grow with the samples, in order."""
+        start, end = self.steps[step]
+        made = [b for b, bytes, phase, _ in self._changes[start:end] if bytes > 0 and phase != UPDATE]
+        return [b for b in made if b.kind in ("activations", "split", "temporary")]
+
+    def trace(self, step: int, sizes: Mapping[Block, float] = MappingProxyType({})) -> Trace:
+        """Return what is held in a step.
+
+        Args:
+            sizes: bytes of storages where they are not their own.
+        """
+        start, end = self.steps[step]
+        held, rows, at = dict.fromkeys(_COUNTED, 0.0), [], []
+        in_pass, unit, newest = [0.0, 0.0], 0, 0.0
+        for number, (block, bytes, phase, place) in enumerate(self._changes[:end]):
+            times = sizes[block] / block.bytes if block in sizes and block.bytes else 1
+            times = 2 if sizes and block.kind == "batch" else times
+            if block.kind in held:
+                held[block.kind] += bytes * times
+            if number < start:
+                continue
+            if block.kind == "gradients" and bytes > 0:
+                if block.unit not in (0, unit):
+                    unit, in_pass[1] = block.unit, 0
+                in_pass[block.unit > 0] += bytes
+                newest = bytes
+            if phase != BACKWARD and bytes > 0:
+                in_pass, newest = [0.0, 0.0], 0.0
+            rows.append((*held.values(), *in_pass, newest))
+            at.append((phase, place))
+        columns = np.array(rows).T
+        unit_at = {place: self._unit_of(place) for _, place in at}
+        return Trace(
+            np.array([phase for phase, _ in at]),
+            [place for _, place in at],
+            np.array([unit_at[place] for _, place in at]),
+            dict(zip((*_COUNTED, "of_root", "of_unit", "newest"), columns, strict=True)),
+        )
+
+    def _unit_of(self, place: str) -> int:
+        return next((n for n, path in enumerate(self._unit_paths) if path and f"{place}.".startswith(f"{path}.")), 0)
 
 
-_DEVICE = torch.ops.prim.device.default
-_RESIZE = torch.UntypedStorage.resize_
-_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch counts only the GPU kernels
-_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+class Places:
+    """Tracker of the running module: in a backward pass, the module whose operations are being differentiated."""
+
+    def __init__(self) -> None:
+        self._paths: dict[int, str] = {}  # by id: a metric's hash changes with its states
+        self._running: list[str] = []
+        self._starts: list[int] = []  # sequence numbers of autograd nodes at which the running module changed, in order
+        self._after: list[str] = []  # the module from each of these numbers on
+
+    def know(self, model: nn.Module) -> None:
+        """Record the paths of a model's modules."""
+        self._paths = {id(module): path for path, module in model.named_modules()}
+
+    def running(self, node: Any) -> str:
+        """Return the path of the running module, given the autograd node that runs; empty if there is none."""
+        if self._running:
+            return self._running[-1]
+        if node is None or not self._starts:
+            return ""
+        at = bisect_right(self._starts, node._sequence_nr()) - 1
+        return self._after[at] if at >= 0 else ""
+
+    def __enter__(self) -> None:
+        self._hooks = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        )
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, module: nn.Module, arguments: Any) -> None:
+        if id(module) in self._paths:
+            self._running.append(self._paths[id(module)])
+            self._note()
+
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if id(module) in self._paths:
+            self._running.pop()
+            self._note()
+
+    def _note(self) -> None:
+        number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # torch's, untyped
+        if not self._starts or number >= self._starts[-1]:  # they are counted per thread
+            self._starts.append(number)
+            self._after.append(self._running[-1] if self._running else "")
+
+
+class Values(TorchFunctionMode):
+    """Mode that replaces the values of fake tensors that a step reads, by one rule: each element is 1.
+
+    So a bool is True, and what a mask selects has its largest size. The batch's small integers and bools, and what is
+    computed from them alone, are exact, and no number is NaN or infinite.
+
+    Attributes:
+        replaced: number of values that the step has read, by line of code.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replaced: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.numpy, Tensor.__format__) and isinstance(args[0], FakeTensor):
+            self.count()
+            with _disable_current_modes():
+                return func(_stand_in(args[0]), *args[1:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def count(self) -> None:
+        """Count a value that is read.
+
+        Raises:
+            NeedsValues: the same line has read more than 10,000.
+        """
+        place = _reader()
+        self.replaced[place] += 1
+        if self.replaced[place] > _MOST_READS:
+            raise NeedsValues(
+                f"reads tensor values at {place} more than {_MOST_READS} times, probably in a loop that depends on them"
+            )
+
+    def replace(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operator whose output, or its size, depends on values."""
+        if func is aten.index.Tensor:  # the tensor may be large, and its values do not matter
+            return func(args[0], [part for index in args[1] for part in _as_numbers(index)])
+        if func is aten.masked_select.default:
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]  # untyped in torch
+            return args[0].new_empty(shape.numel())
+        with unset_fake_temporarily():
+            out = func(*tree_map_only(FakeTensor, _stand_in, args), **tree_map_only(FakeTensor, _stand_in, kwargs))
+        return out
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    return torch.ones(tensor.shape, dtype=tensor.dtype)
+
+
+def _as_numbers(index: Tensor | None) -> list[Tensor | None]:
+    """Replace a mask in an index by index tensors, one for each of the mask's dimensions."""
+    if index is None or index.dtype != torch.bool:
+        return [index]
+    with unset_fake_temporarily():
+        count = index.numel() if isinstance(index, FakeTensor) else int(index.count_nonzero())
+    return [torch.empty(count, dtype=torch.long) for _ in index.shape]
+
+
+def _reader() -> str:
+    """Return the file and line of the user's code that reads a value, or of a library if there is none."""
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
+    own = [frame for frame in frames if not is_of_others(frame.f_code.co_filename)]
+    others = [frame for frame in frames if not frame.f_globals.get("__name__", "torch.").startswith(_PASSED)]
+    frame = (own or others or frames)[0]
+    return f"{shown(Path(frame.f_code.co_filename))}:{frame.f_lineno}"
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the floating-point operations of an operator as torch counts them: matrix operations only."""
     kind = func._overloadpacket
-    if kind is _ATTENTION:
+    if kind is aten._scaled_dot_product_flash_attention_for_cpu:  # torch counts only the GPU kernels
         return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]  # untyped in torch
-    if kind is _ATTENTION_BACKWARD:
+    if kind is aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]  # untyped in torch
     count = flop_registry.get(kind)
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))

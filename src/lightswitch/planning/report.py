@@ -1,19 +1,14 @@
-"""Format a plan as text, as plain data and as a picture."""
+"""Format a plan as text and as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightswitch import figures
 from lightswitch.monitoring.display import aligned, clock, compact
 from lightswitch.planning.device import GIB, Device
-from lightswitch.planning.estimate import Estimate, Memory
-from lightswitch.planning.timeline import Kind
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from lightswitch.planning.estimate import Estimate, Kind
 
 UNITS = {"GiB": GIB, "MiB": GIB // 1024}  # units of memory, in bytes
 SENT_UNITS = {"GB": 1e9, "MB": 1e6}
@@ -25,16 +20,6 @@ _HEADER = (
 _ONLY_IF_TOLD = ("precision", "host")  # columns that are omitted if no row has a value
 _TEXTS = ("strategy", "precision", "bound by")
 _SHOWN: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "activations")
-_LABELS = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "activations": "activations",
-    "gathered": "gathered units",
-    "communication": "communication",
-}
-_NEAR = 4  # draw the device's memory limit if it is below this multiple of the widest bar
-_LEAST_SHARE = 1e-3  # of the widest bar; thinner segments are invisible
 
 
 def ordered(estimates: Iterable[Estimate]) -> list[Estimate]:
@@ -50,7 +35,7 @@ def ordered(estimates: Iterable[Estimate]) -> list[Estimate]:
 
 
 def _rank(one: Estimate) -> float:
-    return float(f"{round(one.time.least_seconds or 0.0, 4):.2g}") if one.memory.fits else one.memory.bytes
+    return float(f"{round(one.least_seconds or 0.0, 4):.2g}") if one.memory.fits else one.memory.bytes
 
 
 def table(estimates: Iterable[Estimate]) -> str:
@@ -69,7 +54,7 @@ def table(estimates: Iterable[Estimate]) -> str:
 def _row(one: Estimate, unit: str, sent_unit: str) -> tuple[str, ...]:
     kinds = one.memory.peak.by_kind
     shown = [kinds.get(kind, 0.0) for kind in _SHOWN]
-    seconds, host = one.time.least_seconds, one.memory.host_bytes
+    seconds, host = one.least_seconds, one.memory.host_bytes
     return (
         strategy(one),
         precision(one),
@@ -79,7 +64,7 @@ def _row(one: Estimate, unit: str, sent_unit: str) -> tuple[str, ...]:
         *(number(bytes, unit) for bytes in (*shown, one.memory.bytes - sum(shown))),
         "?" if one.largest_micro_batch is None else str(one.largest_micro_batch),
         "-" if seconds is None else digits(seconds),
-        one.time.bound or "-",
+        one.bound or "-",
         digits(_sent_bytes(one) / SENT_UNITS[sent_unit]),
         number(host, unit) if host else "",
     )
@@ -162,11 +147,11 @@ def _joined(words: Sequence[str]) -> str:
 def details(best: Estimate) -> Iterator[tuple[str, str]]:
     """Yield (label, text) pairs with details of the best estimate; plan.json has the details of all estimates."""
     peak, sent, run = best.memory.peak, best.traffic, best.run
-    yield "peak", f"{peak.phase}, at {peak.where}" if peak.where else peak.phase
+    yield "peak", f"{peak.phase}, at {peak.place}" if peak.place else peak.phase
     if best.memory.host_bytes:
         yield "host", f"{amount(best.memory.host_bytes)} of the host's memory for each device"
-    if line := guessed(best):
-        yield "guessed", line
+    if line := replaced(best):
+        yield "replaced", line
     between = f" and {size(sent.between / run.devices_per_node)} between nodes" if run.nodes > 1 else ""
     arithmetic = magnitude(best.flops, "FLOP")
     yield "step", f"{arithmetic}, {size(sent.within)} sent within the node{between}, per device"
@@ -176,19 +161,17 @@ def details(best: Estimate) -> Iterator[tuple[str, str]]:
     )
 
 
-def guessed(one: Estimate) -> str:
-    """Return a line about the tensor values that had to be guessed; empty if there are none."""
-    if not (count := sum(one.guessed.values())):
+def replaced(one: Estimate) -> str:
+    """Return a line about the tensor values that were replaced; empty if there are none."""
+    if not (count := sum(one.replaced.values())):
         return ""
     values = "1 value" if count == 1 else f"{count} values"
-    return (
-        f"{values} that a micro batch reads from tensors, the first at {next(iter(one.guessed))}: "
-        "numbers are approximate"
-    )
+    first = next(iter(one.replaced))
+    return f"{values} that a micro batch reads from tensors, the first at {first}: numbers are approximate"
 
 
 def took(one: Estimate, device: Device) -> str:
-    """Return one line with a strategy's memory use on the device, and whether values were guessed.
+    """Return one line with a strategy's memory use on the device, and whether values were replaced.
 
     The host's memory is mentioned if it is too small.
     """
@@ -196,7 +179,7 @@ def took(one: Estimate, device: Device) -> str:
     of = f"{share(memory.bytes, memory.usable_bytes)} on {device.name}"
     if not memory.fits_host:
         of += f", {share(memory.host_bytes, memory.usable_host_bytes)} on the host"
-    about = ", with guessed values" if one.guessed else ""
+    about = ", with replaced values" if one.replaced else ""
     return f"{name(one)}, micro batch {one.run.micro_batch}: {of}{about}"
 
 
@@ -261,69 +244,18 @@ def of_estimate(one: Estimate) -> dict[str, Any]:
         "runtime_bytes": memory.runtime_bytes,
         "host_bytes": memory.host_bytes,
         "peak_phase": memory.peak.phase,
-        "peak_module": memory.peak.where,
+        "peak_module": memory.peak.place,
         "largest_micro_batch": one.largest_micro_batch,
         "parameters": one.parameters,
         "flops_per_step": one.flops,
         "bytes_within_node": one.traffic.within,
         "bytes_between_nodes": one.traffic.between,
-        "least_seconds": dict(one.time.seconds),
-        "bound_by": one.time.bound,
+        "least_seconds": dict(one.seconds),
+        "bound_by": one.bound,
         "samples_per_second": one.samples_per_second,
         "hours": one.hours,
         "device_hours": None if one.hours is None else one.hours * one.run.world_size,
         "checkpoint_bytes": one.checkpoint_bytes,
         "save_seconds": one.save_seconds,
-        "guessed_values": dict(one.guessed),
+        "replaced_values": dict(one.replaced),
     }
-
-
-def picture(estimates: Sequence[Estimate], device: Device) -> figures.Picture:
-    """Draw one bar per estimate, split by kind of memory, from top to bottom in the given order."""
-    widest = max(one.memory.bytes for one in estimates)
-    unit = unit_of(widest)
-    unit_bytes = UNITS[unit]
-
-    def draw(figure: Figure, theme: figures.Theme) -> None:
-        axes = figure.subplots()
-        names = [_label(one) for one in estimates]
-        bars = [_parts(one.memory) for one in estimates]
-        left = [0.0] * len(bars)
-        for index, label in enumerate([*_LABELS.values(), "temporary", "runtime"]):
-            widths = [bar[label] / unit_bytes for bar in bars]
-            if max(bar[label] for bar in bars) > _LEAST_SHARE * widest:
-                color = theme.rest if label == "runtime" else theme.colors[index % len(theme.colors)]
-                axes.barh(names, widths, left=left, color=color, label=label, height=0.62)
-            left = [start + width for start, width in zip(left, widths, strict=True)]
-        if estimates[0].memory.usable_bytes < _NEAR * widest:
-            usable = estimates[0].memory.usable_bytes / unit_bytes
-            axes.axvline(usable, color=theme.ink, linewidth=1.2)
-            axes.annotate(f" {device.name}", (usable, -0.55), color=theme.ink, va="center", annotation_clip=False)
-        axes.invert_yaxis()
-        axes.grid(visible=False, axis="y")
-        axes.set_xlabel(f"{unit} on each device, at the peak of a step")
-        axes.ticklabel_format(axis="x", style="plain", useOffset=False)
-        axes.tick_params(axis="y", labelcolor=theme.ink)
-        figure.legend(loc="outside lower left", ncols=4)
-
-    sizes = (f"{name(one)}, micro batch {one.run.micro_batch}: {amount(one.memory.bytes)}" for one in estimates)
-    description = f"Memory of each device, at the peak of a step. {'; '.join(sizes)}. {_limit(estimates, device)}"
-    return figures.picture(
-        draw, 8, 1.5 + 0.5 * len(estimates), f"Memory of each strategy on {device.name}", description
-    )
-
-
-def _label(one: Estimate) -> str:
-    dtype = precision(one)
-    return f"{strategy(one)}\n{dtype + ', ' if dtype else ''}{one.run.micro_batch} a micro batch"
-
-
-def _limit(estimates: Sequence[Estimate], device: Device) -> str:
-    return f"{device.name} has {amount(estimates[0].memory.usable_bytes)} to give."
-
-
-def _parts(memory: Memory) -> dict[str, float]:
-    """Return bytes by label; kinds without a label count as temporary."""
-    kinds = memory.peak.by_kind
-    shown = {label: kinds.get(kind, 0.0) for kind, label in _LABELS.items()}  # type: ignore[call-overload]  # a kind
-    return {**shown, "temporary": memory.peak.bytes - sum(shown.values()), "runtime": memory.runtime_bytes}

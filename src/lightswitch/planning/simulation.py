@@ -1,18 +1,24 @@
-"""Simulate the training steps of one rank with Lightning's loop and the real strategy code, on fake tensors."""
+"""Simulate training steps of a module on one device, with tensors that have shapes and no memory (fake tensors).
+
+ledger.py records when each storage is allocated and freed. What a strategy shards, gathers and sends is no part of it:
+estimate.py computes that from the parameters.
+"""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import cycle, islice, zip_longest
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
@@ -20,278 +26,297 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
-from lightswitch import patches
-from lightswitch.errors import NeedsValues, Refused, Unplanned
+from lightswitch.errors import NeedsValues, Refused
 from lightswitch.failures.classify import one_line
-from lightswitch.loop.loops import replace_loops
-from lightswitch.mixins import with_mixin
-from lightswitch.planning.collectives import Collective
-from lightswitch.planning.estimate import Step
-from lightswitch.planning.fakes import (
-    Answers,
-    Converted,
-    FakeCluster,
-    World,
-    alone,
-    fake_group,
-    fake_tensors,
-    fake_zero,
-    has_collectives,
-    shards_gradients,
-)
-from lightswitch.planning.timeline import Growth, Timeline
-from lightswitch.planning.tracking import Tracking
-from lightswitch.planning.values import Values
-from lightswitch.strategies.kernels import FusedStep
+from lightswitch.planning.ledger import FORWARD, MOST_ELEMENTS, UPDATE, Block, Ledger, Trace, Values, tensors_in
+from lightswitch.strategies.kernels import fuse
+from lightswitch.strategies.sharded import checkpoint_activations, is_mostly_rounded
+from lightswitch.strategies.units import find_units
 
-_NEEDS_VALUES = (UnsupportedFakeTensorException, UnsupportedOperatorException)
-_IN_C = "data is not allocated"  # torch's error message when C++ code reads a fake tensor
-_FIRST, _MEASURED, _LARGER = range(3)  # step numbers
+_CPU = torch.device("cpu")  # fake tensors on another device need that device's driver
 _QUIET = ("lightning.pytorch", "lightning.fabric", "lightswitch", "torch.distributed")  # loggers to silence
 
 
 @dataclass(frozen=True)
 class Work:
-    """Model and batches of a run, independent of its strategy.
+    """A module's training step, independent of the strategy.
 
     Attributes:
         model: builds the module.
         batch: returns a micro-batch with the given number of samples.
         is_cut: whether ``batch`` can return any number of samples; if not, all its batches have the same size.
         samples: number of samples in a micro-batch.
-        accumulation: number of micro-batches per optimizer step.
-        options: additional Trainer arguments.
+        options: Trainer arguments for the precision.
+        units: names of the units; see `find_units`.
+        styles: returns the parallel styles of a module's layers, by a pattern of their paths, under tensor parallelism.
+        recomputes: whether units recompute their activations in the backward pass.
+        computes: whether the step runs; if not, it only sums the parameters, which is enough to size their states.
     """
 
     model: Callable[[], LightningModule]
     batch: Callable[[int], Any]
     is_cut: bool
     samples: int
-    accumulation: int
     options: Mapping[str, Any]
+    units: Sequence[str] | None = None
+    styles: Callable[[LightningModule], Mapping[str, ParallelStyle]] | None = None
+    recomputes: bool = False
+    computes: bool = True
 
 
-def simulate(
-    work: Work, strategy: Strategy, world: World, look: Callable[[Trainer], None] = lambda trainer: None
-) -> Step:
-    """Simulate training steps of one rank under a strategy and return the measurements of the second step.
+@dataclass(frozen=True)
+class Weight:
+    """A parameter.
 
-    The first step creates the optimizer state. It uses twice as many samples, so that comparing its forward and
-    backward passes with those of the second step shows how memory grows with the number of samples. If the two steps
-    can't be compared, a third step with twice the samples is run. If batches can't be cut, all steps use the same size.
+    Attributes:
+        rows: size of the dimension that fsdp shards.
+        state_bytes: what the optimizer holds for it.
+        unit: index of the unit that gathers it; 0 if it is in none.
+        is_rounded: whether autocast rounds it each time it is used, so that fsdp gathers it in 16 bits.
+    """
 
-    Args:
-        look: called after the steps, while the process groups still exist.
+    path: str
+    rows: int
+    numel: int
+    bytes: int
+    state_bytes: int
+    is_trained: bool
+    unit: int
+    is_rounded: bool
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Simulated steps of a module on one device.
+
+    Attributes:
+        samples, traces: two micro-batch sizes, and the step at each; the same twice if batches can't be cut.
+        flops, split_flops: floating-point operations at the first size, and those of layers that are split.
+        split, split_outputs: paths of parameters whose layers are split by tensor parallelism, and the bytes at the
+            first size that its devices sum for each layer that splits its input.
+        replaced: number of values that a micro-batch reads and that were replaced, by source line.
+    """
+
+    weights: tuple[Weight, ...]
+    units: int
+    samples: tuple[int, int]
+    traces: tuple[Trace, Trace]
+    flops: float
+    split_flops: float
+    replaced: Mapping[str, int]
+    split: Sequence[str] = ()
+    split_outputs: Sequence[float] = ()
+
+
+def simulate(work: Work) -> Simulation:
+    """Simulate an optimizer step at two micro-batch sizes.
+
+    The first step creates the optimizer's state, with twice the samples; the second one is measured. If the two do not
+    allocate corresponding storages, a third step runs with twice the samples.
 
     Raises:
-        NeedsValues: the step reads tensor values, and fails with the guessed ones.
-        Refused: the strategy or the module can't run. Their other exceptions propagate unchanged.
-        Unplanned: this torch version has no collectives for fake tensors.
+        NeedsValues: the step fails because it reads values of tensors.
+        Refused: the module can't run. Its other exceptions propagate unchanged.
     """
-    if world.size > 1 and not has_collectives():
-        raise Unplanned([f"torch {torch.__version__} has no collectives for simulated tensors; install a newer torch"])
-    strategy = alone(strategy)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    answers = [Answers()] if isinstance(strategy, DeepSpeedStrategy) else []
-    tracking = Tracking(fake, answers)
-    with _quiet(), _processes(strategy, world), fake_zero(strategy, world):
-        model, trainer = _prepared(work, strategy, world, tracking, fake)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    ledger = Ledger(fake)
+    device = _Device(fake, ledger, work)  # with its batches, which are loaded outside of all modes
+    with _quiet():
+        with torch.device("meta"):
+            model = work.model()
+        trainer = Trainer(
+            accelerator="cpu", devices=1, strategy=device, max_epochs=1, limit_val_batches=0,
+            use_distributed_sampler=False, barebones=True, **work.options,
+        )  # fmt: skip
         try:
-            trainer.fit(model, _Batches(work, _sizes(work), fake, tracking))
-        except _NEEDS_VALUES as error:
+            trainer.fit(model, device.batches)
+            weights = tuple(_weights(device))
+        except (UnsupportedFakeTensorException, UnsupportedOperatorException) as error:
             raise NeedsValues(f"needs tensor values ({error.args[0]})") from error
         except (Refused, NeedsValues):
             raise
         except Exception as error:
-            raise _needing(tracking.ledger.values, error) from error
+            raise _needing(ledger.values, error) from error
         finally:
-            tracking.close()
-        step = tracking.step(_MEASURED)
-        growth = _growth(work, tracking, step.timeline)
-        look(trainer)
-    return Step(
-        growth=growth,
-        samples=work.samples,
-        micro_flops=step.flops / work.accumulation,
-        micro_collectives=_before_last(step.collectives, strategy),
-        last_collectives=step.collectives[-1],
-        parameters=parameters,
-        parameter_bytes=parameter_bytes,
-        optimizer_bytes=_optimizer_bytes(trainer, trained),
-        guessed=dict(tracking.ledger.values.guessed),
+            device.open.close()
+    return Simulation(
+        weights,
+        1 + len(device.units),
+        (work.samples, 2 * work.samples if work.is_cut else work.samples),
+        device.batches.traces(),
+        *device.batches.flops,
+        dict(ledger.values.replaced),
+        [f"{path}.{name}" for path in ledger.split for name, _ in model.get_submodule(path).named_parameters()],
+        [ledger.largest(path) for path, style in ledger.split.items() if isinstance(style, RowwiseParallel)],
     )
 
 
 def _needing(values: Values, error: Exception) -> Exception:
-    """Return the error to raise: `NeedsValues` if guessed values may have caused it, else the error unchanged."""
-    if _IN_C in str(error):
+    """Return the error to raise: `NeedsValues` if replaced values may have caused it, else the error unchanged."""
+    if "data is not allocated" in str(error):  # torch's, when C++ code reads a fake tensor
         return NeedsValues("reads tensor values in C++ code")
-    if values.guessed:
+    if values.replaced:
         return NeedsValues(
-            f"reads tensor values at {next(iter(values.guessed))}, and fails with guessed ones: {one_line(error)}"
+            f"reads tensor values at {next(iter(values.replaced))}, and fails with replaced ones: {one_line(error)}"
         )
     return error
 
 
-def _sizes(work: Work) -> tuple[int, ...]:
-    """Return the micro-batch size of each step. The third step runs only if the first two can't be compared."""
-    larger = 2 * work.samples if work.is_cut else work.samples
-    return (larger, work.samples, larger)
+class _Device(SingleDeviceStrategy):
+    """A device without memory, on which Lightning's loop runs the module's steps."""
+
+    def __init__(self, fake: FakeTensorMode, ledger: Ledger, work: Work) -> None:
+        super().__init__(_CPU)
+        self.fake, self.ledger, self.work = fake, ledger, work
+        self.batches = _Batches(work, fake, ledger)
+        self.units: dict[str, nn.Module] = {}
+        self.rounded: set[nn.Parameter] = set()  # what autocast rounds of units that it rounds nearly all of
+        self.open = ExitStack()
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        with torch.device("meta"):
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        model = self.lightning_module
+        assert model is not None
+        self.precision_plugin.convert_module(model)  # on the meta device: torch can't convert fake tensors
+        _make_fake(model, self.fake)
+        self.units = find_units(model, self.work.units)
+        for unit in self.units.values() if self.work.recomputes else ():
+            checkpoint_activations(unit)
+        for mode in (self.fake, self.ledger.places, self.ledger, self.ledger.values):
+            self.open.enter_context(mode)
+        self.setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            fuse(optimizer)
+        styles = {} if self.work.styles is None else self.work.styles(model)
+        if isinstance(self.precision_plugin, MixedPrecision):
+            halved = [unit for unit in self.units.values() if is_mostly_rounded(unit)]
+            parts = [part for unit in halved for part in unit.modules() if is_mostly_rounded(part)]
+            self.rounded = {parameter for part in parts for parameter in part.parameters(recurse=False)}
+        self.ledger.follow(model, self.optimizers, self.units, self.rounded, styles)
+        self.setup_precision_plugin()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **options: Any) -> Any:
+        def passes() -> Any:
+            self.ledger.phase = FORWARD
+            result = closure()
+            self.ledger.phase = UPDATE
+            return result
+
+        result = super().optimizer_step(optimizer, passes, *args, **options)
+        self.ledger.phase = FORWARD
+        return result
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.work.computes:
+            return super().training_step(*args, **kwargs)
+        model = self.lightning_module
+        assert model is not None
+        loss: Any = sum(one.sum() for one in model.parameters() if one.requires_grad)
+        if not model.automatic_optimization:
+            loss.backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+        return loss
+
+    def teardown(self) -> None:
+        """Do nothing: it would move the model."""
 
 
-def _growth(work: Work, tracking: Tracking, own: Timeline) -> Growth:
-    """Return the memory growth from the measured step to a step with twice the samples."""
-    if not work.is_cut:
-        return Growth((work.samples, work.samples), (own, own))
-    larger = tracking.resized(_FIRST, _MEASURED) or tracking.step(_LARGER).timeline
-    return Growth((work.samples, 2 * work.samples), (own, larger))
+def _make_fake(model: LightningModule, fake: FakeTensorMode) -> None:
+    """Replace a module's parameters, buffers and metric states by fake CPU tensors. Tied parameters stay tied."""
+    made: dict[Tensor, Tensor] = {}
 
+    def replaced(tensor: Tensor) -> Tensor:
+        if tensor not in made:
+            plain = tensor.detach()
+            from_meta = fake.fake_tensor_converter.from_meta_and_device
+            new = from_meta(fake, plain, _CPU) if plain.is_meta else fake.from_tensor(plain)
+            made[tensor] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+        return made[tensor]
 
-def _before_last(collectives: Sequence[tuple[Collective, ...]], strategy: Strategy) -> tuple[Collective, ...]:
-    """Return the collectives of a micro-batch other than the last one of a step.
-
-    If the step has only one micro-batch, return those that an earlier micro-batch would run.
-    """
-    if len(collectives) == 1 and isinstance(strategy, DDPStrategy) and not shards_gradients(strategy):
-        return ()
-    return collectives[0]
-
-
-def without_step(work: Work) -> Work:
-    """Return a copy of ``work`` whose training step only sums the parameters, which is enough to size their states."""
-
-    def model() -> LightningModule:
-        made = work.model()
-        patches.replace(made, "training_step", lambda *_: sum(p.sum() for p in made.parameters() if p.requires_grad))
-        return made
-
-    return replace(work, model=model)
-
-
-def _prepared(
-    work: Work, strategy: Strategy, world: World, tracking: Tracking, fake: FakeTensorMode
-) -> tuple[LightningModule, Trainer]:
-    """Return the module with fake tensors and a Trainer that writes no files."""
-    with torch.device("meta"):
-        model = work.model()
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        plugins=[FakeCluster(world), *work.options.get("plugins", ())],
-        num_nodes=world.nodes,
-        devices=world.devices_per_node,
-        callbacks=[tracking, FusedStep(), _StopAfterSteps(work, tracking)],
-        max_epochs=1,
-        accumulate_grad_batches=work.accumulation,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **_options(work, model),
-    )
-    model.trainer = trainer
-    with torch.device("meta"):
-        model.configure_model()
-    trainer.precision_plugin.convert_module(model)
-    fake_tensors(model, fake)
-    patches.replace(model, "configure_model", lambda: None)  # already called above
-    patches.replace(model, "log", lambda *_, **__: None)  # fake tensors have no values to log
-    strategy.precision_plugin = with_mixin(Converted, strategy.precision_plugin)
-    replace_loops(trainer, explains=False)  # as a run does
-    if isinstance(strategy, DeepSpeedStrategy):
-        patches.replace(model, "to", lambda *_, **__: model)  # DeepSpeed's engine would move the model
-    return model, trainer
-
-
-def _options(work: Work, model: LightningModule) -> dict[str, Any]:
-    """Return additional Trainer arguments.
-
-    As in a real run, gradient clipping is off if the module overrides `configure_gradient_clipping` or uses manual
-    optimization.
-    """
-    options = {name: value for name, value in work.options.items() if name != "plugins"}
-    by_itself = not model.automatic_optimization or is_overridden("configure_gradient_clipping", model)
-    return options | {"gradient_clip_val": None} if by_itself else options
-
-
-class _StopAfterSteps(Callback):
-    """Callback that stops the run after enough steps.
-
-    It stops before the end of the epoch, because a scheduler may need a metric there.
-    """
-
-    def __init__(self, work: Work, tracking: Tracking) -> None:
-        self._work = work
-        self._tracking = tracking
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        steps, more = divmod(batch_idx + 1, self._work.accumulation)
-        if not more:
-            _empty_lists(pl_module)
-        if not more and steps > _MEASURED and (steps > _LARGER or self._is_enough()):
-            trainer.should_stop = True
-
-    def _is_enough(self) -> bool:
-        return not self._work.is_cut or self._tracking.resized(_FIRST, _MEASURED) is not None
-
-
-def _empty_lists(model: nn.Module) -> None:
-    """Empty metric states that are lists, so that every step uses the same memory."""
     for part in model.modules():
-        if isinstance(part, Metric):
-            for name, default in part._defaults.items():
-                if isinstance(default, list):
-                    getattr(part, name).clear()
+        if isinstance(part, Metric) and part.device.type == "meta":
+            part._apply(lambda tensor: torch.empty_like(tensor, device=_CPU))  # updates the metric's stored device
+        kept = {name: value for name, value in vars(part).items() if name != "_modules"}
+        vars(part).update(tree_map_only(Tensor, replaced, kept))
 
 
 class _Batches:
-    """Data loader that yields the simulated micro-batches as new fake tensors."""
+    """Data loader of the simulated steps, which marks where each one begins and ends."""
 
-    def __init__(self, work: Work, sizes: Iterable[int], fake: FakeTensorMode, tracking: Tracking) -> None:
-        self._sizes = [size for size in sizes for _ in range(work.accumulation)]
-        self._sizes.append(self._sizes[-1])  # one extra, so that the epoch does not end; never trained
-        self._fake = fake
-        self._tracking = tracking
-        self._batches = {size: work.batch(size) for size in set(self._sizes)}
+    def __init__(self, work: Work, fake: FakeTensorMode, ledger: Ledger) -> None:
+        self._work, self._fake, self._ledger = work, fake, ledger
+        larger = 2 * work.samples if work.is_cut else work.samples
+        self._given = [work.batch(size) for size in (larger, work.samples)]
+        self.flops = (0.0, 0.0)
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return 4  # one more than are read: a scheduler may need a metric at the end of an epoch
 
     def __iter__(self) -> Iterator[Any]:
-        for size in self._sizes:
-            batch = tree_map_only(Tensor, self._copy, self._batches[size])
-            self._tracking.name_batch(batch)
+        for step, given in enumerate([*self._given, self._given[0]]):
+            if step == 2:
+                self.flops = self._ledger.flops, self._ledger.split_flops
+                if self._pairs() is not None:
+                    break
+            batch = tree_map_only(Tensor, self._copy, given)
+            self._ledger.begin_step(batch)
             yield batch
             del batch
+            self._ledger.end_step()
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        with self._fake:
-            copy = self._fake.from_tensor(tensor).clone()
-        self._tracking.ledger.values.know(copy, tensor)
-        return copy
+        """Copy a tensor of the batch, as a fake one; small integers keep their values, from which sizes may follow."""
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > MOST_ELEMENTS:
+            with self._fake:
+                return self._fake.from_tensor(tensor).clone()
+        with _disable_current_modes():
+            return tensor.clone()
+
+    def traces(self) -> tuple[Trace, Trace]:
+        """Return the measured step, and the same step with twice the samples."""
+        ledger = self._ledger
+        own, pairs = ledger.trace(1), self._pairs()
+        if not self._work.is_cut:
+            return own, own
+        return own, ledger.trace(2) if pairs is None else ledger.trace(1, pairs)
+
+    def _pairs(self) -> dict[Block, float] | None:
+        """Return the bytes that each storage of step 1 has in step 0, or None if the steps do not correspond."""
+        first, second = (self._ledger.of_passes(step) for step in (0, 1))
+        sizes: dict[Block, float] = {}
+        for a, b in zip_longest(first, second):
+            if a is None or b is None or (a.kind, a.phase, a.place) != (b.kind, b.phase, b.place):
+                return None
+            sizes[b] = a.bytes
+        return sizes
 
 
-@contextmanager
-def _processes(strategy: Strategy, world: World) -> Iterator[None]:
-    alone = isinstance(strategy, SingleDeviceStrategy)
-    own_rank: Any = rank_zero_only.rank  # type: ignore[attr-defined]  # Lightning's, set past its declaration
-    try:
-        with nullcontext() if alone else fake_group(world):
-            yield
-    finally:
-        patches.replace(rank_zero_only, "rank", own_rank)  # strategies set it to the simulated rank
+def _weights(device: _Device) -> Iterator[Weight]:
+    units = list(device.units.values())
+    unit_of = {parameter: number for number, unit in enumerate(units, 1) for parameter in unit.parameters()}
+    halved = {unit_of[parameter] for parameter in device.rounded}
+    assert device.lightning_module is not None
+    for path, parameter in device.lightning_module.named_parameters():
+        states = tensors_in([optimizer.state.get(parameter) for optimizer in device.optimizers])
+        unit, is_rounded = unit_of.get(parameter, 0), parameter in device.rounded
+        yield Weight(
+            path, parameter.shape[0] if parameter.ndim else 1, parameter.numel(), parameter.nbytes,
+            sum(one.nbytes for one in states if one.ndim), parameter.requires_grad,
+            0 if unit in halved and not is_rounded else unit,  # the root gathers what such a unit keeps in 32 bits
+            is_rounded,
+        )  # fmt: skip
 
 
 @contextmanager
@@ -309,22 +334,89 @@ def _quiet() -> Iterator[None]:
                 logging.getLogger(name).setLevel(level)
 
 
-def _optimizer_bytes(trainer: Trainer, trained: int) -> int:
-    """Return the bytes of the full optimizer state, of which this rank may hold only a shard.
+@dataclass(frozen=True)
+class Samples:
+    """The start of the training data.
+
+    Attributes:
+        batch: returns a batch with the given number of samples, or the loader's own batch if that can't be cut.
+        is_cut: whether batches can be cut to any number of samples.
+        owner: the object that defines the loaders: the data module, already set up, or the module.
+        loaders: the training loaders, as Lightning gets them.
+    """
+
+    batch: Callable[[int], Any]
+    is_cut: bool
+    owner: Any
+    loaders: Any
+
+
+def first_samples(
+    model: LightningModule, data: LightningDataModule | None, shares_streams: bool = True, prepares_data: bool = True
+) -> Samples:
+    """Return the first samples of the training data of the data module or, without one, of the module.
 
     Args:
-        trained: number of trained parameters, of which DeepSpeed's optimizer holds a flat part.
+        shares_streams: whether to cut the batches of iterable datasets, too; if not, a micro-batch is the loader's
+            own batch.
+        prepares_data: whether to call the data module's `prepare_data`.
+
+    Raises:
+        Refused: there is no training data.
     """
-    states = [value for o in trainer.optimizers for state in o.state.values() for value in state.values()]
-    bytes: int = sum(_whole(value).nbytes for value in states if isinstance(value, Tensor) and value.ndim)
-    if not isinstance(trainer.strategy, DeepSpeedStrategy):
-        return bytes
-    of_groups = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
-    of_groups = of_groups or [p for o in trainer.optimizers for p in o.state]  # ZeRO 3 leaves the groups empty
-    held: int = sum(parameter.numel() for parameter in of_groups)
-    return round(bytes * trained / max(1, held))
+    owner = model if data is None else data
+    if not is_overridden("train_dataloader", owner):
+        raise Refused(
+            "a plan needs a batch of training data, and there is no training data; type data=NAME, or "
+            "data._target_=CLASS of a LightningDataModule"
+        )
+    if data is not None:
+        if prepares_data:
+            data.prepare_data()
+        data.setup("fit")
+    given = owner.train_dataloader()
+    loaders = given.iterables if isinstance(given, CombinedLoader) else given
+    cut: list[bool] = []
+    own = {id(loader): None if shares_streams else _own_batch(loader) for loader in tree_leaves(loaders)}
+    tree_map(lambda loader: cut.append(_is_cut(loader) and own[id(loader)] is None), loaders)
+
+    def batch(count: int) -> Any:
+        return tree_map(lambda loader: _batch(loader, own[id(loader)] or count), loaders)
+
+    return Samples(batch, all(cut), owner, given)
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """Return a meta tensor with the global shape of a DTensor; return other tensors unchanged."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if isinstance(tensor, DTensor) else tensor
+def _is_cut(loader: object) -> bool:
+    return isinstance(loader, DataLoader) and loader.batch_sampler is not None
+
+
+def _own_batch(loader: object) -> int | None:
+    """Return the batch size of a loader of an iterable dataset; None for other loaders."""
+    is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    return loader.batch_size if is_stream else None  # type: ignore[attr-defined]  # a DataLoader's
+
+
+def _batch(loader: Any, count: int) -> Any:
+    """Return a batch of a loader without starting its worker processes."""
+    if not isinstance(loader, DataLoader):
+        return next(iter(loader))
+    if isinstance(loader.dataset, IterableDataset):
+        stream = iter(loader.dataset)
+        return loader.collate_fn(_repeated(stream, count) if _is_cut(loader) else next(stream))
+    if not _is_cut(loader):
+        return loader.collate_fn(loader.dataset[next(iter(loader.sampler))])
+    indices = _repeated((index for batch in loader.batch_sampler or () for index in batch), count)
+    many = getattr(loader.dataset, "__getitems__", None)
+    return loader.collate_fn(many(indices) if many else [loader.dataset[index] for index in indices])
+
+
+def _repeated(samples: Iterable[Any], count: int) -> list[Any]:
+    """Return ``count`` samples; if there are fewer, repeat them from the first.
+
+    Raises:
+        Refused: there are no samples.
+    """
+    found = list(islice(samples, count))
+    if not found:
+        raise Refused("the training set has no samples")
+    return list(islice(cycle(found), count))

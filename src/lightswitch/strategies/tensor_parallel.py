@@ -42,7 +42,7 @@ class TensorParallel(FSDP):
             Refused: there is no plan for the module, or the plan matches none of its submodules.
         """
         model = super().prepared()
-        plan = self._plan(model)
+        plan = self.styles_of(model)
         self._styles = {
             module: style
             for path, module in model.named_modules()
@@ -61,7 +61,12 @@ class TensorParallel(FSDP):
                 patches.replace(module, "process_group", group)
         return model
 
-    def _plan(self, model: nn.Module) -> dict[str, ParallelStyle]:
+    def styles_of(self, model: nn.Module) -> dict[str, ParallelStyle]:
+        """Return the parallel styles of a module's layers, by a pattern of their paths.
+
+        Raises:
+            Refused: there is no plan for the module, or its sizes do not divide.
+        """
         named = next((self.plans[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in self.plans), None)
         if named is None:
             raise Refused(f"there is no tensor-parallel plan for {type(model).__name__}; use strategy=fsdp")

@@ -22,7 +22,7 @@ from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.loaders import evaluation_loader, training_loader
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.errors import Refused
-from lightswitch.planning.samples import first_samples
+from lightswitch.planning.simulation import first_samples
 from tests.engine.batches.streams import SizedStream, StatefulStream, Stream, StreamData, WorkerSplit
 from tests.engine.fits import local_trainer
 from tests.engine.plain import PlainModel

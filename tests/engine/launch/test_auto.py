@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightswitch.launch import fitting
-from lightswitch.planning.fakes import World, has_collectives
+from lightswitch.planning.device import World
 from tests.engine.conftest import PLAIN_DATA, Train
 from tests.engine.failures.failing import FAILING_MODEL
 from tests.engine.tiny import LANGUAGE_MODEL, NO_CHECKPOINTS, TEXT
@@ -18,7 +18,6 @@ RUN = (
     *(*LANGUAGE_MODEL, TEXT, *NO_CHECKPOINTS, "global_batch_size=16", "trainer.max_steps=2", "trainer.devices=2"),
     *("trainer.limit_val_batches=0", "trainer.limit_test_batches=1"),
 )
-SIMULATED = pytest.mark.skipif(not has_collectives(), reason="torch has no collectives for tensors without values")
 
 
 def decision(out: str) -> str:
@@ -27,7 +26,6 @@ def decision(out: str) -> str:
 
 
 @pytest.mark.nightly
-@SIMULATED
 def test_where_replicas_do_not_fit_ranks_shard_and_each_decides_the_same(train: Train) -> None:
     """States of the whole model are 0.52 MiB, and so is each process's half of the memory, less what samples take."""
     run = train(*RUN, "plan.memory_gib=0.0015", ranks=2)
@@ -37,7 +35,6 @@ def test_where_replicas_do_not_fit_ranks_shard_and_each_decides_the_same(train: 
     assert "sharding_strategy: SHARD_GRAD_OP" in (run.run_dir / "config.yaml").read_text()
 
 
-@SIMULATED
 @pytest.mark.nightly
 def test_what_is_small_is_not_simulated_and_what_fits_nowhere_is_refused(train: Train) -> None:
     small = train(*RUN, "plan.device=h100", ranks=2)
@@ -51,7 +48,6 @@ def test_what_is_small_is_not_simulated_and_what_fits_nowhere_is_refused(train: 
 
 
 @pytest.mark.nightly
-@SIMULATED
 def test_of_a_step_that_waits_for_a_value_states_decide(train: Train) -> None:
     """650 parameters: 10,400 bytes of states, and each process may have 20,000 bytes, half of them for states."""
     model = (
@@ -63,7 +59,6 @@ def test_of_a_step_that_waits_for_a_value_states_decide(train: Train) -> None:
     assert decision(run.out).startswith("fsdp")
 
 
-@SIMULATED
 @pytest.mark.nightly
 def test_micro_batch_size_auto_is_the_largest_that_fits(train: Train) -> None:
     run = train(*RUN, "strategy=fsdp", "micro_batch_size=auto", "plan.memory_gib=0.0015", ranks=2)
@@ -88,7 +83,6 @@ RAISING = (
 )
 
 
-@pytest.mark.skipif(not has_collectives(), reason="torch has no collectives for tensors without values")
 @pytest.mark.parametrize("ranks", [2, *at_night(0)])
 def test_a_smaller_micro_batch_is_the_first_thing_to_try(ranks: int, train: Train) -> None:
     failed = train(*RAISING, "global_batch_size=32", "strategy=ddp", ranks=ranks, check=False)
@@ -103,7 +97,6 @@ def test_a_smaller_micro_batch_is_the_first_thing_to_try(ranks: int, train: Trai
 
 
 @pytest.mark.nightly
-@SIMULATED
 def test_ranks_that_a_run_starts_are_told_what_it_has_decided(train: Train) -> None:
     run = train(*RUN, "plan.memory_gib=0.003")
     assert decision(run.out).startswith("ddp, micro batch 2: ")
@@ -118,7 +111,6 @@ def test_micro_batch_size_auto_is_the_whole_share_where_that_fits(train: Train) 
 
 
 @pytest.mark.nightly
-@SIMULATED
 def test_micro_batch_size_auto_is_refused_where_not_a_sample_fits(train: Train) -> None:
     refused = train(*RUN, "strategy=ddp", "micro_batch_size=auto", "plan.memory_gib=0.0005", check=False)
     assert refused.returncode == 2

@@ -20,7 +20,7 @@ from lightswitch.cluster import placement
 from lightswitch.config.overrides import normalised
 from lightswitch.launch import commands, dry_run
 from lightswitch.launch.hydra_entry import register_resolvers
-from lightswitch.planning.fakes import World
+from lightswitch.planning.device import World
 from tests.engine.cluster.test_placement import SRUN, TORCHRUN
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train
 from tests.engine.failures.pace import PACE_TARGET

@@ -10,12 +10,10 @@ import pytest
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.planning import candidates, report
 from lightswitch.planning.candidates import Candidate
-from lightswitch.planning.device import GIB, Device, compared_precisions, precision_problems
-from lightswitch.planning.estimate import STATES, Estimate, Memory, estimate
-from lightswitch.planning.fakes import World
-from lightswitch.planning.timeline import Peak
+from lightswitch.planning.device import GIB, Device, World, compared_precisions, precision_problems
+from lightswitch.planning.estimate import Estimate, Memory, Peak, estimate
 from tests.engine.conftest import CHECKOUT
-from tests.engine.planning.test_estimate import DEVICE, RUN, STEP, found
+from tests.engine.planning.test_estimate import DEVICE, HELD, RUN, STEP, found
 
 FILES = {path.stem: path for path in sorted((CHECKOUT / "conf" / "precision").glob("*.yaml"))}
 NEW, OLD = Device("new", 80, {"fp32": 1, "bf16": 9, "fp16": 9}), Device("old", 16, {"fp32": 1, "fp16": 9})
@@ -70,8 +68,8 @@ RECOMPUTING = Candidate(("strategy=fsdp", "trainer.strategy.activation_checkpoin
 
 def _of(found: Estimate, usable: float) -> Estimate:
     """Of 2 devices, each keeps 6 GiB of states and 2 GiB of activations."""
-    peak = Peak(8 * GIB, {"parameters": 2 * GIB, "optimizer": 4 * GIB, "activations": 2 * GIB}, "forward", "")
-    memory = Memory(peak, 0, usable * GIB, Peak(0, {}, "", ""), 0)
+    peak = Peak({"parameters": 2 * GIB, "optimizer": 4 * GIB, "activations": 2 * GIB})
+    memory = Memory(peak, 0, usable * GIB, 0, 0)
     return replace(found, run=replace(RUN, nodes=1, devices_per_node=2), memory=memory, largest_micro_batch=0)
 
 
@@ -91,11 +89,13 @@ def test_more_devices_share_the_states_alone(found: Estimate) -> None:
 
 def test_where_the_host_is_too_small_its_memory_is_named_and_not_the_devices() -> None:
     """Each of 8 devices offloads 6 GiB."""
-    small = estimate(("strategy=fsdp_offload",), STEP, RUN, replace(DEVICE, host_gib=40), on_host=STATES)
+    small = estimate(
+        ("strategy=fsdp_offload",), STEP, replace(HELD, host=HELD.states), RUN, replace(DEVICE, host_gib=40)
+    )
     assert (small.memory.fits, small.largest_micro_batch) == (False, 0)
     assert candidates.what_would_fit([small], [], DEVICE) == "use more nodes, or nodes with 48 GiB of free memory"
     assert report.took(small, DEVICE) == "fsdp_offload, micro batch 2: 2.84 of 9.9 GiB on X, 6 of 5 GiB on the host"
-    sharded = estimate((), STEP, RUN, DEVICE.with_memory(8))
+    sharded = estimate((), STEP, HELD, RUN, DEVICE.with_memory(8))
     advice = candidates.what_would_fit([small, replace(sharded, largest_micro_batch=0)], [], DEVICE)
     assert advice == "use devices of 9.11 GiB, or shorter samples"  # not the 2.84 that the other one takes
 
@@ -131,19 +131,3 @@ def test_a_state_that_zero_keeps_whole_counts_as_such() -> None:
     assert shares == [0.5 + 0.5 / 4, 0.25 + 0.75 / 4, 1 / 4]
     hybrid = Candidate((), {"_target_": FSDP, "sharding_strategy": "HYBRID_SHARD"})
     assert hybrid.resident_share(nodes=4, devices_per_node=8) == 1 / 8
-
-
-@pytest.mark.parametrize(
-    ("node", "expected"),
-    [
-        ({"_target_": "x.FSDP"}, ()),
-        ({"_target_": "x.FSDP", "cpu_offload": True}, (*STATES, "update")),
-        ({"_target_": "x.DeepSpeed", "stage": 2, "offload_optimizer": True}, ("optimizer", "update")),
-        (
-            {"_target_": "x.DeepSpeed", "stage": 3, "offload_optimizer": True, "offload_parameters": True},
-            ("parameters", "optimizer", "update"),
-        ),
-    ],
-)
-def test_what_is_offloaded_is_on_the_host(node: dict[str, object], expected: tuple[str, ...]) -> None:
-    assert Candidate((), node).on_host == expected

@@ -1,4 +1,4 @@
-"""What follows from one simulation of a rank is what another one finds."""
+"""A step that is simulated on one device takes what a real one takes, at any micro-batch, whatever values it reads."""
 
 from __future__ import annotations
 
@@ -6,127 +6,43 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.utils.rnn import pack_padded_sequence
+from torchmetrics import CatMetric, MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
 
-from lightswitch.planning.dry_run import Rank, rehearse, span
-from lightswitch.planning.estimate import Step
-from lightswitch.planning.fakes import World
-from lightswitch.planning.simulation import Work, simulate
-from lightswitch.planning.tracking import Tracking
-from lightswitch.planning.values import Repeats
-from lightswitch.process import call_each_forked
-from lightswitch.strategies.ddp import DDP, Single
-from lightswitch.strategies.fsdp import FSDP
+from lightswitch.errors import NeedsValues
+from lightswitch.planning.estimate import STATES, Growth, Holding, whole_states
+from lightswitch.planning.simulation import Simulation, Work, simulate
 from tests.engine.models.language import LanguageModel
+from tests.engine.planning.modules import WaitsForAValue
 
+NOTHING = Holding(dict.fromkeys(STATES, 0.0))
 WORK = Work(
     lambda: LanguageModel(partial(torch.optim.AdamW, lr=1e-3)),
     lambda count: 2 * (torch.zeros(count, 32, dtype=torch.long),),
-    is_cut=False,
+    is_cut=True,
     samples=2,
-    accumulation=1,
-    options={"gradient_clip_val": 1.0},
+    options={},
 )
 
 
-def _alone(make: Callable[[], Strategy], world: World) -> tuple[Rank, int]:
-    def rehearsed() -> tuple[Rank, int]:
-        return rehearse(WORK, make(), world)[0], rank_zero_only.rank  # type: ignore[attr-defined]  # a function's
-
-    (found,) = call_each_forked([rehearsed])
-    return found
+def _growth(step: Simulation) -> Growth:
+    nothing = [[0.0] * step.units] * 3
+    return Growth(step, replace(NOTHING, gathered=nothing, communication=nothing), 1)
 
 
-@pytest.mark.nightly
-def test_a_rank_of_a_thousand_knows_its_groups() -> None:
-    rank, own = _alone(partial(FSDP, "HYBRID_SHARD"), World(128, 8, rank=517))
-    replicate, shard = rank.axes
-    assert (replicate.size, replicate.position, replicate.ranks[:2]) == (128, 64, (5, 13))  # device 5 of each node
-    assert (shard.size, shard.position, shard.ranks) == (8, 5, tuple(range(512, 520)))  # node 64
-    assert rank.data_rank == 517
-    assert own == 0  # this process is rank 0 of its own, as before
-
-
-@pytest.mark.parametrize(
-    ("ranks", "told"), [((4,), "4"), ((0, 4), "0, 4"), (range(8), "0 to 7"), (range(5, 1024, 8), "5, 13, 21 … 1021")]
-)
-def test_ranks_are_told_in_few_words(ranks: range, told: str) -> None:
-    assert span(tuple(ranks)) == told
-
-
-# What is looked up is what the fake mode itself returns: shapes, strides, and whose storage it is
-
-aten = torch.ops.aten
-CALLS: dict[str, Callable[[Tensor], tuple[Any, tuple[Any, ...]]]] = {
-    "a new tensor": lambda x: (aten.mm.default, (x, x)),
-    "a view": lambda x: (aten.t.default, (x,)),
-    "a view of a part": lambda x: (aten.slice.Tensor, (x, 0, 1, 3)),
-    "a view by strides of its own": lambda x: (aten.as_strided.default, (x, [2, 2], [1, 4], 1)),
-    "several new ones": lambda x: (aten.var_mean.correction, (x, [0])),
-    "an argument itself": lambda x: (aten.add_.Tensor, (x, 1)),
-    "nothing": lambda x: (aten._foreach_mul_.Scalar, ([x, x], 2.0)),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_what_comes_again_is_what_the_mode_returns(name: str) -> None:
-    with FakeTensorMode() as fake:
-        repeats = Repeats(fake)
-        for _ in range(3):
-            x = torch.empty(4, 4)
-            func, args = CALLS[name](x)
-            expected, found = func(*args), repeats.call(func, args, {})
-            assert _told(found, x) == _told(expected, x)
-
-
-def _told(out: Any, x: Tensor) -> list[Any]:
-    """What can be told of tensors without values."""
-    return [
-        (
-            *(type(out), type(one), one.shape, one.stride(), one.storage_offset(), one.dtype, one.device, one is x),
-            *(one.untyped_storage()._cdata == x.untyped_storage()._cdata, one.untyped_storage().nbytes()),
-        )
-        for one in tree_leaves(out)
-        if isinstance(one, Tensor)
-    ]
-
-
-def test_other_arguments_are_another_call() -> None:
-    with FakeTensorMode() as fake:
-        repeats, x = Repeats(fake), torch.empty(4, dtype=torch.int64)
-        dtypes = [repeats.call(aten.mul.Tensor, (x, factor), {}).dtype for factor in (1, 1.0, True, 1)]
-        assert dtypes == [torch.int64, torch.float32, torch.int64, torch.int64]
-
-
-def test_a_new_tensor_has_a_storage_of_its_own_each_time() -> None:
-    with FakeTensorMode() as fake:
-        repeats, x = Repeats(fake), torch.empty(4, 4)
-        made = [repeats.call(aten.mm.default, (x, x), {}) for _ in range(3)]
-        assert len({one.untyped_storage()._cdata for one in made}) == 3
-
-
-# What follows from one simulation is what another one finds
-
-
-def _step(strategy: Strategy, world: World, samples: int, accumulation: int = 1) -> Step:
-    return simulate(replace(WORK, is_cut=True, samples=samples, accumulation=accumulation), strategy, world)
-
-
-@pytest.mark.parametrize(("strategy", "world"), [(Single, World(1, 1)), (FSDP, World(2, 8))])
-@pytest.mark.nightly
-def test_any_micro_batch_follows_from_two(strategy: Callable[[], Strategy], world: World) -> None:
-    found, expected = (_step(strategy(), world, samples).growth for samples in (2, 11))
-    assert found.at(11).peak().bytes == pytest.approx(expected.at(11).peak().bytes, rel=0.001)
-    assert found.peak_bytes(11) == pytest.approx(expected.at(11).peak().bytes, rel=0.001)
+def test_any_micro_batch_follows_from_two() -> None:
+    found, expected = (_growth(simulate(replace(WORK, samples=samples))) for samples in (2, 11))
+    assert found.peak(11).bytes == pytest.approx(expected.peak(11).bytes, rel=0.001)
 
 
 class InChunks(LanguageModel):
@@ -136,13 +52,28 @@ class InChunks(LanguageModel):
         return torch.cat([super(InChunks, self).forward(rows) for rows in ids.split(2)])
 
 
-@pytest.mark.nightly
 def test_of_a_module_that_goes_by_its_size_other_micro_batches_are_estimated() -> None:
     """Not exactly, as the peak may move; what is proposed is simulated at its own size."""
-    work = replace(WORK, is_cut=True, model=lambda: InChunks(partial(torch.optim.AdamW, lr=1e-3)))
-    found, expected = (simulate(replace(work, samples=samples), Single(), World(1, 1)).growth for samples in (4, 16))
+    work = replace(WORK, model=lambda: InChunks(partial(torch.optim.AdamW, lr=1e-3)))
+    found, expected = (_growth(simulate(replace(work, samples=samples))) for samples in (4, 16))
     assert found.is_known
-    assert found.peak_bytes(16) == pytest.approx(expected.at(16).peak().bytes, rel=0.1)
+    assert found.peak(16).bytes == pytest.approx(expected.peak(16).bytes, rel=0.1)
+
+
+def test_parameters_gradients_and_state_are_those_of_the_optimizer() -> None:
+    """33,952 parameters in 32 bits, with Adam's two moments; frozen ones have none."""
+
+    class Frozen(LanguageModel):
+        def __init__(self, optimizer: Any) -> None:
+            super().__init__(optimizer)
+            self.table = nn.Parameter(torch.zeros(1000, 100), requires_grad=False)
+
+    step = simulate(replace(WORK, model=lambda: Frozen(partial(torch.optim.AdamW, lr=1e-3))))
+    assert sum(one.numel for one in step.weights) == 33_952 + 100_000
+    assert whole_states(step)["gradients"] == 4 * 33_952
+    assert sum(one.state_bytes for one in step.weights) == 8 * 33_952
+    states_alone = simulate(replace(WORK, computes=False))
+    assert sum(one.state_bytes for one in states_alone.weights) == 8 * 33_952
 
 
 class Gan(LightningModule):
@@ -163,51 +94,137 @@ class Gan(LightningModule):
         return [torch.optim.Adamax(part.parameters(), foreach=False) for part in self.parts]
 
 
-def _step_of_gan(samples: int) -> Step:
-    work = Work(Gan, lambda count: torch.ones(count, 64), True, samples, 1, {})
-    return simulate(work, FSDP(cpu_offload=True), World(1, 2))
-
-
 def test_a_forward_pass_after_an_optimizers_step_grows_with_the_samples() -> None:
-    found, expected = (_step_of_gan(samples).growth.at(512).peak() for samples in (64, 512))
+    work = Work(Gan, lambda count: torch.ones(count, 64), True, 64, {})
+    found, expected = (_growth(simulate(replace(work, samples=samples))).peak(512) for samples in (64, 512))
     assert found.bytes == expected.bytes
     assert found.by_kind["activations"] == expected.by_kind["activations"] > 4 * 512 * 512  # of tanh, in 32 bits
 
 
-def test_what_an_optimizer_computes_with_is_where_its_state_is() -> None:
-    """Adamax makes tensors of a parameter's size: a rank's half of the largest weight, 64 × 512."""
-    changes = _step_of_gan(64).growth.at(64).changes
-    largest = max(change.bytes for change in changes if change.kind == "update")
-    assert largest == 4 * 64 * 512 / 2
-    assert {change.phase for change in changes if change.kind == "update" and change.bytes > 0} == {"optimizer"}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "world", "accumulation"),
-    [(Single, World(1, 1), 2), (FSDP, World(2, 8), 1)],
-)
-@pytest.mark.nightly
-def test_a_first_step_tells_how_memory_grows_as_a_third_does(
-    strategy: Callable[[], Strategy], world: World, accumulation: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    two = _step(strategy(), world, 2, accumulation).growth
-    monkeypatch.setattr(Tracking, "resized", lambda *_: None)  # so that a third step is made
-    three = _step(strategy(), world, 2, accumulation).growth
-    assert two.is_known
-    assert two.at(2).held() == three.at(2).held()
-    assert two.at(4).held() == pytest.approx(three.at(4).held(), rel=1e-3)
-
-
-@pytest.mark.parametrize(("strategy", "world"), [(DDP, World(1, 2)), (FSDP, World(2, 8))])
-@pytest.mark.nightly
-def test_a_step_that_accumulates_follows_from_one_that_does_not(strategy: Callable[[], Strategy], world: World) -> None:
-    found = _step(strategy(), world, 6).growth.accumulating().at(6).peak()
-    expected = _step(strategy(), world, 6, accumulation=2).growth.at(6).peak()
-    assert found.bytes == pytest.approx(expected.bytes, rel=0.02)
+def test_units_that_recompute_store_no_activations() -> None:
+    plain, recomputing = (
+        _growth(simulate(replace(WORK, samples=64, recomputes=one))).peak(64) for one in (False, True)
+    )
+    assert recomputing.by_kind["activations"] < 0.6 * plain.by_kind["activations"]
 
 
 def test_a_simulation_leaves_the_process_as_it_was() -> None:
-    before = sys.excepthook, rank_zero_only.rank  # type: ignore[attr-defined]  # Lightning's
-    _step(DDP(), World(2, 2), 1)
-    assert (sys.excepthook, rank_zero_only.rank) == before  # type: ignore[attr-defined]
-    assert not torch.distributed.is_initialized()
+    before = sys.excepthook, rank_zero_only.rank, Tensor.numpy  # type: ignore[attr-defined]  # Lightning's
+    simulate(WORK)
+    assert (sys.excepthook, rank_zero_only.rank, Tensor.numpy) == before  # type: ignore[attr-defined]
+
+
+# A step that reads values has the plan of the step without them, and says what was replaced
+
+SAMPLES = 64
+Asks = Callable[["Asking", Tensor, Tensor, Tensor], object]  # of the module, its logits, their loss, the labels
+
+
+class Asking(LightningModule):
+    def __init__(self, asks: Asks) -> None:
+        super().__init__()
+        self.asks = asks
+        self.body, self.head = nn.Linear(64, 256), nn.Linear(256, 10)
+        self.accuracy, self.mean, self.losses = MulticlassAccuracy(10), MeanMetric(), CatMetric()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        logits = self.head(self.body(batch[0]).relu())
+        loss = cross_entropy(logits, batch[1])
+        found = self.asks(self, logits, loss, batch[1])
+        return found if isinstance(found, Tensor) and found.requires_grad else loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def _batch(samples: int) -> list[Tensor]:
+    return [torch.linspace(-1, 1, samples * 64).view(samples, 64), torch.arange(samples) % 10]
+
+
+def _finite(module: Asking, logits: Tensor, loss: Tensor, labels: Tensor) -> None:
+    assert torch.isfinite(loss)
+    if torch.isnan(logits).any() or torch.isinf(logits).sum() > 0 or len(torch.isnan(logits).nonzero()):
+        raise ValueError("not finite")
+
+
+def _names(module: Asking, logits: Tensor, loss: Tensor, labels: Tensor) -> list[str]:
+    names = list("abcdefghij")
+    return [names[logits[0].argmax()], *(names[index] for index in logits.argmax(1).tolist())]
+
+
+# What a step asks, and how many values of it are replaced: the labels are of the batch
+STEPS: dict[str, tuple[Asks, int]] = {
+    "nothing": (lambda m, logits, loss, labels: None, 0),
+    "item": (lambda m, logits, loss, labels: loss / 2 if loss.item() > 3 else loss, 1),
+    "float": (lambda m, logits, loss, labels: float(loss), 1),
+    "text": (lambda m, logits, loss, labels: f"{loss:.3f}", 1),
+    "condition": (lambda m, logits, loss, labels: loss if (logits > 0).any() else 2 * loss, 1),
+    "tolist, and an index of a list": (_names, 1 + SAMPLES),
+    "numpy": (lambda m, logits, loss, labels: logits.detach().cpu().numpy().mean(), 1),
+    "finite": (_finite, 1),
+    "nonzero": (lambda m, logits, loss, labels: cross_entropy(logits[(labels >= 0).nonzero()[:, 0]], labels), 0),
+    "mask of labels": (lambda m, logits, loss, labels: cross_entropy(logits[labels > 0], labels[labels > 0]), 0),
+    "mask": (lambda m, logits, loss, labels: logits[logits > 0.7].sum(), 1),
+    "masked_select": (lambda m, logits, loss, labels: logits.masked_select(logits < 0.1).sum(), 1),
+    "unique": (lambda m, logits, loss, labels: logits.argmax(1).unique(return_counts=True), 1),
+    "one_hot": (lambda m, logits, loss, labels: one_hot(labels), 0),
+    "repeat": (lambda m, logits, loss, labels: logits[:2].repeat_interleave(labels[:2], 0).sum(), 0),
+    "longest": (lambda m, logits, loss, labels: logits[:, : labels.max()].sum(), 0),
+    "packed": (
+        lambda m, logits, loss, labels: pack_padded_sequence(logits, (1 + labels).cpu(), True, False).data.sum(), 0
+    ),
+    "equal": (lambda m, logits, loss, labels: torch.equal(logits.argmax(1), labels), 1),
+}  # fmt: skip
+
+
+def _planned(asks: Asks) -> Simulation:
+    return simulate(Work(lambda: Asking(asks), _batch, True, SAMPLES, {}))
+
+
+def test_a_plan_is_that_of_the_step_without_its_questions() -> None:
+    nothing = _growth(_planned(STEPS["nothing"][0])).peak(SAMPLES)
+    for name, (asks, count) in STEPS.items():
+        step = _planned(asks)
+        assert sum(step.replaced.values()) == count, name
+        assert all(place.partition(":")[0].endswith(Path(__file__).name) for place in step.replaced), name
+        assert _growth(step).peak(SAMPLES).bytes == pytest.approx(nothing.bytes, rel=0.02), name
+
+
+def test_metrics_that_look_at_values_have_a_plan() -> None:
+    for asks in (
+        lambda m, logits, loss, labels: m.accuracy(logits, labels),
+        lambda m, logits, loss, labels: m.mean(loss),
+        lambda m, logits, loss, labels: m.losses(loss),
+    ):
+        assert _growth(_planned(asks)).is_known
+
+
+@pytest.mark.parametrize(
+    ("asks", "told"),
+    [
+        (lambda m, logits, loss, labels: {}[float(loss)], "fails with replaced ones: KeyError: 1.0"),
+        (lambda m, logits, loss, labels: torch.tensor([loss, loss]), "tensor values"),
+    ],
+)
+def test_what_replaced_values_do_not_lead_through_is_a_line(asks: Asks, told: str) -> None:
+    with pytest.raises(NeedsValues, match=told):
+        _planned(asks)
+
+
+def test_a_place_is_found_beyond_code_that_torch_fx_generates() -> None:
+    class Selecting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x.masked_select(x > 0).sum()
+
+    traced = torch.fx.symbolic_trace(Selecting())
+    (place,) = _planned(lambda m, logits, loss, labels: traced(logits).sum()).replaced
+    assert place.partition(":")[0].endswith(Path(__file__).name)
+
+
+def test_a_loop_that_does_not_end_is_told_with_its_place() -> None:
+    with pytest.raises(NeedsValues, match=r"modules\.py:\d+ more than 10000 times"):
+        simulate(Work(WaitsForAValue, _batch_of_pictures, True, 4, {}))
+
+
+def _batch_of_pictures(samples: int) -> list[Tensor]:
+    return [torch.linspace(0, 1, samples * 64).view(samples, 1, 8, 8), torch.zeros(samples, dtype=torch.long)]

@@ -1,22 +1,22 @@
-"""A plan says what real processes hold: within 1 %, under every strategy, by the same accounting."""
+"""A plan says what real processes hold: within 5 %, under every strategy, measured without the plan's code."""
 
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from lightswitch.planning.estimate import STATES
-from lightswitch.planning.timeline import KINDS
-from lightswitch.planning.tracking import Tracking
 from tests.engine.conftest import Train
 from tests.engine.data.pictures import Pictures, pictures
 from tests.engine.data.text import Text, Windows, sentences
@@ -24,27 +24,55 @@ from tests.engine.tiny import LANGUAGE_MODEL
 from tests.night import at_night
 
 
-class Truth(Tracking):
-    """Writes the least of the peaks of steps 2 and 3, and of what fsdp offloads and what it does not, apart.
+class _Storages(TorchDispatchMode):
+    """Sums the bytes of all storages after each operator: what `resize_` frees, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(cls, DTensor) for cls in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        self.add(out, args)
+        held = (storage() for storage in self.live.values())
+        self.peak = max(self.peak, sum(one.nbytes() for one in held if one is not None))
+        return out
+
+    def add(self, *trees: Any) -> None:
+        for tensor in tree_leaves(trees):
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            if isinstance(local, Tensor) and not local.is_meta:
+                self.live[local.untyped_storage()._cdata] = weakref.ref(local.untyped_storage())
+
+
+class Truth(Callback):
+    """Writes the least of the peaks of steps 2 and 3.
 
     A step's own varies: gloo's threads keep what they have sent until they come to run.
     """
 
     def __init__(self, folder: str) -> None:
-        super().__init__()
-        self.folder = Path(folder)
+        self.folder, self.storages, self.peaks = Path(folder), _Storages(), list[int]()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.storages.__enter__()  # before the strategy enters modes of its own around hooks
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+        self.storages.add([*pl_module.parameters(), *pl_module.buffers()], states, batch)
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self.peaks.append(0)
+            self.storages.peak = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.peaks[-1] = self.storages.peak
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
-        steps = self.steps()[1:]
-        least = min((step.timeline.peak() for step in steps), key=lambda peak: peak.bytes)
-        offloaded = (*STATES, "update")
-        parts = {"host": offloaded, "device": [kind for kind in KINDS if kind not in offloaded]}
-        apart = {
-            f"{name}_bytes": min(step.timeline.only(kinds).peak().bytes for step in steps)
-            for name, kinds in parts.items()
-        }
-        told = {**asdict(least), **apart, "flops": steps[0].flops}
+        self.storages.__exit__(None, None, None)
+        told = {"bytes": min(self.peaks[1:])}
         (self.folder / f"peak_{trainer.global_rank}.json").write_text(json.dumps(told))
 
 
@@ -97,22 +125,18 @@ REAL = (
         "callbacks.truth.folder=${hydra:runtime.output_dir}",
     ),
 )
-TENSOR_PARALLEL = "fsdp_tp trainer.strategy.plans.LanguageModel=tests.engine.models.language.tensor_parallel"
 RECOMPUTES = "fsdp trainer.strategy.activation_checkpointing=true"
 BUCKETS = "ddp trainer.strategy.gradient_as_bucket_view=true"
-OTHERS = [
-    ("language", strategy) for strategy in (TENSOR_PARALLEL, RECOMPUTES, "fsdp", "fsdp_hybrid", "fsdp_grad_op", BUCKETS)
-]
-OTHERS += [("pictures", "ddp"), ("late", "fsdp"), ("late", RECOMPUTES)]
+ZERO = [f"deepspeed_stage_{stage} trainer.strategy.reduce_bucket_size=20000" for stage in (1, 2, 3)]
+OTHERS = [("language", strategy) for strategy in (RECOMPUTES, "fsdp_hybrid", "fsdp_grad_op", BUCKETS, *ZERO)]
+OTHERS += [("pictures", "ddp"), ("pictures", "fsdp"), ("late", "fsdp"), ("late", RECOMPUTES)]
 
 
-@pytest.mark.parametrize(("model", "strategy"), [("language", "ddp"), *at_night(*OTHERS)])
+@pytest.mark.parametrize(("model", "strategy"), [("language", "ddp"), ("language", "fsdp"), *at_night(*OTHERS)])
 def test_a_plan_says_what_a_rank_holds(model: str, strategy: str, train: Train) -> None:
     words = (*MODELS[model], *BATCH, *f"strategy={strategy}".split())
     plan, real = planned(train, *words), held(train, *(word for word in words if "devices" not in word), ranks=2)
-    assert plan["tensor_bytes"] == pytest.approx(real["bytes"], rel=0.01)
-    assert plan["bytes_by_kind"] == pytest.approx(real["by_kind"], abs=0.01 * real["bytes"])
-    assert plan["flops_per_step"] == real["flops"]
+    assert plan["tensor_bytes"] == pytest.approx(real, rel=0.05)
 
 
 def planned(train: Train, *words: str) -> dict[str, Any]:
@@ -121,25 +145,11 @@ def planned(train: Train, *words: str) -> dict[str, Any]:
     return dict(strategy)
 
 
-def held(train: Train, *words: str, ranks: int = 0) -> dict[str, Any]:
+def held(train: Train, *words: str, ranks: int = 0) -> int:
     """What the rank with the least holds: as gloo's threads keep what they have sent, it may be more."""
     run = train(*words, *REAL, ranks=ranks)
     peaks = [json.loads((run.run_dir / f"peak_{rank}.json").read_text()) for rank in range(max(1, ranks))]
-    return dict(min(peaks, key=lambda peak: peak["bytes"]))
-
-
-# A plan says what real processes hold, under the strategies and precisions that a day leaves out
-
-
-@pytest.mark.nightly
-def test_what_is_offloaded_is_counted_on_the_host(train: Train) -> None:
-    """On a CPU, the two are one; a plan for a GPU has the peak of each."""
-    words = (*MODELS["language"], *BATCH, "strategy=fsdp_offload")
-    real = held(train, *(word for word in words if "devices" not in word), ranks=2)
-    here, there = (planned(train, *words, "precision=32-true", f"plan.device={name}") for name in ("here", "h100"))
-    assert (here["tensor_bytes"], here["host_bytes"]) == (pytest.approx(real["bytes"], rel=0.01), 0)
-    for name, bytes in (("device_bytes", there["tensor_bytes"]), ("host_bytes", there["host_bytes"])):
-        assert bytes == pytest.approx(real[name], rel=0.01)
+    return min(int(peak["bytes"]) for peak in peaks)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
@@ -147,4 +157,4 @@ def test_what_is_offloaded_is_counted_on_the_host(train: Train) -> None:
 def test_a_plan_says_what_one_process_holds(train: Train, precision: str) -> None:
     words = (*MODELS["language"], "strategy=single", "global_batch_size=12", f"precision={precision}")
     plan, real = planned(train, *words), held(train, *words)
-    assert plan["tensor_bytes"] == pytest.approx(real["bytes"], rel=0.01)
+    assert plan["tensor_bytes"] == pytest.approx(real, rel=0.05)

@@ -16,12 +16,11 @@ from hydra.utils import instantiate
 
 from lightswitch.cluster import placement
 from lightswitch.errors import Refused
-from lightswitch.launch import estimates, fitting
-from lightswitch.launch.estimates import Request
+from lightswitch.launch import fitting, plan
 from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.planning import candidates, report
 from lightswitch.planning.candidates import Candidate
-from lightswitch.planning.fakes import World
+from lightswitch.planning.device import World
 from tests.engine.conftest import CHECKOUT
 from tests.engine.tables import documents
 
@@ -56,35 +55,35 @@ def main() -> None:
         documents.put("strategies.md", marker, ["", *documents.markdown(head, rows), ""])
 
 
-def _by_auto(request: Request) -> list[Candidate]:
+def _by_auto(request: plan.Request) -> list[Candidate]:
     world = request.world
     return candidates.simplest(_folders(), world.nodes, world.devices_per_node, request.device)
 
 
-def _by_deepspeed(request: Request) -> list[Candidate]:
+def _by_deepspeed(request: plan.Request) -> list[Candidate]:
     every = candidates.every(_folders(), request.world.nodes, with_zero=True)
     return sorted((one for one in every if one.is_zero), key=lambda one: one.offloads)
 
 
-def _rows(model: Model, worlds: Sequence[World], tried: Callable[[Request], list[Candidate]]) -> list[list[str]]:
+def _rows(model: Model, worlds: Sequence[World], tried: Callable[[plan.Request], list[Candidate]]) -> list[list[str]]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", [*model.words, "data=text", f"data.files=['{CHECKOUT}/docs/*.md']", *RUN])
         cards = {
             name: instantiate(compose("config", [f"device={name}"]).plan.device, _convert_="all") for name in CARDS
         }
     cfg.micro_batch_size = 1
-    states = sum(estimates.states(cfg).values())
-    samples = replace(estimates.requested(cfg).samples, is_cut=False)  # no other micro batch is asked for
+    states = sum(plan.states(cfg).values())
+    samples = replace(plan.requested(cfg).samples, is_cut=False)  # no other micro batch is asked for
     rows = []
     for world in worlds:
         simulated: dict[Any, Any] = {}
-        of = {name: Request(cfg, card, world, samples, simulated=simulated) for name, card in cards.items()}
+        of = {name: plan.Request(cfg, card, world, samples, simulated=simulated) for name, card in cards.items()}
         rows.append([model.size, str(world.size), *(_cell(one, tried(one), states) for one in of.values())])
         print(*rows[-1], sep=" | ", flush=True)
     return rows
 
 
-def _cell(request: Request, among: Sequence[Candidate], states: float) -> str:
+def _cell(request: plan.Request, among: Sequence[Candidate], states: float) -> str:
     request.cfg.global_batch_size = request.world.size  # a sample each
     request.cfg.trainer.num_nodes, request.cfg.trainer.devices = request.world.nodes, request.world.devices_per_node
     usable = request.device.usable_bytes(request.world.devices_per_node)

@@ -29,7 +29,7 @@ _TOLD_BY_SCRIPT = re.compile(r'(?<=refuse ").*?(?="\n)|(?<=echo ").*?(?=" (?:>&2
 # Exceptions whose text is told in a line: the engine's own, and those by which constructors refuse an argument
 SENTENCE = re.compile(r"use \S|(?![,;])(?=.*[a-z]{2}(?![^{]*\}))(?:\S* ){3,}")  # no lone word, and not all is filled in
 OF_PYTHON = ("len", "repr", "sorted", "str", "type", "listed", "one_line", "quoted")
-SILENT = ("compare", "reference", "figures")  # packages whose texts are pages and tables
+SILENT = ("compare", "reference")  # packages whose texts are pages and tables
 RAISED = {name for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, Exception)}
 RAISED |= {"ValueError", "LookupError", "ModuleNotFoundError", "ArgumentTypeError", "Damaged", "UnsafeFile"}
 COMMANDS = ("fork", "doctor", "compare", "export", "reference.schema")
