@@ -37,7 +37,7 @@ from lightswitch.planning.samples import check_evaluation, first_reads
 from lightswitch.planning.scaling import FILE
 from lightswitch.preflight import strategies
 from lightswitch.process import call_each_forked
-from lightswitch.runs import finished
+from lightswitch.runs import resume
 
 log = logging.getLogger(__name__)
 SCRIPT, OF_ONE_NODE = Path("slurm/multinode.sh"), Path("slurm/single.sh")
@@ -51,7 +51,7 @@ def dry_run(cfg: DictConfig, run: RunContext) -> None:
     """
     found = _found(cfg, run)
     log.info("\n%s\n", page(found))
-    finished.write_results(run.run_dir, _metrics(found.first.estimate))
+    regular_files.write_json(run.run_dir / resume.RESULTS, _metrics(found.first.estimate))
     path = run.run_dir / FILE
     regular_files.write_text(path, json.dumps(as_data(found), indent=1, default=str))
     log.info("dry run    %s", shown(path))

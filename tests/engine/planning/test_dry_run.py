@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightswitch.checkpoints import index
+from lightswitch.checkpoints.format import read_index
 from lightswitch.planning.collectives import Collective, exchanges
 from lightswitch.planning.tracking import Tracking
 from tests.engine.conftest import Finished, Train
@@ -98,7 +98,7 @@ def _told(run: Finished) -> dict[str, Any]:
 
 
 def _tensor_bytes(checkpoint: Path) -> int:
-    return sum(tensor.nbytes for tensor in index.read(checkpoint).like.values())
+    return sum(tensor.nbytes for tensor in read_index(checkpoint).like.values())
 
 
 def _contents(loaders: list[dict[str, Any]]) -> list[Any]:
