@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 @entry(config_path="conf", config_name="config")
 def main(cfg: DictConfig, run: RunContext) -> None:
     from lightswitch.preflight.check import check
-    from lightswitch.runs import claim, finished
+    from lightswitch.runs import claim, resume
 
     batch = check(cfg, run)  # reports problems before torch is imported
-    if finished.before(cfg, run):
+    if resume.is_finished(cfg, run):
         return
     claim.take(cfg, run)  # lock the run directory against other processes
 
@@ -42,7 +42,6 @@ def main(cfg: DictConfig, run: RunContext) -> None:
     from lightning.pytorch import seed_everything
 
     from lightswitch.launch import auto, build, report, stages
-    from lightswitch.runs import resume
 
     batch = auto.decide(cfg, run, batch)  # replace `auto` for the strategy and the micro-batch size
     seed_everything(cfg.seed, workers=True, verbose=False)  # the same initial weights on every rank

@@ -52,7 +52,7 @@ class Saving(Callback):
 
         def ours() -> float:
             held_up = _seconds(lambda: trainer.save_checkpoint(self.folder / "ours.ckpt"))
-            trainer.strategy._saver.wait()  # written in the background; training waits for it here
+            trainer.strategy._writer.wait()  # written in the background; training waits for it here
             return held_up
 
         def copy() -> float:

@@ -11,7 +11,6 @@
     │   ├── UnfitCheckpoint        a checkpoint does not fit the model, or can't be read
     │   ├── UntrustedConfig        a config beside weights names code that is not known to be the caller's own
     │   ├── UnwrittenCheckpoint    a checkpoint could not be written (also an OSError)
-    │   ├── IrregularFile          a pipe, a device or a link instead of the expected file (also an OSError)
     │   └── NoExperiment           a module uses its logger's experiment, and there is none (also an AttributeError)
     ├── BatchError                 a batch size below one sample (a ValueError)
     ├── NeedsValues                a step depends on tensor values that a plan can't replace (a RuntimeError)
@@ -136,10 +135,6 @@ class UntrustedConfig(Refused):
 
 class UnwrittenCheckpoint(Refused, OSError):
     """A checkpoint that could not be written. The previous checkpoint is unchanged."""
-
-
-class IrregularFile(Refused, OSError):
-    """A pipe, a socket, a device, a directory or a link in place of a file to read or write."""
 
 
 class NoExperiment(Refused, AttributeError):

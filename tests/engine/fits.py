@@ -22,9 +22,7 @@ from torch import Tensor
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.checkpoints.boundary import StepBoundary
-from lightswitch.checkpoints.finetuning import Freezing
-from lightswitch.checkpoints.portable import TransientBuffers
+from lightswitch.checkpoints.last import StepBoundary
 from lightswitch.hooked_strategy import hooked
 from lightswitch.loop.hooks import skip_empty_hooks
 from lightswitch.loop.loops import replace_loops
@@ -66,7 +64,7 @@ class Fit:
         ranks = int(os.environ["WORLD_SIZE"])
         replicas = ranks // getattr(strategy := make(), "_tensor_parallel_size", 1)
         plan = BatchPlan.derive(self.global_batch, self.micro_batch, replicas)
-        engine = [GlobalBatch(plan, seed=42), Freezing(), TransientBuffers(), KnownCallbacks()]
+        engine = [GlobalBatch(plan, seed=42), KnownCallbacks()]
         engine += [FusedStep(), *([] if any(isinstance(one, StepBoundary) for one in callbacks) else [StepBoundary()])]
         trainer = pl.Trainer(
             accelerator="cpu",

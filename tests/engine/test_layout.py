@@ -40,7 +40,7 @@ UNDECLARED = ("torchao", "triton")  # of torch: the first has a build for each v
 # Read before torch is imported: to answer a mistake, --help, or what a run would cost.
 WITHOUT_TORCH = """
     export.__main__ launch.entry launch.hydra_entry preflight.check preflight.root_keys preflight.targets
-    preflight.devices preflight.strategies runs.finished runs.claim runs.saved
+    preflight.devices preflight.strategies runs.resume runs.claim
     runs.log config.hydra_errors config.overrides cluster.placement batches.plan
     deepspeed.config compare.__main__ fork patches regular_files
 """

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightswitch.checkpoints import safe
-from lightswitch.checkpoints.index import Index, Shard, check_files, check_shards, meta, sizes_of
-from lightswitch.checkpoints.manifest import Damaged, check_file
+from lightswitch.checkpoints.format import Damaged, Index, Shard, named_code
 
 INDEX = ".metadata"
 
@@ -43,31 +41,27 @@ class PickledIndex(Index):
         try:
             values = torch.load(part, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            raise Damaged(f"{shard.file} {safe.called(error) or 'is damaged'}") from error
+            raise Damaged(f"{shard.file} {named_code(error) or 'is damaged'}") from error
         if not isinstance(values, Tensor) or (values.shape, values.dtype) != (shard.sizes, self.like[shard.name].dtype):
             raise Damaged(f"{shard.file} does not contain {shard.name} as {INDEX} describes it")
         return values[box]
 
 
-def read(path: Path) -> Index:
+def read_index(path: Path) -> Index:
     """Return the index in a checkpoint's directory, restricted to tensors.
 
     Raises:
         Damaged: with the reason.
     """
-    check_file(path, INDEX)
     try:
         with (path / INDEX).open("rb") as file:
-            index = _parsed(path, _Unpickler(file).load())
+            return _parsed(path, _Unpickler(file).load()).check(INDEX)
     except Damaged:
         raise
     except OSError as error:
         raise Damaged(f"{INDEX} can't be read: {error.strerror}") from error
     except Exception as error:  # pickle raises many kinds of errors for a file that is not a pickle, or truncated
         raise Damaged(f"{INDEX} is not an index of tensors") from error
-    check_shards(index, INDEX)
-    check_files(index, INDEX)
-    return index
 
 
 def _parsed(path: Path, top: Any) -> Index:
@@ -77,15 +71,13 @@ def _parsed(path: Path, top: Any) -> Index:
     for name, record in top.state["state_dict_metadata"].items():
         if type(record).__name__ == _BYTES:  # which the engine has never written
             continue
-        if not isinstance(name, str):
-            raise Damaged(f"{INDEX} has a tensor without a name")
-        like[name] = meta(record.state["size"], record.state["properties"].state[0])
-        boxes = [(sizes_of(one.state["offsets"]), sizes_of(one.state["sizes"])) for one in record.state["chunks"]]
+        like[name] = torch.empty(record.state["size"], dtype=record.state["properties"].state[0], device="meta")
+        boxes = [(tuple(one.state["offsets"]), tuple(one.state["sizes"])) for one in record.state["chunks"]]
         shards[name] = []
         for offsets, sizes in boxes if like[name].numel() else ():
             place = places[name, offsets]
-            begin, length = sizes_of((place["offset"], place["length"]))
-            shards[name].append(Shard(name, offsets, sizes, place["relative_path"], begin, begin + length))
+            end = place["offset"] + place["length"]
+            shards[name].append(Shard(name, offsets, sizes, place["relative_path"], place["offset"], end))
     return PickledIndex(path, like, shards)
 
 

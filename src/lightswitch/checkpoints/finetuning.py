@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, LambdaLR, MultiplicativeLR, OneCycleLR
@@ -22,7 +20,6 @@ from lightswitch.mixins import callbacks_of
 # torch's schedules that fail in their next step after a group is added
 _BY_GROUP = (LambdaLR, MultiplicativeLR, CosineAnnealingWarmRestarts, CyclicLR, OneCycleLR)
 _finetune = BaseFinetuning.on_train_epoch_start  # Lightning's
-KEY = "frozen_since"  # in a checkpoint: whether a parameter is frozen, for those that changed since the run began
 
 
 def follow_strategy(callbacks: Iterable[Callback]) -> None:
@@ -81,36 +78,6 @@ def unfreeze_again(trainer: Trainer, position: Position) -> None:
             for optimizer in trainer.optimizers:
                 callback.finetune_function(trainer.lightning_module, epoch, optimizer)
         callback.load_state_dict(state)
-
-
-class Freezing(Callback):
-    """Callback that saves which parameters were frozen or unfrozen since the run began, and restores that on a resume.
-
-    All other parameters stay as the module sets them: a resumed run may use a module that freezes other parameters.
-    """
-
-    _at_start: Mapping[str, bool] = MappingProxyType({})
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._at_start = _frozen(pl_module)
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        frozen = _frozen(pl_module)
-        changed = {name: frozen[name] for name, before in self._at_start.items() if frozen.get(name, before) != before}
-        if changed:
-            checkpoint[KEY] = changed
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        saved = checkpoint.get(KEY, {})
-        for name, parameter in names.parameters(pl_module).items():
-            if name in saved:
-                parameter.requires_grad_(not saved[name])
-
-
-def _frozen(module: LightningModule) -> dict[str, bool]:
-    return {name: not parameter.requires_grad for name, parameter in names.parameters(module).items()}
 
 
 LEFT_OUT = "left_out"  # in a checkpoint's state: names of parameters that the model loads itself

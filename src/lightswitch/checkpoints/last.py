@@ -1,25 +1,243 @@
-"""The checkpoints for resuming a run: the callback that saves them, and the search for the newest readable one."""
+"""The checkpoints that a run resumes from: the moment at which they are taken, how many stay, the newest good one."""
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import os
 import re
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from lightswitch import patches
 from lightswitch.batches.plan import Position, saved_position
-from lightswitch.checkpoints import directory
-from lightswitch.checkpoints.ranks import describe_failure
-from lightswitch.checkpoints.reader import Reader, is_foreign, is_hub, read_foreign, unreadable, why
-from lightswitch.errors import UnfitCheckpoint, UnwrittenCheckpoint, shown
-from lightswitch.regular_files import linked
+from lightswitch.checkpoints import directory, names
+from lightswitch.checkpoints.format import PlainTypes
+from lightswitch.checkpoints.optimizers import options_of
+from lightswitch.checkpoints.reading import BUFFERS, Reader, is_foreign, is_hub, read_foreign, unreadable, why
+from lightswitch.checkpoints.shards import local
+from lightswitch.checkpoints.writing import describe_failure
+from lightswitch.errors import Refused, UnfitCheckpoint, UnwrittenCheckpoint, listed, shown
+from lightswitch.mixins import callbacks_of
+from lightswitch.regular_files import linked, write_link
 
 log = logging.getLogger(__name__)
+
+_FROZEN = "frozen_since"  # in a checkpoint: whether a parameter is frozen, for those that changed since the run began
+_CONFIGURED = "configured"  # in a checkpoint: options of optimizers and states of schedules at the start of the run
+_SAMPLED_ELEMENTS = 64  # of each parameter, compared over the hooks on_train_start
+
+
+class StepBoundary(Callback):
+    """Callback of the moment between two steps, at which all checkpoints of a run are taken.
+
+    All hooks of the step before have run, its validation and the end of its epoch included, and no hook of a user of
+    the next step. Before the first step of an epoch, it is the epoch's start. The end of training is such a moment,
+    too; where a limit cuts the last epoch short, the moment is before that epoch's end, so that a longer run goes on
+    from it as if it had been as long from the start.
+
+    A checkpoint that a callback or the module asks for at another moment is put off to this one. It would have the
+    effects of some hooks of a step only, and be without its validation, and no resumed run could make up for that.
+    List this callback before those of the user.
+
+    A checkpoint also has what training has changed beside the weights: which parameters are frozen, and buffers that
+    are not persistent. And it has the options that its run began with: what is configured otherwise now takes effect.
+
+    Args:
+        init_from: the weights of a new run: a checkpoint of any strategy, written by the engine or by Lightning, or
+            safetensors. A run that resumes from its own checkpoint ignores it.
+        init_names: prefixes of names in the file, with the model's prefix for each; None to take all weights, or of
+            safetensors those that fit.
+    """
+
+    def __init__(self, init_from: str | None = None, init_names: Mapping[str, str] | None = None) -> None:
+        self._init_from, self._init_names = init_from, init_names
+        self._puts_off = False
+        self._waiting: list[Callable[[], None]] = []  # saves that are put off, and what follows each, in order
+        self._last: list[LastCheckpoints] = []
+        self._frozen: dict[str, bool] = {}  # at the start of the run, as the next two
+        self._buffers: dict[str, int] = {}  # checksums
+        self._configured: dict[str, Any] = {}
+        self._resumed: dict[str, Tensor] | None = None  # some elements of each weight, until the first step
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            patches.replace(
+                trainer, "save_checkpoint", functools.partial(self._save_or_put_off, trainer.save_checkpoint)
+            )
+            if hasattr(trainer.strategy, "waiting"):  # of portable checkpoints
+                trainer.strategy.waiting = self._waiting
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # before a checkpoint is read
+        self._frozen = _frozen(pl_module)
+        self._buffers = {name: _checksum(part.get_buffer(own)) for name, part, own in names.transient(pl_module)}
+        self._configured = _configured(trainer)
+        if self._init_from and trainer.ckpt_path is None:
+            if not hasattr(trainer.strategy, "start_from"):
+                raise Refused(
+                    f"init_from: {type(trainer.strategy).__name__} can't read checkpoints of other strategies"
+                )
+            trainer.strategy.start_from(Path(self._init_from), self._init_names)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        frozen = _frozen(pl_module)
+        checkpoint[_FROZEN] = {name: frozen[name] for name, one in self._frozen.items() if frozen.get(name, one) != one}
+        buffers = {name: part.get_buffer(own) for name, part, own in names.transient(pl_module)}
+        checkpoint[BUFFERS] = {name: one for name, one in buffers.items() if self._buffers.get(name) != _checksum(one)}
+        checkpoint[_CONFIGURED] = self._configured
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        names.set_transient(pl_module, checkpoint.get(BUFFERS, {}))
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        frozen = checkpoint.get(_FROZEN, {})
+        for name, parameter in names.parameters(pl_module).items():
+            if name in frozen:
+                parameter.requires_grad_(not frozen[name])
+        if _CONFIGURED in checkpoint:
+            reconfigure(trainer, checkpoint, checkpoint[_CONFIGURED], self._configured)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoints)]
+        self._puts_off = True
+        self._resumed = _sampled(pl_module) if trainer.ckpt_path is not None else None
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._refuse_set_weights(pl_module)
+        self._save_and_go_on(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._refuse_set_weights(pl_module)  # a run that is resumed within an epoch does not start it
+        if batch_idx and batch_idx % trainer.accumulate_grad_batches == 0:
+            self._save_and_go_on(trainer)
+
+    def _refuse_set_weights(self, pl_module: LightningModule) -> None:
+        if (before := self._resumed) is not None:
+            self._resumed = None
+            changed = [name for name, one in _sampled(pl_module).items() if not torch.equal(one, before[name])]
+            if changed:
+                raise Refused(
+                    f"on_train_start has set {listed(changed, 'parameters')}, but the run is resumed, with the weights "
+                    "of its checkpoint; set initial weights in the constructor, or only if self.global_step == 0"
+                )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():  # a limit has cut the epoch short
+            self._take_put_off()
+            for last in self._last:
+                last.save(trainer)
+            self._puts_off = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._take_put_off()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._puts_off = False  # for callbacks that save the weights of a run that fails
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        patches.restore(trainer, "save_checkpoint")
+
+    def _save_and_go_on(self, trainer: Trainer) -> None:
+        self._take_put_off()
+        for last in self._last:
+            last.save_if_due(trainer)
+        self.end_if_asked(trainer)
+        self._puts_off = True
+
+    def end_if_asked(self, trainer: Trainer) -> None:
+        """End training here if it is asked to; subclasses know by whom."""
+
+    def _save_or_put_off(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._puts_off:
+            self._waiting.append(functools.partial(save, *args, **kwargs))
+        else:
+            save(*args, **kwargs)
+
+    def _take_put_off(self) -> None:
+        self._puts_off = False
+        while self._waiting:
+            self._waiting.pop(0)()
+
+
+def _frozen(module: LightningModule) -> dict[str, bool]:
+    return {name: not parameter.requires_grad for name, parameter in names.parameters(module).items()}
+
+
+def _checksum(buffer: Tensor) -> int:
+    values = buffer.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
+    return zlib.crc32(values.view(torch.uint8).numpy().tobytes(), zlib.crc32(repr(buffer.shape).encode()))
+
+
+@torch.no_grad()
+def _sampled(module: LightningModule) -> dict[str, Tensor]:
+    return {
+        name: local(parameter).flatten()[:_SAMPLED_ELEMENTS].cpu().clone()
+        for name, parameter in names.parameters(module).items()
+    }
+
+
+def _configured(trainer: Trainer) -> dict[str, Any]:
+    groups = [[options_of(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+    schedules = [{"state": config.scheduler.state_dict()} for config in trainer.lr_scheduler_configs]
+    configured: dict[str, Any] = PlainTypes(keeps_kinds=False).of({"groups": groups, "schedules": schedules})
+    return configured
+
+
+def reconfigure(trainer: Trainer, checkpoint: dict[str, Any], was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Let the options of optimizers and schedules that are configured otherwise than in a checkpoint take effect in it.
+
+    An option takes its new value, and a rate changes by the same factor. A schedule, such as a cosine over a longer
+    run, goes on as if it had been so from the start; one that depends on a metric keeps what it has seen.
+
+    Args:
+        was: the configuration at the start of the run that saved the checkpoint.
+        now: that of this run.
+    """
+    saved = [group for optimizer in checkpoint["optimizer_states"] for group in optimizer["param_groups"]]
+    rates = [group.get("lr") for group in saved]
+    of_was, of_now = ([group for groups in one["groups"] for group in groups] for one in (was, now))
+    for group, before, today in zip(saved, of_was, of_now, strict=False):
+        group.update({key: today[key] for key in today if key != "lr" and key in before and today[key] != before[key]})
+        key = "initial_lr" if "initial_lr" in before and "initial_lr" in today else "lr"  # a warm-up may begin at zero
+        if key in before and today.get(key) != before[key]:
+            group["lr"] = group["lr"] * today[key] / before[key] if before[key] else today[key]
+    for index, (config, before, today) in enumerate(
+        zip(trainer.lr_scheduler_configs, was["schedules"], now["schedules"], strict=False)
+    ):
+        state, schedule = checkpoint["lr_schedulers"][index], config.scheduler
+        steps = [one["last_epoch"] for one in (state, *state.get("_schedulers", ())) if "last_epoch" in one]
+        is_same = before["state"] == today["state"] and type(schedule) is not LambdaLR  # whose function is not saved
+        if is_same or isinstance(schedule, ReduceLROnPlateau) or not steps:
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that the optimizer has not been stepped before
+            for _ in range(steps[0]):
+                schedule.step()
+        checkpoint["lr_schedulers"][index] = schedule.state_dict()
+        optimizer = next((n for n, one in enumerate(trainer.optimizers) if one is schedule.optimizer), 0)
+        of_optimizer = checkpoint["optimizer_states"][optimizer]["param_groups"]
+        for group, stepped in zip(of_optimizer, schedule.optimizer.param_groups, strict=False):
+            group.update({key: stepped[key] for key in ("lr", "momentum", "betas") if key in stepped})
+    changes = [(old, group["lr"]) for old, group in zip(rates, saved, strict=True) if old is not None]
+    if trainer.is_global_zero and (other := [one for one in changes if not math.isclose(*one, rel_tol=1e-6)]):
+        log.info("rate       %.3g, and %.3g in the checkpoint: the run's length, schedule or optimizer is another",
+                 *reversed(other[0]))  # fmt: skip
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, EarlyStopping) and callback.state_key in checkpoint["callbacks"]:
+            checkpoint["callbacks"][callback.state_key]["patience"] = callback.patience
 
 
 _NAME = re.compile(r"step_(0|[1-9]\d{0,17})\.ckpt")  # names of the checkpoints that `save` writes
@@ -104,9 +322,9 @@ class LastCheckpoints(Checkpoint):
     def _point_to(self, path: Path) -> None:
         try:
             try:
-                directory.link(self.folder / "last.ckpt", path.name)
+                write_link(self.folder / "last.ckpt", path.name)
             except OSError:  # retried once, as a checkpoint's files are, in case the disk error was transient
-                directory.link(self.folder / "last.ckpt", path.name)
+                write_link(self.folder / "last.ckpt", path.name)
         except OSError as error:
             message = describe_failure(error, rank=0)
             raise UnwrittenCheckpoint(f"last.ckpt could not be made to point to {path.name}: {message}") from error
@@ -130,7 +348,7 @@ def _step(path: Path) -> int | None:
     return int(named[1]) if named and path.is_dir() and not path.is_symlink() else None
 
 
-_WRITTEN = re.compile(r".+\.ckpt(\.previous(_\d+)?)?", re.DOTALL)
+_WRITTEN = re.compile(r".+\.ckpt(\.previous)?", re.DOTALL)
 _ASKED_FOR = re.compile(r".+\.ckpt", re.DOTALL)  # hpc_ckpt_1.ckpt: Lightning's, on a scheduler's signal
 _NO_TENSORS = slice(0)
 
@@ -170,18 +388,21 @@ def later_than(step: int, run_dir: Path) -> list[Path]:
 def is_up_to(path: Path, position: Position | None) -> bool:
     """Return whether a checkpoint is there and was saved no later in training than a position, if it has one."""
     try:
-        found = position_of(path if path.exists() else directory.previous(path))
+        found = position_of(path if path.exists() else directory.beside_of(path, "previous"))
     except UnfitCheckpoint:
         return False
     return found is None or position is None or found.global_step <= position.global_step
 
 
-def first_whole(candidates: list[Path], group: dist.ProcessGroup | None) -> Reader:
+def first_whole(
+    candidates: list[Path], group: dist.ProcessGroup | None, live: Mapping[str, nn.Parameter] | None = None
+) -> Reader:
     """Return a reader of the first undamaged checkpoint. Collective.
 
     Args:
         candidates: in the order of preference.
         group: the process group of the ranks that read together; None for a single process.
+        live: see `Reader`.
 
     Raises:
         UnfitCheckpoint: on every rank, if all of them are damaged.
@@ -189,7 +410,7 @@ def first_whole(candidates: list[Path], group: dist.ProcessGroup | None) -> Read
     damaged: list[UnfitCheckpoint] = []
     for path in candidates:
         try:
-            reader = Reader(path, group)
+            reader = Reader(path, group, live=live)
         except UnfitCheckpoint as error:
             damaged.append(error)
             continue

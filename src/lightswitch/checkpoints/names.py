@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -14,7 +14,6 @@ from lightswitch.errors import UnfitCheckpoint
 
 Kept = TypeVar("Kept")
 
-TRANSIENT = "transient"  # key of non-persistent buffers that training changes
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
@@ -32,13 +31,9 @@ def parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def state_of(module: nn.Module) -> dict[str, Any]:
     """Return a module's `state_dict`, with each tied tensor only under its first name."""
-    return first_names({own_name(name): value for name, value in module.state_dict().items()}, module)
-
-
-def first_names(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return the entries of a state, without those under further names of tied tensors."""
     again = tied(module)
-    return {name: value for name, value in state.items() if name not in again}
+    named = ((own_name(name), value) for name, value in module.state_dict().items())
+    return {name: value for name, value in named if name not in again}
 
 
 def without(state: Mapping[str, Kept], left_out: Iterable[str]) -> dict[str, Kept]:
@@ -62,12 +57,13 @@ def transient(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield own_name(f"{prefix}.{own}" if prefix else own), part, own
 
 
-def set_transient(module: nn.Module, saved: Mapping[str, Callable[[], Tensor]]) -> None:
-    """Set the non-persistent buffers for which there is a function that returns the saved value, by name."""
+@torch.no_grad()
+def set_transient(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Set the buffers that are not persistent and have a saved value, by name."""
     for name, part, own in transient(module):
         if name not in saved:
             continue
-        buffer, value = part.get_buffer(own), saved[name]()
+        buffer, value = part.get_buffer(own), saved[name]
         if buffer.shape == value.shape:
             buffer.copy_(value)  # in place: ddp and DeepSpeed hold a reference to the tensor
         else:
@@ -95,7 +91,7 @@ def loose(module: nn.Module, state: Mapping[str, Any], like: Mapping[str, Tensor
     """
     found = set(state) - {name for name, _ in _saved(module)}
     for prefix, part in module.named_modules():
-        buffers = {own_name(f"{prefix}.{own}" if prefix else own) for own, _ in part._buffers.items()} & state.keys()
+        buffers = {own_name(f"{prefix}.{own}" if prefix else own) for own in part._buffers} & state.keys()
         is_own_code = not type(part)._load_from_state_dict.__module__.startswith("torch.")
         if is_own_code and any(name not in like or like[name].shape != state[name].shape for name in buffers):
             found |= buffers

@@ -1,90 +1,77 @@
-"""Checkpoints in one format under every Lightning strategy, and initial weights for a new run."""
+"""Checkpoints in one format under every Lightning strategy: all ranks save and load them together.
+
+Training waits until the tensors are copied into host memory; a thread writes them while it goes on.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import logging
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from threading import Event
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor, nn
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
+from lightswitch.batches.logs import OF_RANKS
 from lightswitch.batches.plan import saved_position
-from lightswitch.checkpoints import names, optimizers, writing
+from lightswitch.checkpoints import directory, names, optimizers
 from lightswitch.checkpoints.finetuning import LEFT_OUT, unfreeze_again
+from lightswitch.checkpoints.format import PlainTypes
 from lightswitch.checkpoints.last import checkpoints_up_to, first_whole, is_up_to
-from lightswitch.checkpoints.names import TRANSIENT
-from lightswitch.checkpoints.reader import Reader, is_hub
-from lightswitch.checkpoints.shards import Piece, Stored, laid_out, local
-from lightswitch.checkpoints.writing import WrittenTogether
-from lightswitch.errors import Refused, UnfitCheckpoint, listed, shown
+from lightswitch.checkpoints.optimizers import Groups
+from lightswitch.checkpoints.reading import Reader
+from lightswitch.checkpoints.shards import Stored
+from lightswitch.checkpoints.writing import Ranks, Steps, Writer, replicas_of, share
+from lightswitch.errors import LostRank, Refused, UnfitCheckpoint, UnwrittenCheckpoint, listed, shown
 from lightswitch.mixins import callbacks_of
 
 log = logging.getLogger(__name__)
+
+# Fractions of the process group's timeout: the wait for a rank in one step of a save, and the wait for all steps of a
+# write. They expire before it does, and before the watchdog ends a run that starts no batch.
+_STEP, _WRITE = 1 / 3, 2 / 3
+_PATIENCE_SECONDS = 60  # for a checkpoint that is being written when a run fails; another rank may hang
+_TRAINED = "current_model_state"  # Lightning's key for the trained weights, if the model holds their averages
 _OF_A_RESUME = ("optimizer_states", "lr_schedulers", "loops")  # keys in a checkpoint's state
-_KNOWN = ("lightning", "lightswitch")  # packages whose hooks set no initial weights
+_OWN = ("extra_state", "names_of_tied")  # keys in a checkpoint's state that no hook may take
 
 
-class PortableCheckpoints(WrittenTogether):
+class PortableCheckpoints(Strategy):
     """Base of strategies whose checkpoints are portable; among a class's bases, it precedes Lightning's strategy.
 
     Parameters and optimizer states are stored by parameter name. The methods here support plain tensors and DTensors. A
     strategy that shards tensors in another way overrides `lightning_module_state_dict`, `optimizer_state` and the
-    methods that read them.
+    methods that read them. These must not be collective: a rank that fails in a save would leave the others waiting.
     """
 
+    # Set by the watchdog, which reports failures to all ranks: a failing save then does not use torch's store, which
+    # prints errors if rank 0 is dead
+    has_lost_a_rank: Event | None = None
+
+    waiting: list[Callable[[], None]] | None = None  # saves that are put off to the end of a step, in order
+
     _reader: Reader
-    _kept: Mapping[str, int] = MappingProxyType({})  # digests of a resumed run's weights, by name
+    _checkpoint_ranks: Ranks | None = None
+    _told: frozenset[str] = frozenset()  # paths of values that checkpoints omit, already logged
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True  # tensors are read into the strategy's own tensors
+    @functools.cached_property
+    def _writer(self) -> Writer:
+        return Writer()
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
-    def on_train_start(self) -> None:
-        """Check the optimizers before training instead of at the first save.
-
-        Raises:
-            Refused: an optimizer holds a tensor that is not a parameter of the module.
-        """
-        super().on_train_start()
-        assert self.lightning_module is not None
-        self._set_back_weights()
-        if self.lightning_module.trainer.checkpoint_callbacks:
-            self.described_optimizers()
-
-    def keep_weights(self) -> None:
-        """Take digests of this rank's weights until training starts: a resumed run has them after these hooks, too."""
-        self._kept = {name: _checksum(local(held)) for name, held in self.local_parameters().items()}
-
-    @torch.no_grad()
-    def _set_back_weights(self) -> None:
-        """Read the weights again if they are no longer those of the digests, and report it. Collective after these."""
-        kept, self._kept = self._kept, {}
-        here = self.local_parameters() if kept else {}
-        changed = [name for name, digest in kept.items() if _checksum(local(here[name])) != digest]
-        if kept and self.reduce(torch.tensor(float(len(changed)), device=self.root_device), reduce_op="sum"):
-            for kind in ("model", "trained"):
-                self.read(kind, here)
-            self.parameters_changed()
-            if self.is_global_zero:
-                log.warning(
-                    "weights    on_train_start has set %s, but the run is resumed: they are the checkpoint's again. "
-                    "Set initial weights in the constructor, or only if self.global_step == 0",
-                    listed(changed, "parameters") if changed else "weights of other ranks",
-                )
+    # What a strategy holds
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
@@ -107,18 +94,264 @@ class PortableCheckpoints(WrittenTogether):
         assert self.lightning_module is not None
         return optimizers.state_of(optimizer, self.lightning_module)
 
+    def described_optimizers(self) -> list[tuple[str, Groups]]:
+        """Return the class name and the parameter groups of each optimizer, with names in place of parameters."""
+        assert self.lightning_module is not None
+        return [
+            (optimizers.described(optimizer), optimizers.groups_of(optimizer, self.lightning_module))
+            for optimizer in self.optimizers
+        ]
+
+    # Saving
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Copy the state into memory and return; a thread writes it while training goes on.
+
+        Raises:
+            LostRank: a rank did not reach the save in time, has failed, or is still writing the previous checkpoint.
+        """
+        tensors, state = self._split(checkpoint)
+        path, own = self._await_ranks(Path(filepath), tensors, state)
+        if self.is_global_zero:
+            with contextlib.suppress(OSError):  # the write makes it again, and raises the error
+                path.parent.mkdir(parents=True, exist_ok=True)  # Lightning links to it before it is written
+        staged, ranks = self.stage(own), self._ranks
+
+        def write() -> None:
+            try:
+                return directory.write(path, staged, state, ranks)
+            except UnwrittenCheckpoint as error:  # on every rank; retried once, as the error may be transient
+                if self.is_global_zero:
+                    log.warning("%s; retrying once", error)
+            directory.write(path, staged, state, ranks)
+
+        self._writer.write(write)
+
+    def _split(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]]:
+        """Split Lightning's checkpoint into the tensors of model and optimizers by name, and the rest. Collective.
+
+        Raises:
+            Refused: a hook has stored an entry under a name that the engine uses: the checkpoint would be unreadable.
+        """
+        assert self.lightning_module is not None
+        taken = next((f"it has {key}" for key in _OWN if key in checkpoint), None)
+        weights, trained = checkpoint.pop("state_dict"), checkpoint.pop(_TRAINED, {})
+        tensors = {f"model.{name}": value for name, value in weights.items() if names.is_stored(value)}
+        # a callback may have omitted some weights
+        tensors |= {f"trained.{name}": value for name, value in trained.items() if f"model.{name}" in tensors}
+        for index, optimizer in enumerate(checkpoint.get("optimizer_states", ())):
+            found = names.tensors_in(optimizer["state"])
+            tensors |= {f"optimizer.{index}.{name}": value for name, value in found.items()}
+            optimizer["state"] = {
+                name: {key: value for key, value in values.items() if not names.is_stored(value)}
+                for name, values in optimizer["state"].items()
+            }
+        checkpoint["extra_state"] = {name: value for name, value in weights.items() if not names.is_stored(value)}
+        checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for exports, which build no model
+        plain = PlainTypes()
+        state = plain.of(checkpoint)
+        try:
+            saved_position(state)  # as when it is read
+        except ValueError as error:
+            taken = str(error)
+        if taken:
+            raise Refused(
+                f"this checkpoint could not be read again: {taken}, and the engine stores an entry of that name; use "
+                "another one in on_save_checkpoint of the module, callback or datamodule"
+            )
+        new = {place: kind for place, kind in plain.left_out.items() if place not in self._told}
+        for kind in sorted(set(new.values())) if self.is_global_zero else ():
+            places = listed([place for place in new if new[place] == kind])
+            log.warning("checkpoints leave out %s: a %s can't be read back safely", places, kind)
+        self._told = self._told | new.keys()
+        return tensors, state
+
+    def _await_ranks(
+        self, path: Path, tensors: dict[str, Stored], state: dict[str, Any]
+    ) -> tuple[Path, dict[str, Stored]]:
+        """Wait until every rank has reached this save and written the previous one; return rank 0's path and the
+        tensors that this rank writes. Rank 0's state also gets the `OF_RANKS` entries of all ranks."""
+        ranks = self._ranks
+        try:
+            self.wait_for_write()
+        except LostRank as error:
+            if ranks is not None:
+                ranks.staging.fail(str(error))
+            raise
+        self._log_failure()
+        if ranks is None:
+            return path, tensors
+        path_of_rank_0, own = self._agree(ranks.staging, path, tensors, state)
+        if self._writer.has_lost_a_rank:
+            self._checkpoint_ranks = None  # the old group can't be used any more
+        return path_of_rank_0, own
+
+    def _agree(
+        self, ranks: Steps, path: Path, tensors: dict[str, Stored], state: dict[str, Any]
+    ) -> tuple[Path, dict[str, Stored]]:
+        """Return rank 0's path and the tensors that this rank writes: its share if all ranks replicate the same
+        tensors, else all."""
+        assert self.lightning_module is not None
+        replicas = {name: replicas_of(tensor, ranks.rank, ranks.world_size) for name, tensor in tensors.items()}
+        held = sorted((name, [*tensors[name].shape], count) for name, (count, _) in replicas.items() if count > 1)
+        digest = hashlib.sha256(repr(held).encode()).hexdigest()
+        ranks.take(f"reach the save of {path.name}", lambda: [digest, state.get(OF_RANKS, [])])
+        of_all = ranks.results(range(ranks.world_size if ranks.rank == 0 else 0))
+        if of_ranks := [one for _, of_rank in of_all for one in of_rank]:
+            state[OF_RANKS] = of_ranks
+        are_alike = len({one for one, _ in of_all}) == 1
+        ranks.take("plan the save", lambda: [str(path), are_alike] if ranks.rank == 0 else None)
+        ((path_of_rank_0, are_alike),) = ranks.results([0])
+        if are_alike:
+            parameters = names.parameters(self.lightning_module).keys()
+            tensors = share(tensors, replicas, parameters)
+        return Path(path_of_rank_0), tensors
+
+    def stage(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+        """Return copies of the tensors that this rank writes, which training does not change."""
+        return self._writer.stage(tensors)
+
+    def wait_for_write(self) -> None:
+        """Wait until the previous checkpoint is written, without a time limit in a run of one process.
+
+        Raises:
+            LostRank: it took too long.
+        """
+        patience_seconds = None if self._checkpoint_ranks is None else self._timeout_seconds * _WRITE
+        if not self._writer.wait(patience_seconds):
+            raise LostRank(f"the previous checkpoint was not written within {patience_seconds:g} s")
+
+    def has_written(self) -> bool:
+        """Wait for the last checkpoint, and return whether it was written; the result is the same on all ranks."""
+        self.wait_for_write()
+        return self._writer.is_good
+
+    def once_saved(self, action: Callable[[], None]) -> None:
+        """Run an action after the last saved checkpoint is written, only if that succeeded."""
+        self.after_save(partial(self._writer.then, action))
+
+    def after_save(self, action: Callable[[], None]) -> None:
+        """Run an action at once or, if the last checkpoint that was asked for is put off, when it has been taken."""
+        if self.waiting:
+            self.waiting.append(action)
+        else:
+            action()
+
+    def finish_saving(self) -> None:
+        """Wait until the run's last checkpoint is written; a process that ends before would lose it.
+
+        Raises:
+            UnwrittenCheckpoint, LostRank: it could not be written.
+        """
+        self.wait_for_write()
+        if (failure := self._writer.failure()) is not None:
+            raise failure
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint of this run. Other paths are not removed: one from a foreign checkpoint may lead
+        anywhere."""
+        if not self.is_global_zero:
+            return
+        path = Path(filepath)
+        if any(_is_within(path.parent / "_", folder) for folder in self._folders()):
+            self.once_saved(lambda: directory.remove(path))
+        else:
+            log.warning("%s is not removed: it is not a checkpoint of this run", path)
+
+    def _folders(self) -> list[Path]:
+        """Return the folders in which this run stores checkpoints."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        named = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        return [Path(folder) for folder in (trainer.default_root_dir, *named) if folder is not None]
+
+    def on_train_start(self) -> None:
+        """Connect the ranks, and check the optimizers before training instead of at the first save.
+
+        Raises:
+            Refused: an optimizer holds a tensor that is not a parameter of the module.
+        """
+        super().on_train_start()
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.checkpoint_callbacks:
+            self._connect()  # collective: all ranks reach this hook
+            self.described_optimizers()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._log_failure()
+
+    def _log_failure(self) -> None:
+        failure = self._writer.failure()
+        if failure is not None and self.is_global_zero:
+            log.error("%s; training continues, and earlier checkpoints are kept", failure)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.finish_saving()
+        assert self.lightning_module is not None
+        run_dir = Path(self.lightning_module.trainer.default_root_dir)
+        for folder in self._folders() if self.is_global_zero else ():
+            if _is_within(folder / "_", run_dir):  # other runs may write to any other folder
+                directory.finish_changes(folder)  # for checkpoints that could not be removed earlier
+
+    def teardown(self) -> None:
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.status == TrainerStatus.RUNNING:  # not after an error
+            self.finish_saving()  # what a hook has saved in an evaluation
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        message = f"{type(exception).__name__}: {exception}".partition("\n")[0]
+        ranks, self._checkpoint_ranks = self._checkpoint_ranks, None
+        others = ranks if self.has_lost_a_rank is None else None
+        if others is not None:
+            others.staging.fail(message)
+        if self._writer.wait(_PATIENCE_SECONDS) and others is not None:
+            others.writing.fail(message)
+
+    @property
+    def _ranks(self) -> Ranks | None:
+        """The ranks that write checkpoints together; None for a single process."""
+        self._connect()
+        return self._checkpoint_ranks
+
+    @property
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        return ranks.group if (ranks := self._ranks) is not None else None
+
+    def _connect(self) -> None:
+        if self._checkpoint_ranks is None and dist.is_available() and dist.is_initialized():
+            self._checkpoint_ranks = Ranks(self._timeout_seconds * _STEP, self.has_lost_a_rank or Event())
+
+    @property
+    def _timeout_seconds(self) -> float:
+        timeout: timedelta | None = getattr(self, "_timeout", None)  # of strategies with a process group
+        return (timeout or default_pg_timeout).total_seconds()
+
+    # Loading
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # tensors are read into the strategy's own tensors
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Return a checkpoint's state, whose tensors are read later into the strategy's own tensors.
 
         In training, this reads the first undamaged checkpoint of `checkpoints_up_to`, starting with the given one.
         """
         self.wait_for_write()
-        module = self.lightning_module
-        assert module is not None
-        trainer, path = module.trainer, Path(checkpoint_path)
+        assert self.lightning_module is not None
+        trainer, path = self.lightning_module.trainer, Path(checkpoint_path)
+        run_dir, parameters = Path(trainer.default_root_dir), names.parameters(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
-            candidates = self.broadcast(checkpoints_up_to(path, Path(trainer.default_root_dir)))
-            self._reader = first_whole(candidates, self.checkpoint_group)
+            candidates = self.broadcast(checkpoints_up_to(path, run_dir))
+            self._reader = first_whole(candidates, self.checkpoint_group, parameters)
             trainer.ckpt_path = self._reader.path
             missing = [key for key in _OF_A_RESUME if key not in self._reader.state]
             if missing and saved_position(self._reader.state) is not None:  # else it was saved as weights only
@@ -128,25 +361,33 @@ class PortableCheckpoints(WrittenTogether):
                 )
         else:
             advice = "use the model arguments that it was saved with"
-            self._reader = Reader(self.broadcast(path), self.checkpoint_group, advice, names.parameters(module))
+            self._reader = Reader(self.broadcast(path), self.checkpoint_group, advice, parameters)
         state = {**self._reader.state, "state_dict": self._reader.weights()}  # for hooks; see `load_model_state_dict`
         if any(isinstance(one, WeightAveraging) for one in callbacks_of(trainer)) and self._reader.names("trained."):
-            trained = {name: read() for name, read in self.saved("trained").items()}
+            trained = {name: self._reader.read(f"trained.{name}") for name in self._reader.names("trained.")}
             first = {name: state.get("names_of_tied", {}).get(name, name) for name in state["state_dict"]}
             averages = state["state_dict"]
-            state["current_model_state"] = {n: trained[of] if of in trained else averages[n] for n, of in first.items()}
-        if "callbacks" in state:
-            is_best = partial(is_up_to, position=saved_position(state))
-            is_of_run = writing.is_within(self._reader.path, Path(trainer.default_root_dir))
-            state["callbacks"] = writing.trusted_states(state["callbacks"], callbacks_of(trainer), is_of_run, is_best)
-        return laid_out(state, names.parameters(module))
+            state[_TRAINED] = {name: trained[of] if of in trained else averages[name] for name, of in first.items()}
+        position, is_of_run = saved_position(state), _is_within(self._reader.path, run_dir)
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, ModelCheckpoint) and (found := state.get("callbacks", {}).get(callback.state_key)):
+                best = _best_of(callback, found, is_of_run)
+                if best["best_model_path"] and not is_up_to(Path(best["best_model_path"]), position):
+                    best = _best_of(callback, found, is_of_run=False)
+                state["callbacks"] = {**state["callbacks"], callback.state_key: best}
+        return state
 
     def start_from(self, path: Path, renamed: Mapping[str, str] | None) -> None:
         """Load only the weights of a checkpoint; from safetensors, or with new names, only those that fit.
 
+        If no name is in the model and the model has a method ``from_hf(weights)``, that translates safetensors.
+
         Args:
             renamed: prefixes of names in the checkpoint, with the model's prefix for each; None if the model's names
                 are to be the same.
+
+        Raises:
+            Refused: none of the weights fits.
         """
         module = self.lightning_module
         assert module is not None
@@ -154,18 +395,31 @@ class PortableCheckpoints(WrittenTogether):
             "use the model arguments that it was saved with, or take what fits with init_names={}; where shapes "
             "differ, give the checkpoint's weights other names: 'init_names={head.: unused.}'"
         )
-        self._reader = Reader(path, self.checkpoint_group, advice, names.parameters(module))
-        of_hub = is_hub(path)
-        is_whole = renamed is None and not of_hub
+        self._reader = reader = Reader(path, self.checkpoint_group, advice, names.parameters(module))
+        is_whole = renamed is None and not reader.is_of_hub
         if not is_whole:
-            state, prefixes = self.lightning_module_state_dict(), renamed or {}
-            live = [name for name, value in state.items() if names.is_stored(value)]
-            if of_hub:
-                self._reader.take(lambda found: fitted(path, found, module, live, prefixes))
-            else:
-                self._reader.rename(partial(_renamed, renamed=prefixes))
-                _check_fit(path, self._reader.names("model."), live)
-        self.load_model_state_dict(self._reader.state, strict=module.strict_loading and is_whole)
+            state = self.lightning_module_state_dict().items()
+            wanted = {name for name, value in state if names.is_stored(value)}
+            reader.rename(partial(_renamed, renamed=renamed or {}))
+            translate = getattr(module, "from_hf", None)
+            if reader.is_of_hub and translate is not None and not wanted & reader.names("model."):
+                reader.take(lambda found: dict(translate(found)))
+            self._report_fit(path, wanted, reader.names("model."))
+        self.load_model_state_dict(reader.state, strict=module.strict_loading and is_whole)
+
+    def _report_fit(self, path: Path, wanted: set[str], found: set[str]) -> None:
+        if not wanted & found:
+            raise Refused(
+                f"init_from={path}: none of its {len(found)} tensors has the name of a tensor in the model; it has "
+                f"{listed(sorted(found))}, the model has {listed(sorted(wanted))}; "
+                "map the prefixes of names: 'init_names={old.: new.}'"
+            )
+        if self.is_global_zero:
+            log.info("init_from  %d of the model's %d tensors are in %s", len(wanted & found), len(wanted), path)
+            if initial := sorted(wanted - found):
+                log.warning("init_from  %s keep their initial values", listed(initial))
+            if unused := sorted(found - wanted):
+                log.warning("init_from  %s of %s are not in the model", listed(unused), path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
@@ -212,10 +466,6 @@ class PortableCheckpoints(WrittenTogether):
         saved = self._reader.names(f"{kind}.")
         self._reader.fill({f"{kind}.{name}": tensor for name, tensor in tensors.items() if name in saved})
 
-    def saved(self, kind: str) -> dict[str, Callable[[], Tensor]]:
-        """Return, for each tensor of a kind in the loaded checkpoint, a function that reads it to the CPU, by name."""
-        return {name: partial(self._reader.read, f"{kind}.{name}") for name in self._reader.names(f"{kind}.")}
-
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
         parameters = names.parameters(self.lightning_module)
@@ -238,78 +488,14 @@ class PortableCheckpoints(WrittenTogether):
             like, of_parameter = self._reader.like[prefix + full_name], self._reader.like.get(f"model.{name}")
             if of_parameter is not None and like.dtype == of_parameter.dtype and key.rpartition("/")[2] != "step":
                 like = like.to(parameters[name].dtype)  # this run's precision may be another one
-            room = self.room_for(parameters[name], like)
+            if like.shape == parameters[name].shape and like.dim():
+                room: Stored = torch.zeros_like(parameters[name].detach(), dtype=like.dtype)
+            else:
+                room = torch.zeros_like(like, device="cpu")
             targets[prefix + full_name] = room
-            state.setdefault(name, {})[key] = room.values if isinstance(room, Piece) else room
+            state.setdefault(name, {})[key] = room
         self._reader.fill(targets)
         return state
-
-    def room_for(self, parameter: nn.Parameter, saved: Tensor) -> Stored:
-        """Return a tensor to read a parameter's optimizer state into, sharded like the parameter if the shapes agree.
-
-        Args:
-            saved: a meta tensor with the state's shape in the checkpoint and its dtype here.
-        """
-        if saved.shape == parameter.shape and parameter.dim():
-            return torch.zeros_like(parameter.detach(), dtype=saved.dtype)
-        return torch.zeros_like(saved, device="cpu")
-
-    def described_optimizers(self) -> list[tuple[str, optimizers.Groups]]:
-        """Return the class name and the parameter groups of each optimizer, with names in place of parameters."""
-        assert self.lightning_module is not None
-        return [
-            (optimizers.described(optimizer), optimizers.groups_of(optimizer, self.lightning_module))
-            for optimizer in self.optimizers
-        ]
-
-
-def fitted(
-    path: Path, found: Mapping[str, Tensor], model: nn.Module, live: Iterable[str], renamed: Mapping[str, str]
-) -> dict[str, Tensor]:
-    """Return the weights whose names are in the model, by these names, and log which ones fit and which do not.
-
-    If no name is in the model and the model has a method ``from_hf(weights)``, that method translates the names.
-
-    Args:
-        path: the path of the weights, for messages.
-        live: names of the model's parameters and buffers.
-        renamed: prefixes of names in the file, with the model's prefix for each.
-
-    Raises:
-        Refused: none of the weights fits.
-    """
-    wanted = set(live)
-    weights = {_renamed(name, renamed): value for name, value in found.items()}
-    translate = getattr(model, "from_hf", None)
-    if translate is not None and not wanted & weights.keys():
-        weights = dict(translate(weights))
-    _check_fit(path, weights.keys(), wanted)
-    return {name: value for name, value in weights.items() if name in wanted}
-
-
-def _check_fit(path: Path, found: Set[str], live: Iterable[str]) -> None:
-    """Log which weights fit, by their names in the model, and which do not.
-
-    Raises:
-        Refused: none of them fits.
-    """
-    wanted = set(live)
-    if not wanted & found:
-        raise Refused(
-            f"init_from={path}: none of its {len(found)} tensors has the name of a tensor in the model; it has "
-            f"{listed(sorted(found))}, the model has {listed(sorted(wanted))}; "
-            "map the prefixes of names: 'init_names={old.: new.}'"
-        )
-    _report(path, wanted, found, wanted & found)
-
-
-@rank_zero_only
-def _report(path: Path, wanted: Set[str], found: Set[str], fits: Set[str]) -> None:
-    log.info("init_from  %d of the model's %d tensors are in %s", len(fits), len(wanted), path)
-    if kept := sorted(wanted - fits):
-        log.warning("init_from  %s keep their initial values", listed(kept))
-    if unused := sorted(found - fits):
-        log.warning("init_from  %s of %s are not in the model", listed(unused), path)
 
 
 def _renamed(name: str, renamed: Mapping[str, str]) -> str:
@@ -320,65 +506,23 @@ def _renamed(name: str, renamed: Mapping[str, str]) -> str:
     return name
 
 
-class InitialWeights(Callback):
-    """Callback that starts a new run with the weights of a checkpoint, without its other state.
+def _is_within(path: Path, folder: Path) -> bool:
+    """Return whether a path is below a folder after links and `..` are resolved."""
+    return folder.resolve() in path.resolve().parents
 
-    Args:
-        path: a checkpoint of any strategy, written by the engine or by Lightning, or weights in the format of the
-            Hugging Face hub (safetensors). A run that resumes from its own checkpoint ignores it.
-        renamed: prefixes of names in the file, with the model's prefix for each; None to take all weights, or of the
-            hub's those that fit.
+
+def _best_of(callback: ModelCheckpoint, state: Mapping[str, Any], is_of_run: bool) -> dict[str, Any]:
+    """Return a callback's state with its folder of this run, which may have been moved since; another run's is empty.
+
+    Lightning would remove and read the files of its former folder.
     """
+    before, now = str(state.get("dirpath")), callback.dirpath
+    if not is_of_run or now is None:
+        return {"dirpath": now, "best_model_score": None, "best_model_path": ""}
 
-    def __init__(self, path: str, renamed: Mapping[str, str] | None = None) -> None:
-        self.path = Path(path)
-        self.renamed = renamed
+    def moved(path: str) -> str:
+        return str(Path(now, Path(path).relative_to(before))) if Path(before) in Path(path).parents else path
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.ckpt_path is not None:
-            return
-        if not isinstance(trainer.strategy, PortableCheckpoints):
-            raise Refused(f"init_from: {type(trainer.strategy).__name__} can't read checkpoints of other strategies")
-        trainer.strategy.start_from(self.path, self.renamed)
-
-
-class TransientBuffers(Callback):
-    """Callback that saves non-persistent buffers that training changes; the module's state dict leaves them out.
-
-    It also lets the strategy keep the weights of a resumed run while the user's `on_train_start` hooks run.
-
-    Queues of keys, running means and step counters are often registered with `persistent=False`. A table that is
-    computed in the constructor and does not change is not saved.
-    """
-
-    _at_start: Mapping[str, int] = MappingProxyType({})  # checksums
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # before a checkpoint is read
-        self._at_start = {name: _checksum(buffer) for name, buffer in _transient(pl_module).items()}
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        owners: list[Any] = [pl_module, *callbacks_of(trainer)]
-        of_user = any(str(one.on_train_start.__module__).partition(".")[0] not in _KNOWN for one in owners)
-        if of_user and trainer.ckpt_path is not None and isinstance(trainer.strategy, PortableCheckpoints):
-            trainer.strategy.keep_weights()
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        buffers = _transient(pl_module)
-        changed = {name: one for name, one in buffers.items() if self._at_start.get(name) != _checksum(one)}
-        if changed:
-            checkpoint[TRANSIENT] = changed
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if isinstance(trainer.strategy, PortableCheckpoints):
-            names.set_transient(pl_module, trainer.strategy.saved(TRANSIENT))
-
-
-def _transient(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are not persistent, by name."""
-    return {name: part.get_buffer(own) for name, part, own in names.transient(module)}
-
-
-def _checksum(buffer: Tensor) -> int:
-    shape = repr((tuple(buffer.shape), buffer.dtype)).encode()
-    values = buffer.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()  # whatever it is a view of
-    return zlib.crc32(values.view(torch.uint8).numpy().tobytes(), zlib.crc32(shape))
+    named = {name: moved(path) for name, path in state.items() if name.endswith("model_path")}
+    best = {moved(path): score for path, score in state.get("best_k_models", {}).items()}
+    return {**state, **named, "best_k_models": best, "dirpath": now}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from copy import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,8 +11,6 @@ import torch
 from torch import Size, Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import transform_subclass
-
-from lightswitch.checkpoints.safe import PLACES_OF_SHARDS
 
 Box = tuple[tuple[int, ...], Tensor]  # offsets in the whole tensor, and the values, in the rank's own memory
 
@@ -111,33 +106,8 @@ def with_local(stored: Stored, part: Tensor) -> Stored:
     return whole
 
 
-_Place = tuple[Any, ...]  # a path: the keys and indices that lead to a value
-
-
-def laid_out(state: dict[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Return a checkpoint's state, with what was sharded sharded like the parameters of this run, if those are sharded.
-
-    A tensor is sharded like the parameter that its last key names, or else like the first parameter of its shape.
-    """
-    for place in state.get(PLACES_OF_SHARDS, ()):
-        with contextlib.suppress(LookupError, TypeError):  # trusted_states has replaced a callback's state
-            state = _replaced(state, place, partial(_cut, name=place[-1], parameters=parameters))
-    return state
-
-
-def _replaced(value: Any, place: _Place, change: Callable[[Any], Any]) -> Any:
-    if not place:
-        return change(value)
-    key, *rest = place
-    changed = _replaced(value[key], tuple(rest), change)
-    if isinstance(value, tuple):
-        return (*value[:key], changed, *value[key + 1 :])
-    replaced = copy(value)
-    replaced[key] = changed
-    return replaced
-
-
-def _cut(whole: Tensor, name: Any, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+def sharded_like(parameters: Mapping[str, nn.Parameter], name: str, whole: Tensor) -> Tensor:
+    """Return a whole tensor sharded like the parameter of a name, else like the first one of its shape, if that is."""
     named = [parameters[name]] if name in parameters else parameters.values()
     like = next((one for one in named if isinstance(one, DTensor) and one.shape == whole.shape), None)
     if like is None:

@@ -22,11 +22,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightswitch.checkpoints import directory, safe
-from lightswitch.checkpoints.names import TRANSIENT
-from lightswitch.checkpoints.reader import OnRead, Reader, hub_weights, read_foreign, transient_of, unreadable, why
+from lightswitch.checkpoints import directory, format
+from lightswitch.checkpoints.reading import BUFFERS, OnRead, Reader, hub_weights, read_foreign, why
 from lightswitch.errors import Refused, UnfitCheckpoint
-from lightswitch.regular_files import MARK, make_tree, remove_tree
+from lightswitch.regular_files import MARK, remove_tree
 
 FOLDER_STEM = "model"  # of the files in a folder, if only the folder is named
 OF_RUN = "model.ckpt"  # in the directory of a run that has ended: its best weights, else its last
@@ -42,6 +41,9 @@ _OF_TRAINING = (
     "of_ranks",
     "extra_state",
     "names_of_tied",
+    "frozen_since",
+    "configured",
+    BUFFERS,
 )
 _PREFIX = "model."
 
@@ -95,9 +97,8 @@ def write(
     return [file.with_name(name) for name in written]
 
 
-def read(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]] | None:
-    """Return the file that was passed to `write`, the state dict, and, of a .ckpt file, the non-persistent buffers that
-    training changed; None if ``path`` is not an export.
+def read(path: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the file that was passed to `write`, and the state dict; None if ``path`` is not an export.
 
     Raises:
         UnfitCheckpoint: a file can't be read.
@@ -110,11 +111,10 @@ def read(path: Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]] | None:
         return None
     try:
         if file.suffix == ".ckpt":
-            found = read_foreign(file)
-            return file, found["state_dict"], transient_of(found)
+            return file, read_foreign(file)["state_dict"]
         if file.suffix == ".pt":
-            return file, _checked(safe.load(file)), {}
-        return file, hub_weights(file if file.is_file() else index_of(file)), {}
+            return file, _checked(format.load(file))
+        return file, hub_weights(file if file.is_file() else index_of(file))
     except Exception as error:  # torch raises many kinds of errors for a file that is not its own, or truncated
         raise UnfitCheckpoint(f"{file} can't be read: {why(error)}") from error
 
@@ -127,9 +127,7 @@ def _as_lightning(state: dict[str, Any], weights: Weights, config: Mapping[str, 
     """
     arguments = {name: value for name, value in config.items() if name[:1] != "_" and _is_plain(value)}
     kept = {name: value for name, value in weights.state.items() if name not in _OF_TRAINING}
-    if transient := weights.read_transient():
-        kept[TRANSIENT] = transient
-    plain, _ = safe.safe({**kept, _ARGUMENTS: arguments | weights.state.get(_ARGUMENTS, {})})
+    plain = format.PlainTypes(keeps_kinds=False).of({**kept, _ARGUMENTS: arguments | weights.state.get(_ARGUMENTS, {})})
     return {**plain, "state_dict": state}
 
 
@@ -194,7 +192,7 @@ def _index(weights: Weights, dtype: torch.dtype | None, shards: Mapping[str, lis
 @contextmanager
 def _beside(file: Path) -> Iterator[Path]:
     """Yield a temporary folder whose files are moved beside ``file`` on exit, unless an exception is raised."""
-    partial = make_tree(directory.vacant(partial_of(file)))
+    partial = directory.make_empty(partial_of(file))
     try:
         yield partial
         for path in sorted(partial.iterdir()):
@@ -238,7 +236,7 @@ def _compare(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def _tensors_in(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
     if path.suffix in OF_TORCH:
-        found = safe.load(path, mapped=True)
+        found = format.load(path, mapped=True)
         state = found if path.suffix == ".pt" else found["state_dict"]
         yield from ((name, state[name]) for name in names)
     else:
@@ -264,7 +262,6 @@ class Weights:
             only the first.
         lists_tied: whether the checkpoint lists tied tensors; checkpoints of earlier versions do not.
         like: meta tensors by name, with the shapes and dtypes of the stored tensors.
-        transient: names of the non-persistent buffers that training changed.
 
     Raises:
         UnfitCheckpoint: the checkpoint can't be read, or is damaged.
@@ -273,12 +270,11 @@ class Weights:
     def __init__(self, path: Path) -> None:
         self._reader = Reader(path, group=None)
         self.state = self._reader.state
-        self.extra_state = self._mapping("extra_state")
+        self.extra_state: dict[str, Any] = self.state.get("extra_state", {})
         names = sorted(self._reader.names(_PREFIX))
         self.like = {name: self._reader.like[_PREFIX + name] for name in names}
-        self.transient = sorted(self._reader.names(f"{TRANSIENT}."))
         self.lists_tied = "names_of_tied" in self.state
-        tied = self._mapping("names_of_tied")
+        tied: dict[str, str] = self.state.get("names_of_tied", {})
         self.first_names = {other: first for other, first in tied.items() if first in self.like}
 
     def read(
@@ -299,16 +295,6 @@ class Weights:
     def on_access(self) -> dict[str, Any]:
         """Return the entries of the module's state by name, of which tensors are read on access."""
         return self._reader.weights()
-
-    def read_transient(self) -> dict[str, Tensor]:
-        """Return the non-persistent buffers that training changed, on the CPU, by name."""
-        return {name: self._reader.read(f"{TRANSIENT}.{name}") for name in self.transient}
-
-    def _mapping(self, key: str) -> dict[str, Any]:
-        found = self.state.get(key, {})
-        if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-            raise unreadable(self._reader.path, f"{key} is damaged")
-        return found
 
     def dtype(self, name: str, asked: torch.dtype | None) -> torch.dtype:
         """Return the dtype of a tensor once it is rounded to the requested one; only floating-point tensors change."""

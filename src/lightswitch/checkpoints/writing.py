@@ -1,362 +1,362 @@
-"""Saving of checkpoints: all ranks write one together, in a thread, while training goes on."""
+"""How ranks write a checkpoint together: which rank writes a tensor, its copy in host memory, the thread, the steps."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import errno
+import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerStatus
-from torch.distributed.constants import default_pg_timeout
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
-from lightswitch.batches.logs import OF_RANKS
-from lightswitch.batches.plan import saved_position
-from lightswitch.checkpoints import directory, names, safe
-from lightswitch.checkpoints.names import TRANSIENT
-from lightswitch.checkpoints.ranks import Ranks, Steps
-from lightswitch.checkpoints.saver import Saver, fingerprint, share
-from lightswitch.checkpoints.shards import Stored
-from lightswitch.errors import LostRank, Refused, UnwrittenCheckpoint, listed
+from lightswitch.checkpoints.shards import Piece, Stored, local
+from lightswitch.errors import LostRank, UnwrittenCheckpoint
 
 log = logging.getLogger(__name__)
 
-# Fractions of the process group's timeout: the wait for a rank in one step of a save, and the wait for all steps of a
-# write. They expire before it does, and before the watchdog ends a run that starts no batch.
-_STEP, _WRITE = 1 / 3, 2 / 3
-_TRAINED = "current_model_state"  # Lightning's key for the trained weights, if the model holds their averages
-_MODEL = ("model", "trained", TRANSIENT)  # prefixes of the names of the model's tensors in a checkpoint
-_PATHS = ("best_model_path", "last_model_path", "kth_best_model_path")  # in the state of a ModelCheckpoint
-_PATIENCE_SECONDS = 60  # for a checkpoint that is being written when a run fails; another rank may hang
+Action = Callable[[], None]
+CHUNK_BYTES = 64 * 2**20
+_ALIGNED_BYTES = 64  # a cache line, and a multiple of every dtype's size
+_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.001, 0.05
+_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 
 
-class WrittenTogether(Strategy):
-    """Base of strategies whose ranks write a checkpoint together: each rank writes its shards, in a separate thread.
+def replicas_of(tensor: Stored, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the number of replicas of this rank's local tensor, and the index of this rank among them.
 
-    `lightning_module_state_dict` and `optimizer_state` return a rank's shards. They must not be collective: a rank that
-    fails in a save would leave the others waiting.
+    A plain tensor is replicated on all ranks, a DTensor as its mesh says, a Piece not at all.
+    """
+    if isinstance(tensor, Piece):
+        return 1, 0
+    if not isinstance(tensor, DTensor):
+        return world_size, rank
+    count, own, mesh = 1, 0, tensor.device_mesh
+    for placement, size, position in zip(tensor.placements, mesh.shape, mesh.get_coordinate() or (), strict=False):
+        if placement.is_replicate():
+            count, own = count * size, own * size + position
+    return count, own
+
+
+def share(
+    tensors: Mapping[str, Stored], replicas: Mapping[str, tuple[int, int]], parameters: Iterable[str]
+) -> dict[str, Stored]:
+    """Return the tensors that a rank writes, so that each replicated tensor is written once and the load is balanced.
+
+    All ranks reach the same result without communication if they replicate the same tensors. What is in the model and
+    is no parameter, as a batch norm's statistics, may differ by rank: the first replica writes it.
+    """
+    names, own = set(parameters), {}
+    loads: dict[int, list[int]] = {}  # elements of each replica so far, by the number of replicas
+    for name in sorted(tensors, key=lambda name: (-tensors[name].shape.numel(), name)):
+        count, index = replicas[name]
+        kind, _, of_kind = name.partition(".")
+        of_count = loads.setdefault(count, [0] * count)
+        is_of_first = kind in ("model", "trained") and of_kind not in names
+        writer = 0 if is_of_first else of_count.index(min(of_count))
+        of_count[writer] += tensors[name].shape.numel()
+        if count == 1 or index == writer:
+            own[name] = tensors[name]
+    return own
+
+
+class Writer:
+    """Queue of checkpoint writes in a thread, and of actions that run only if the write before them succeeded.
+
+    Every rank must queue the same writes in the same order.
+
+    Attributes:
+        is_good: whether the last write succeeded.
+        has_lost_a_rank: whether the last write failed with LostRank, so that its process group is no longer usable.
     """
 
-    # Set by the watchdog, which reports failures to all ranks: a failing save then does not use torch's store, which
-    # prints errors if rank 0 is dead
-    has_lost_a_rank: Event | None = None
-
-    waiting: list[Callable[[], None]] | None = None  # saves that are put off to the end of a step, in order
-
-    _checkpoint_ranks: Ranks | None = None
-    _told: frozenset[str] = frozenset()  # paths of values that checkpoints omit, already logged
-
-    @functools.cached_property
-    def _saver(self) -> Saver:
-        return Saver()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Copy the state into memory and return; a thread writes it while training goes on.
-
-        Raises:
-            LostRank: a rank did not reach the save in time, has failed, or is still writing the previous checkpoint.
-        """
-        tensors, state, left_out = self.written(checkpoint)
-        self._tell_once(left_out)
-        path, own = self._await_ranks(Path(filepath), tensors, state)
-        if self.is_global_zero:
-            with contextlib.suppress(OSError):  # the write makes it again, and raises the error
-                path.parent.mkdir(parents=True, exist_ok=True)  # Lightning links to it before it is written
-        staged, ranks = self.stage(own), self._ranks
-
-        def write() -> None:
-            try:
-                return directory.write(path, staged, state, ranks)
-            except UnwrittenCheckpoint as error:  # on every rank; retried once, as the error may be transient
-                if self.is_global_zero:
-                    log.warning("%s; retrying once", error)
-            directory.write(path, staged, state, ranks)
-
-        self._saver.write(write)
-
-    def written(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any], dict[str, str]]:
-        """Split Lightning's checkpoint into the tensors by name, the rest to write, and the omitted values (see
-        `safe.safe`). Collective.
-
-        Raises:
-            Refused: a hook has stored an entry under a name that the engine uses: the checkpoint would be unreadable.
-        """
-        assert self.lightning_module is not None
-        taken = next((f"it has {key}" for key in ("extra_state", "names_of_tied") if key in checkpoint), None)
-        checkpoint["names_of_tied"] = names.tied(self.lightning_module)  # for exports, which build no model
-        tensors, plain = split(checkpoint)
-        state, left_out = safe.safe(plain)
-        try:
-            saved_position(safe.checked_state(state, "it"))  # as when it is read
-        except ValueError as error:
-            taken = str(error)
-        if taken:
-            raise Refused(
-                f"this checkpoint could not be read again: {taken}, and the engine stores an entry of that name; use "
-                "another one in on_save_checkpoint of the module, callback or datamodule"
-            )
-        return tensors, state, left_out
-
-    def of_rank_0(self, tensors: Iterable[str]) -> set[str]:
-        """Return the names of the tensors that are saved from rank 0: all of the model's except parameters, as a batch
-        norm's statistics, for example, differ by rank."""
-        assert self.lightning_module is not None
-        parameters = names.parameters(self.lightning_module).keys()
-        parts = {name: name.partition(".") for name in tensors}
-        return {name for name, (kind, _, own) in parts.items() if kind in _MODEL and own not in parameters}
-
-    def _tell_once(self, left_out: dict[str, str]) -> None:
-        """Log the values that a checkpoint omits, each of them once."""
-        new: dict[str, list[str]] = {}
-        for place, kind in left_out.items():
-            if place not in self._told:
-                new.setdefault(kind, []).append(place)
-        for kind, places in new.items() if self.is_global_zero else ():
-            log.warning("checkpoints leave out %s: a %s can't be read back safely", listed(places), kind)
-        self._told = self._told | left_out.keys()
-
-    def _await_ranks(
-        self, path: Path, tensors: dict[str, Stored], state: dict[str, Any]
-    ) -> tuple[Path, dict[str, Stored]]:
-        """Wait until every rank has reached this save and written the previous one; return rank 0's path and the
-        tensors that this rank writes. Rank 0's state also gets the `OF_RANKS` entries of all ranks."""
-        ranks = self._ranks
-        try:
-            self.wait_for_write()
-        except LostRank as error:
-            if ranks is not None:
-                ranks.staging.fail(str(error))
-            raise
-        self._log_failure()
-        if ranks is None:
-            return path, tensors
-        path_of_rank_0, own = _agree(ranks.staging, path, tensors, state, self.of_rank_0(tensors))
-        if self._saver.has_lost_a_rank:
-            self._checkpoint_ranks = None  # the old group can't be used any more
-        return path_of_rank_0, own
-
-    def wait_for_write(self) -> None:
-        """Wait until the previous checkpoint is written, without a time limit in a run of one process.
-
-        Raises:
-            LostRank: it took too long.
-        """
-        patience_seconds = None if self._checkpoint_ranks is None else self._timeout_seconds * _WRITE
-        if not self._saver.wait(patience_seconds):
-            raise LostRank(f"the previous checkpoint was not written within {patience_seconds:g} s")
-
-    def has_written(self) -> bool:
-        """Wait for the last checkpoint, and return whether it was written; the result is the same on all ranks."""
-        self.wait_for_write()
-        return self._saver.is_good
+    def __init__(self) -> None:
+        self._last: Thread | None = None  # the last thread queued; each waits for the one before it
+        self.is_good = True
+        self.has_lost_a_rank = False
+        self._failure: Exception | None = None
+        self._pools = {is_pinned: Pool(is_pinned) for is_pinned in (False, True)}
 
     def stage(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Return copies of the tensors that this rank writes, which training does not change."""
-        return self._saver.stage(tensors)
+        """Return copies on the CPU, in memory that the next checkpoint reuses. Of a DTensor, copy the local tensor.
 
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint of this run. Other paths are not removed: one from a foreign checkpoint may lead
-        anywhere."""
-        if not self.is_global_zero:
-            return
-        path = Path(filepath)
-        if any(is_within(path.parent / "_", folder) for folder in self._folders()):
-            self.once_saved(lambda: directory.remove(path))
-        else:
-            log.warning("%s is not removed: it is not a checkpoint of this run", path)
+        Training waits for this, and for the previous write, which must be complete before the call.
+        """
+        for pool in self._pools.values():
+            pool.reuse()
+        largest_first = sorted(tensors.items(), key=lambda item: -local(item[1]).nbytes)
+        staged = {name: self._copy(tensor) for name, tensor in largest_first}
+        for device in {tensor.device for tensor in map(local, tensors.values()) if tensor.is_cuda}:
+            torch.cuda.synchronize(device)  # the copies are asynchronous
+        return staged
 
-    def _folders(self) -> list[Path]:
-        """Return the folders in which this run stores checkpoints."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        named = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        return [Path(folder) for folder in (trainer.default_root_dir, *named) if folder is not None]
+    def write(self, write: Action) -> None:
+        """Queue a write; its error is stored for `failure`."""
 
-    def once_saved(self, action: Callable[[], None]) -> None:
-        """Run an action after the last saved checkpoint is written, only if that succeeded."""
-        self.after_save(functools.partial(self._saver.then, action))
+        def attempt() -> None:
+            try:
+                write()
+                self.is_good, self.has_lost_a_rank = True, False
+            except Exception as error:  # the disk, a lost rank, or a bug, which this thread would otherwise swallow
+                self.is_good, self._failure = False, error
+                self.has_lost_a_rank = isinstance(error, LostRank)
 
-    def after_save(self, action: Callable[[], None]) -> None:
-        """Run an action at once or, if the last checkpoint that was asked for is put off, when it has been taken."""
-        if self.waiting:
-            self.waiting.append(action)
-        else:
+        self._start(attempt)
+
+    def then(self, action: Action) -> None:
+        """Queue an action to run after the last write; it is skipped if that write failed."""
+
+        def attempt() -> None:
+            try:
+                if self.is_good:
+                    action()
+            except OSError as error:
+                self._failure = error
+
+        self._start(attempt)
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until the queue is empty, and return False if that takes longer than the timeout."""
+        if self._last is not None:
+            self._last.join(timeout_seconds)
+        return self._last is None or not self._last.is_alive()
+
+    def failure(self) -> Exception | None:
+        """Return the error of a failed write or action, and clear it; None if none failed since the last call."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def _start(self, action: Action) -> None:
+        before = self._last
+
+        def run() -> None:
+            if before is not None:
+                before.join()
             action()
 
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.checkpoint_callbacks:
-            self._connect()  # collective: all ranks reach this hook
+        self._last = Thread(target=run, name="checkpoint", daemon=True)
+        self._last.start()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        self._log_failure()
+    def _copy(self, tensor: Stored) -> Stored:
+        if isinstance(tensor, Piece):
+            return tensor.with_values(self._copied(tensor.values))
+        if not is_traceable_wrapper_subclass(tensor):
+            return self._copied(tensor)
 
-    def _log_failure(self) -> None:
-        failure = self._saver.failure()
-        if failure is not None and self.is_global_zero:
-            log.error("%s; training continues, and earlier checkpoints are kept", failure)
+        def copied(_: str, inner: Any) -> Any:
+            return self._copied(inner) if isinstance(inner, Tensor) else inner  # for example, a mesh
 
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self.finish_saving()
-        assert self.lightning_module is not None
-        run_dir = Path(self.lightning_module.trainer.default_root_dir)
-        if self.is_global_zero:
-            for folder in self._folders():
-                if is_within(folder / "_", run_dir):  # other runs may write to any other folder
-                    directory.finish_changes(folder)  # for checkpoints that could not be removed earlier
+        whole: Tensor = transform_subclass(tensor, copied)
+        return whole
 
-    def teardown(self) -> None:
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.status == TrainerStatus.RUNNING:  # not after an error
-            self.finish_saving()  # what a hook has saved in an evaluation
-        super().teardown()
-
-    def finish_saving(self) -> None:
-        """Wait until the run's last checkpoint is written; a process that ends before would lose it.
-
-        Raises:
-            UnwrittenCheckpoint, LostRank: it could not be written.
-        """
-        self.wait_for_write()
-        if (failure := self._saver.failure()) is not None:
-            raise failure
-
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        message = f"{type(exception).__name__}: {exception}".partition("\n")[0]
-        ranks, self._checkpoint_ranks = self._checkpoint_ranks, None
-        others = ranks if self.has_lost_a_rank is None else None
-        if others is not None:
-            others.staging.fail(message)
-        if self._saver.wait(_PATIENCE_SECONDS) and others is not None:
-            others.writing.fail(message)
-
-    @property
-    def _ranks(self) -> Ranks | None:
-        """The ranks that write checkpoints together; None for a single process."""
-        self._connect()
-        return self._checkpoint_ranks
-
-    @property
-    def checkpoint_group(self) -> dist.ProcessGroup | None:
-        return ranks.group if (ranks := self._ranks) is not None else None
-
-    def _connect(self) -> None:
-        if self._checkpoint_ranks is None and dist.is_available() and dist.is_initialized():
-            self._checkpoint_ranks = Ranks(self._timeout_seconds * _STEP, self.has_lost_a_rank or Event())
-
-    @property
-    def _timeout_seconds(self) -> float:
-        timeout: timedelta | None = getattr(self, "_timeout", None)  # of strategies with a process group
-        return (timeout or default_pg_timeout).total_seconds()
+    def _copied(self, part: Tensor) -> Tensor:
+        kept = self._pools[part.is_cuda].empty(part.shape, part.dtype)
+        return kept.copy_(part.detach(), non_blocking=part.is_cuda)
 
 
-def _agree(
-    ranks: Steps, path: Path, tensors: dict[str, Stored], state: dict[str, Any], of_rank_0: set[str]
-) -> tuple[Path, dict[str, Stored]]:
-    """Return rank 0's path and the tensors that this rank writes: its share if all ranks replicate the same tensors,
-    else all."""
-    replicated = fingerprint(tensors, ranks.rank, ranks.world_size)
-    ranks.take(f"reach the save of {path.name}", lambda: [replicated, state.get(OF_RANKS, [])])
-    all_told = ranks.results(range(ranks.world_size if ranks.rank == 0 else 0))
-    if of_ranks := [one for _, of_rank in all_told for one in of_rank]:
-        state[OF_RANKS] = of_ranks
-    are_alike = len({held for held, _ in all_told}) == 1
-    ranks.take("plan the save", lambda: [str(path), are_alike] if ranks.rank == 0 else None)
-    ((path_of_rank_0, are_alike),) = ranks.results([0])
-    own = share(tensors, ranks.rank, ranks.world_size, of_first=of_rank_0) if are_alike else tensors
-    return Path(path_of_rank_0), own
+class Pool:
+    """CPU memory in chunks that are reused for each checkpoint.
 
-
-def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]]:
-    """Split a checkpoint into the tensors of model and optimizers, by name, and the rest."""
-    weights = checkpoint.pop("state_dict")
-    tensors = {f"model.{name}": value for name, value in weights.items() if names.is_stored(value)}
-    checkpoint["extra_state"] = {name: value for name, value in weights.items() if not names.is_stored(value)}
-    trained = checkpoint.pop(_TRAINED, {})  # a callback may have omitted some weights
-    tensors |= {f"trained.{name}": value for name, value in trained.items() if f"model.{name}" in tensors}
-    tensors |= {f"{TRANSIENT}.{name}": value for name, value in checkpoint.pop(TRANSIENT, {}).items()}
-    for index, optimizer in enumerate(checkpoint.get("optimizer_states", ())):
-        found = names.tensors_in(optimizer["state"])
-        tensors |= {f"optimizer.{index}.{name}": value for name, value in found.items()}
-        optimizer["state"] = {
-            name: {key: value for key, value in values.items() if not names.is_stored(value)}
-            for name, values in optimizer["state"].items()
-        }
-    return tensors, checkpoint
-
-
-def trusted_states(
-    states: Mapping[str, Any], callbacks: Iterable[Callback], is_of_run: bool, is_best: Callable[[Path], bool]
-) -> dict[str, Any]:
-    """Return the states of callbacks, without paths outside of the folder in which a callback saves checkpoints.
-
-    Lightning removes and reads the files at these paths. A state with other paths, for example from another run, is
-    replaced by one without any checkpoint; so is one whose best checkpoint is no longer there.
+    torch rounds a pinned block up to a power of two, so that one block for each tensor would take up to twice the
+    bytes. Here a chunk is a power of two from the start, and several tensors share it; if a tensor needs a chunk larger
+    than `CHUNK_BYTES`, the next tensors use the rest of it. Allocated in order of size, the largest first, tensors
+    leave about one chunk unused.
 
     Args:
-        states: the states in a checkpoint, by the callbacks' state keys.
-        callbacks: the callbacks of this run.
-        is_of_run: whether the checkpoint lies in this run's directory, which may have been moved since.
-        is_best: returns whether a path still has the checkpoint that was the best one.
+        is_pinned: whether the memory is pinned, so that a GPU copies to it while it computes.
     """
-    trusted = dict(states)
-    for callback in callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.state_key in states:
-            state = states[callback.state_key]
-            state = _moved(callback, state) if is_of_run else state
-            is_trusted = _is_of(callback, state) and (not (best := state["best_model_path"]) or is_best(Path(best)))
-            trusted[callback.state_key] = state if is_trusted else _empty_state(callback)
-    return trusted
+
+    def __init__(self, is_pinned: bool) -> None:
+        self._is_pinned = is_pinned
+        self._chunks: list[Tensor] = []
+        self._used_bytes: list[int] = []  # of each chunk
+
+    @property
+    def bytes(self) -> int:
+        """Size of all chunks in bytes."""
+        return sum(chunk.numel() for chunk in self._chunks)
+
+    def reuse(self) -> None:
+        """Free all tensors at once; they must not be used any more."""
+        self._used_bytes = [0] * len(self._chunks)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized tensor."""
+        needed_bytes = math.prod(shape) * dtype.itemsize
+        number = self._chunk_with(needed_bytes)
+        begin = self._used_bytes[number]
+        self._used_bytes[number] += -(-needed_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        return self._chunks[number][begin : begin + needed_bytes].view(dtype).view(tuple(shape))
+
+    def _chunk_with(self, needed_bytes: int) -> int:
+        for number, (chunk, used_bytes) in enumerate(zip(self._chunks, self._used_bytes, strict=True)):
+            if used_bytes + needed_bytes <= chunk.numel():
+                return number
+        self._chunks.append(self._chunk(max(CHUNK_BYTES, 1 << (needed_bytes - 1).bit_length())))
+        self._used_bytes.append(0)
+        return len(self._chunks) - 1
+
+    def _chunk(self, bytes: int) -> Tensor:
+        try:
+            return torch.empty(bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        except RuntimeError as error:
+            if not self._is_pinned:
+                raise
+            self._is_pinned = False
+            first = str(error).partition("\n")[0]
+            log.warning("saves      to unpinned memory, which makes training wait longer: %s", first)
+            return self._chunk(bytes)
 
 
-def _moved(callback: ModelCheckpoint, state: Any) -> Any:
-    """Return a callback's state with paths in the folder in which it saves now, in place of its former folder."""
-    if not isinstance(state, dict) or not isinstance(before := state.get("dirpath"), str) or callback.dirpath is None:
-        return state
-    now = callback.dirpath
-
-    def moved(path: Any) -> Any:
-        is_there = isinstance(path, str) and Path(before) in Path(path).parents
-        return str(Path(now, Path(path).relative_to(before))) if is_there else path
-
-    named = {name: moved(state[name]) for name in _PATHS if name in state}
-    best = state.get("best_k_models", {})
-    if isinstance(best, dict):
-        named["best_k_models"] = {moved(path): score for path, score in best.items()}
-    return {**state, **named, "dirpath": now}
+class CollectiveError(OSError):
+    """Error that every rank raises, whose text names the rank it comes from."""
 
 
-def is_within(path: Any, folder: Path) -> bool:
-    """Return whether a path is below a folder after links and `..` are resolved."""
+class Ranks:
+    """Ranks of a run that save checkpoints together, in the training thread and in the writer thread.
+
+    The constructor is collective.
+
+    Args:
+        timeout_seconds: how long to wait for a rank in each step of a save.
+        has_lost_a_rank: set once a rank is known to be dead or to hang, and no step waits any longer.
+    """
+
+    def __init__(self, timeout_seconds: float, has_lost_a_rank: Event) -> None:
+        # gloo, as NCCL sends no Python objects; a separate group, as training uses the other one at the same time
+        self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self.staging = Steps(self.group, "staging", timeout_seconds, has_lost_a_rank)
+        self.writing = Steps(self.group, "writing", timeout_seconds, has_lost_a_rank)
+
+
+class Steps:
+    """Sequence of steps that all ranks take, each with the same outcome on all ranks and within a timeout.
+
+    The ranks agree through the process group's store, not by collectives: the store responds while a rank hangs, and
+    shows which one does.
+
+    Args:
+        group: the process group of the ranks.
+        name: the name of the sequence; two sequences may run at the same time.
+        timeout_seconds: how long to wait for a rank in a step.
+        has_lost_a_rank: see `Ranks`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str, timeout_seconds: float, has_lost_a_rank: Event) -> None:
+        self._store = PrefixStore(f"{group.group_name}/{name}", _get_default_store())
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._timeout_seconds, self._has_lost_a_rank = timeout_seconds, has_lost_a_rank
+        self._done = 0
+
+    def take(self, what: str, action: Callable[[], Any]) -> None:
+        """Run an action as the next step, and wait until all ranks have run theirs.
+
+        Args:
+            what: the step, for the message that names a rank which did not take it: "write its shard".
+            action: returns a value that can be written as JSON.
+
+        Raises:
+            OSError: on every rank, if the action raised OSError on one of them.
+            LostRank: on every rank, if the action raised another error on one, or a rank did not arrive in time.
+        """
+        cause: BaseException | None = None
+        try:
+            self._store.set(self._key(str(self.rank)), json.dumps(action()))
+            if self._store.add(self._key("arrived"), 1) == self.world_size:
+                self._decide({})
+        except Exception as error:
+            is_of_disk = isinstance(error, OSError)  # else a bug, which the other ranks have to raise as well
+            cause = None if is_of_disk else error
+            message = first_line(error) if is_of_disk else f"{type(error).__name__}: {error}"
+            told = message if isinstance(error, CollectiveError) else f"rank {self.rank}: {message}"
+            self._decide({"lost": not is_of_disk, "told": told})
+        self._conclude(what, cause)
+
+    def results(self, ranks: Iterable[int]) -> list[Any]:
+        """Return the results of the last step's action on the given ranks, in their order."""
+        return [json.loads(one) for one in self._store.multi_get([self._key(str(r), self._done - 1) for r in ranks])]
+
+    def fail(self, cause: str) -> None:
+        """Fail the next step on all ranks, as this rank will not take it while others may be waiting."""
+        with contextlib.suppress(dist.DistError):  # rank 0, which serves the store, is dead
+            self._decide({"lost": True, "told": f"rank {self.rank} failed: {cause}"})
+
+    def _decide(self, outcome: dict[str, Any]) -> None:
+        """Set the outcome of the step, unless another rank has already set it."""
+        self._store.compare_set(self._key("outcome"), "", json.dumps(outcome))
+
+    def _conclude(self, what: str, cause: BaseException | None) -> None:
+        if not self._wait(self._key("outcome")):
+            self._decide(self._late(what))
+        outcome = json.loads(self._store.get(self._key("outcome")))
+        self._done += 1
+        if outcome:
+            raise (LostRank if outcome["lost"] else OSError)(outcome["told"]) from cause
+        if self._done > 1:  # all ranks have completed the step before
+            for name in (str(self.rank), *(("arrived", "outcome") if self.rank == 0 else ())):
+                self._store.delete_key(self._key(name, self._done - 2))
+
+    def _late(self, what: str) -> dict[str, Any]:
+        """Return the outcome that names the ranks that have not arrived; empty if all have."""
+        others = (rank for rank in range(self.world_size) if rank != self.rank)
+        late = [rank for rank in others if not self._store.check([self._key(str(rank))])]
+        if not late:
+            return {}
+        who = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
+        when = "before the run failed" if self._has_lost_a_rank.is_set() else f"in {self._timeout_seconds:g} s"
+        return {"lost": True, "told": f"{who} did not {what} {when}"}
+
+    def _wait(self, key: str) -> bool:
+        """Wait for a key by polling: a blocking wait would block the store for this process's other threads."""
+        end, pause = time.monotonic() + self._timeout_seconds, _FIRST_POLL_SECONDS
+        while not self._store.check([key]):
+            if time.monotonic() > end or self._has_lost_a_rank.is_set():
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_POLL_SECONDS)
+        return True
+
+    def _key(self, name: str, step: int | None = None) -> str:
+        return f"{self._done if step is None else step}/{name}"
+
+
+def together(ranks: Ranks | None, what: str, action: Callable[[], Any], heard: Iterable[int] = ()) -> list[Any]:
+    """Run an action on every rank and return its results; if it fails on one rank, it fails on all without a hang.
+
+    Args:
+        what: the action, for the message that names a late rank: "write its shard".
+        heard: the ranks whose results are returned.
+    """
     try:
-        return isinstance(path, str | Path) and folder.resolve() in Path(path).resolve().parents
-    except (OSError, ValueError, RuntimeError):  # a loop of links, or an invalid path
-        return False
+        if ranks is None:
+            return [action()]
+        ranks.writing.take(what, action)
+    except OSError as error:
+        message = describe_failure(error, 0) if ranks is None and not isinstance(error, CollectiveError) else error
+        raise UnwrittenCheckpoint(f"the checkpoint could not be written: {message}") from error
+    except LostRank as error:
+        raise LostRank(f"the checkpoint could not be written: {error}") from error.__cause__
+    return ranks.writing.results(heard)
 
 
-def _is_of(callback: ModelCheckpoint, state: Any) -> bool:
-    if not isinstance(state, dict) or callback.dirpath is None or "best_model_path" not in state:
-        return False
-    best = state.get("best_k_models", {})
-    kth = state.get("kth_best_model_path", "")
-    if not isinstance(best, dict) or (kth not in best and (kth or 0 < callback.save_top_k <= len(best))):
-        return False
-    named = [*(state.get(name, "") for name in _PATHS), *best]
-    return all(path == "" or is_within(path, Path(callback.dirpath)) for path in named)
+def describe_failure(error: BaseException, rank: int) -> str:
+    """Return a short text with the failed rank and its error."""
+    return f"rank {rank}: {first_line(error)}"
 
 
-def _empty_state(callback: ModelCheckpoint) -> dict[str, Any]:
-    """Return the state that Lightning's callback has before the first checkpoint."""
-    return {"dirpath": callback.dirpath, "best_model_score": None, "best_model_path": ""}
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error, after a note if the disk is full."""
+    first = str(error).partition("\n")[0] or type(error).__name__
+    full = _FULL.get(error.errno or 0) if isinstance(error, OSError) else None
+    return f"{full}: {first}" if full else first

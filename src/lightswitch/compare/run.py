@@ -14,17 +14,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lightswitch import regular_files
 from lightswitch.errors import Refused, shown
 from lightswitch.monitoring import objective, step_times
 from lightswitch.monitoring.step_times import StepTimes
-from lightswitch.runs import finished, saved, starts
+from lightswitch.runs import resume
 from lightswitch.sweeps import record
 from lightswitch.sweeps.record import FAILED, FINISHED, RUNNING, Record
 
 Curve = dict[int, float]  # values by step, counted from 0
 
-_MOST_BYTES = 1 << 30  # largest metrics.csv
 _CALL = re.compile(r"\$\{(?!hydra:)\w+:")  # of a resolver, whose value may differ between runs
 _NOT_VALUES = ("samples", "epoch", "world")
 
@@ -62,7 +60,7 @@ class Run:
     def steps(self) -> int | None:
         """Optimizer steps since the start of the run; None if no training metric was logged and it has not ended."""
         logged = [step for name, curve in self.curves.items() if name.startswith("train/") for step in curve]
-        return max(logged) + 1 if logged else finished.last_step(self.path) or None
+        return max(logged) + 1 if logged else resume.last_step(self.path) or None
 
     @property
     def peak_bytes(self) -> float:
@@ -114,10 +112,10 @@ def _is_run(path: Path) -> bool:
 
 
 def _read(run_dir: Path, label: str, job: Record | None) -> Run:
-    resolved = saved.read_yaml(run_dir / "config.yaml")
+    resolved = resume.read_yaml(run_dir / "config.yaml")
     resolved = resolved if isinstance(resolved, dict) else {}
     state, failure = _ending(run_dir, job, mode=str(resolved.get("mode", "fit")))
-    curves, begun = _curves(run_dir / "metrics.csv"), starts.read(run_dir)
+    curves, begun = _curves(run_dir / "metrics.csv"), resume.starts(run_dir)
     wanted, tags = resolved.get("objective"), resolved.get("tags")
     return Run(
         run_dir,
@@ -126,9 +124,9 @@ def _read(run_dir: Path, label: str, job: Record | None) -> Run:
         failure,
         name=str(resolved["name"]) if "name" in resolved else None,
         objective=objective.find(curves, str(wanted)) or str(wanted) if wanted is not None else None,
-        config=_config(saved.read_yaml(run_dir / ".hydra" / "config.yaml"), resolved),
+        config=_config(resume.read_yaml(run_dir / ".hydra" / "config.yaml"), resolved),
         curves=curves,
-        changes=tuple(starts.changes(begun).steps),
+        changes=tuple(resume.world_changes(begun)),
         times=step_times.read(run_dir),
         tags=frozenset(map(str, tags if isinstance(tags, list) else ())),
         devices=begun[-1].size if begun else None,
@@ -139,13 +137,13 @@ def _ending(run_dir: Path, job: Record | None, mode: str) -> tuple[str, str | No
     """Return the state of a run, and the first line of the error that ended it."""
     if job is not None and job.state == FAILED:
         return FAILED, job.error or "it was killed"
-    is_evaluated = mode != "fit" and (run_dir / finished.RESULTS).is_file()  # at the end of an evaluation
-    if finished.is_marked(run_dir) or is_evaluated or (job is not None and job.state == FINISHED):
+    is_evaluated = mode != "fit" and (run_dir / resume.RESULTS).is_file()  # at the end of an evaluation
+    if resume.ended(run_dir) is not None or is_evaluated or (job is not None and job.state == FINISHED):
         return FINISHED, None
     reports, start = sorted(run_dir.glob("crash/*/failure.txt")), run_dir / "run.json"
     if reports and not (start.is_file() and reports[-1].stat().st_mtime < start.stat().st_mtime):  # it has gone on
         try:
-            line = regular_files.read_text(reports[-1], "replace").partition("\n")[0]
+            line = reports[-1].read_text(errors="replace").partition("\n")[0]
         except (OSError, ValueError) as error:
             line = str(error)
         return FAILED, line or "it was killed"
@@ -172,11 +170,11 @@ def _curves(path: Path) -> dict[str, Curve]:
     """Read metrics.csv, except for a last line that is still being written.
 
     Raises:
-        Refused: the file can't be read as CSV, or is too large.
+        Refused: the file can't be read as CSV.
     """
     found: dict[str, Curve] = defaultdict(dict)
     try:
-        text = regular_files.read_text(path, "replace", _MOST_BYTES)
+        text = path.read_text(errors="replace")
         rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
     except FileNotFoundError:
         return {}

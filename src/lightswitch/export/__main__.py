@@ -28,7 +28,7 @@ from typing import Any
 from lightswitch import regular_files, versions
 from lightswitch.config.confidential import masked_override
 from lightswitch.errors import Command, Refused, listed, printable
-from lightswitch.regular_files import MARK, make_tree, remove_tree
+from lightswitch.regular_files import MARK, remove_tree
 
 FOLDER_FILE = "model.safetensors"  # the file name if -o names a folder
 DTYPES = ("bfloat16", "float16", "float32")
@@ -110,10 +110,9 @@ def _export(arguments: argparse.Namespace) -> None:
     print(f"load       {_call(file)}")
     if file.suffix == ".ckpt":
         print(f'Lightning  {config.target.rpartition(".")[2]}.load_from_checkpoint("{file}")')
-    if weights.transient:  # a state dict has no place for non-persistent buffers
-        where = "by load_from_checkpoint" if file.suffix == ".ckpt" else "of this format; -o NAME.ckpt keeps them"
-        named = listed(weights.transient, "buffers", shown=8)
-        print(f"left out   {named}, which training has changed and the module registers with persistent=False, {where}")
+    if buffers := sorted(weights.state.get("buffers", {})):
+        named = listed(buffers, "buffers", shown=8)
+        print(f"left out   {named}, which training has changed and the module registers with persistent=False")
 
 
 def _call(file: Path) -> str:
@@ -150,7 +149,7 @@ def _export_hf(arguments: argparse.Namespace) -> None:
     checkpoint = checkpoint_at(arguments.source)
     print(f"reads      {checkpoint}", flush=True)
     model, *companions = _hf_parts(checkpoint, arguments.dtype)
-    partial = make_tree(directory.vacant(folder.with_name(f"{folder.name}.partial")))
+    partial = directory.make_empty(folder.with_name(f"{folder.name}.partial"))
     try:
         model.save_pretrained(partial, max_shard_size=arguments.shard_size)
         for part in companions:

@@ -14,7 +14,6 @@ import sysconfig
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from lightswitch.checkpoints import names, weight_files
 from lightswitch.checkpoints.finetuning import LEFT_OUT
 from lightswitch.checkpoints.last import best_or_last
 from lightswitch.checkpoints.names import own_name
+from lightswitch.checkpoints.reading import BUFFERS
 from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.config.confidential import masked_keys
 from lightswitch.config.hydra_versions import instantiate
@@ -67,7 +67,8 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
     """
     builder = "the one given" if model else "its config builds"
     if (found := weight_files.read(Path(path))) is not None:
-        file, state, transient = found
+        file, state = found
+        buffers: dict[str, Tensor] = {}
         model = (
             _configured(model)
             if model
@@ -83,7 +84,7 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
         own = names.parameters(model)
         brought = {name: own[name].detach() for name in left_out if name in own}
         state = {**brought, **weights.read(weights.like), **weights.extra_state}
-        transient = weights.read_transient()
+        buffers = weights.state.get(BUFFERS, {})
     fitting = _under_names_of(model, state)
     try:
         if state and not fitting.keys() & model.state_dict().keys():
@@ -93,7 +94,7 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
         problem = "; ".join(str(error).splitlines()[1:2]).strip() or str(error)
         advice = _PARTS_OF_SETUP if is_overridden("setup", model) else ""
         raise UnfitCheckpoint(f"{path} was saved from a different model than {builder}: {problem}{advice}") from error
-    names.set_transient(model, {name: partial(transient.__getitem__, name) for name in transient})
+    names.set_transient(model, buffers)
     _convert(model, {value.dtype for value in state.values() if isinstance(value, Tensor)})
     model.freeze()
     return model

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 
-from lightswitch import regular_files, versions
+from lightswitch import versions
 from lightswitch.cluster.placement import reported_variables
 from lightswitch.context import RunContext
 from lightswitch.errors import ExitCode, Failure, printable
@@ -82,8 +82,7 @@ class CrashReport:
         for path in self.logs:
             with contextlib.suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)  # an exiting rank has removed the empty run directory
-                descriptor = regular_files.open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-                with open(descriptor, "a") as file:
+                with path.open("a") as file:
                     file.write(_FORMAT.format(record) + "\n")
 
     def add_rank(self, rank: Rank, location: str, own: Failure | None) -> None:
@@ -104,7 +103,7 @@ class CrashReport:
         for folder in (self.folder.parent, self.folder):
             folder.mkdir(exist_ok=True)
             folder.chmod(0o700)
-        descriptor = regular_files.open_own(self.folder / name, os.O_WRONLY | os.O_CREAT | flag, 0o600)
+        descriptor = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | flag, 0o600)
         with open(descriptor, "wb") as file:
             os.fchmod(file.fileno(), 0o600)  # regardless of the umask
             file.write(content)

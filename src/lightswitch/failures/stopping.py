@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, Literal
 
@@ -18,8 +19,7 @@ from torch.optim import Optimizer
 
 from lightswitch import patches
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.checkpoints.boundary import StepBoundary
-from lightswitch.checkpoints.last import LastCheckpoints
+from lightswitch.checkpoints.last import LastCheckpoints, StepBoundary
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import LostRank, NotFinite, Stopped, UnwrittenCheckpoint
 from lightswitch.failures.watchdog import Watchdog
@@ -43,10 +43,18 @@ class Survival(StepBoundary):
     Args:
         watchdog: is told of each batch that begins, and of an error before the teardown.
         losses: checks losses and weights; None if losses may have any value.
+        init_from, init_names: see `StepBoundary`.
     """
 
-    def __init__(self, signals: Signals, watchdog: Watchdog | None = None, losses: LossCheck | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        signals: Signals,
+        watchdog: Watchdog | None = None,
+        losses: LossCheck | None = None,
+        init_from: str | None = None,
+        init_names: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(init_from, init_names)
         self._signals = signals
         self.watchdog = watchdog
         self._losses = losses

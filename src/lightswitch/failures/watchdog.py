@@ -49,7 +49,6 @@ from lightswitch.failures.verdict import (
     verdict,
 )
 from lightswitch.process import Process, has_ended, stopped_with
-from lightswitch.runs import starts
 
 log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
@@ -125,12 +124,7 @@ class Watchdog:
         if own.lacks_memory:
             own = replace(own, line=f"{own.line}\n{self.advise(trainer)}")
         if own.exit_code == ExitCode.FAILED:
-            self._note_reached(trainer)
             crash_report.add_report(error, own, rank, self.batch.describe_position(trainer), self.crash)
-
-    def _note_reached(self, trainer: Trainer) -> None:
-        if trainer.training:
-            starts.note_reached(self.run.run_dir, trainer.global_step)
 
     def _failure(self, error: BaseException, rank: Rank) -> Failure:
         return classify.failure(error, self.cfg, rank, self.run.process.steps_have_begun.is_set())
@@ -149,7 +143,6 @@ class Watchdog:
             self.run.signals.end_by(Stopped(signal.Signals(failure.signal)))
         crash_report.write_for_torchrun(failure)
         if failure.exit_code == ExitCode.FAILED:
-            self._note_reached(self._trainer)
             advice = f"{self.advise(self._trainer)}\n" if failure.lacks_memory else ""
             self.crash.print_failure(replace(failure, details=advice + failure.details))
             self.crash.add_rank(member.rank, self.batch.describe_position(self._trainer), self._own)

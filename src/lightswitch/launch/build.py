@@ -20,10 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, Position, scaled_learning_rate
 from lightswitch.batches.seeds import generators_of, mix, restoring, seed_generators, seeded
-from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
-from lightswitch.checkpoints.portable import InitialWeights, TransientBuffers
-from lightswitch.checkpoints.reconfiguration import Reconfiguration
 from lightswitch.cluster import environments
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
@@ -47,8 +44,8 @@ from lightswitch.preflight.targets import GIVEN
 from lightswitch.process import leave_group_at_exit
 from lightswitch.runs import log as run_log
 from lightswitch.runs import resume
-from lightswitch.runs.record import PredictionWriter, PublicHyperparameters, RunRecord
-from lightswitch.runs.resume import Start
+from lightswitch.runs.record import RunRecord
+from lightswitch.runs.resume import Beginning
 from lightswitch.strategies import known_callbacks
 from lightswitch.strategies.agreement import Agreement
 from lightswitch.strategies.ddp import auto
@@ -61,7 +58,7 @@ log = logging.getLogger(__name__)
 Built = tuple[LightningModule, LightningDataModule | None, Trainer]
 
 
-def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Start | None = None) -> Built:
+def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Beginning | None = None) -> Built:
     """Build the model, the data and the Trainer, with the engine's callbacks first.
 
     Args:
@@ -236,17 +233,14 @@ def callbacks_of_engine(
     """
     engine: list[Callback] = [record, batch]
     losses = None if cfg.on_nan == "ignore" else LossCheck(batch, cfg.on_nan)
-    engine.append(Survival(run.signals, watchdog, losses))
-    engine += [PredictionWriter(), Notices(), Freezing(), TransientBuffers(), Reconfiguration()]
-    engine += [PublicHyperparameters(cfg), KnownCallbacks()]
+    engine.append(Survival(run.signals, watchdog, losses, cfg.init_from, cfg.get("init_names")))
+    engine += [Notices(), KnownCallbacks()]
     engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]
     engine.append(GarbageBetweenSteps())
     if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1:
         engine.append(Agreement())
     if compilation is not None:
         engine.append(compilation)
-    if cfg.init_from:
-        engine.append(InitialWeights(cfg.init_from, cfg.get("init_names")))
     return engine
 
 

@@ -33,7 +33,7 @@ from lightswitch.planning import candidates, report
 from lightswitch.planning.device import GIB, World
 from lightswitch.planning.estimate import Estimate
 from lightswitch.preflight import strategies
-from lightswitch.runs import finished
+from lightswitch.runs import resume
 
 log = logging.getLogger(__name__)
 SCRIPT, OF_ONE_NODE = Path("slurm/multinode.sh"), Path("slurm/single.sh")
@@ -89,7 +89,7 @@ def dry_run(cfg: DictConfig, run: RunContext) -> None:
         ],
     }
     log.info("\n%s\n", "\n\n".join(_section(name, lines) for name, lines in sections.items() if lines))
-    finished.write_results(run.run_dir, _metrics(found))
+    regular_files.write_json(run.run_dir / resume.RESULTS, _metrics(found))
     data = {
         "world": asdict(world),
         "strategy": candidate.words[0],

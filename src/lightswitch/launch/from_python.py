@@ -24,7 +24,7 @@ from lightswitch.config.hydra_errors import NO_YAML, check_flags, problems_of_co
 from lightswitch.config.overrides import asks_for_a_sweep, normalised
 from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.launch.hydra_entry import register_resolvers
-from lightswitch.runs import finished
+from lightswitch.runs import resume
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -51,7 +51,7 @@ class Run:
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics of the run's end, by name; empty if it has not ended."""
-        return finished.read_results(self.directory)
+        return resume.read_results(self.directory)
 
     @property
     def config(self) -> DictConfig:

@@ -40,7 +40,7 @@ from lightswitch.launch import ending, spawn
 from lightswitch.preflight import devices
 from lightswitch.preflight.targets import own_batch
 from lightswitch.process import Process, Signals, ignore_signals
-from lightswitch.runs import claim, starts
+from lightswitch.runs import claim, resume
 
 if TYPE_CHECKING:
     from lightswitch.sweeps.pool import Pool
@@ -164,7 +164,7 @@ def _resume_restarted(cfg: DictConfig, run: RunContext) -> None:
     """Resume a run that its launcher has started again: its command says where the first start was to begin."""
     typed = [f"{name}={value}" for name in ("ckpt_path", "resume") if (value := cfg.get(name)) not in (None, "auto")]
     job = claim.restarted_job()
-    if typed and job is not None and starts.has_saved(run.run_dir, job):
+    if typed and job is not None and resume.has_saved(run.run_dir, job):
         if run.is_first:
             log.info("restart    of %s, which has begun with %s: it resumes what it has saved since", job, typed[0])
         cfg.ckpt_path, cfg.resume = None, "auto"

@@ -19,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch import regular_files, versions
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints import weight_files
-from lightswitch.checkpoints.directory import vacant
 from lightswitch.checkpoints.last import best_or_last, position_of
 from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.config.overrides import typed_keys
@@ -31,8 +30,8 @@ from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.display import table
 from lightswitch.preflight import devices
 from lightswitch.preflight.targets import own_batch
-from lightswitch.runs import finished, saved, starts
-from lightswitch.runs.resume import Start
+from lightswitch.runs import resume
+from lightswitch.runs.resume import Beginning
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ _EVALUATIONS = ("test", "validate")  # the suggested command uses the first mode
 
 
 @rank_zero_only
-def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, start: Start) -> None:
+def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, start: Beginning) -> None:
     """Log strategy, batch, run directory and the checkpoint that the run starts from."""
     accelerator = type(trainer.accelerator).__name__.removesuffix("Accelerator")
     nodes = f"{trainer.num_nodes} node{'s' if trainer.num_nodes > 1 else ''}"
@@ -59,7 +58,7 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
         log.info("batch      %s%s", plan, _of_data(cfg, run, plan))
     log.info("run        %s", shown(run.run_dir))
     if start.path is not None and cfg.mode == "fit":
-        changed = saved.changes_since(_run_dir_of(start.path), cfg)
+        changed = resume.changes_since(_run_dir_of(start.path), cfg)
         log.info("resumes    %s%s", start, f", with {changed}" if changed else "")
     elif start.path is not None:
         log.info("reads      %s", start)
@@ -79,17 +78,18 @@ def _of_data(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> str:
 
 @rank_zero_only
 def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) -> None:
-    """Write results.json and ended.json, and log the metrics and the commands to run next.
+    """Write results.json and the end in run.json, and log the metrics and the commands to run next.
 
     Raises:
         OSError: a library's thread could not write its file.
     """
     run.process.raise_disk_error()
-    changed = starts.changes(starts.read(run.run_dir)) if cfg.mode == "fit" else starts.Changes([], 0)
-    if changed.steps:
-        metrics |= {"world_changes": len(changed.steps), "steps_trained_twice": changed.trained_twice}
-    of_training = finished.read_results(run.run_dir) if cfg.mode != "fit" and saved.has_trained(run.run_dir) else {}
-    finished.write_results(run.run_dir, of_training | metrics)
+    starts = resume.starts(run.run_dir) if cfg.mode == "fit" else []
+    if changes := resume.world_changes(starts):
+        twice = sum(start.trained_twice for start in starts)
+        metrics |= {"world_changes": len(changes), "steps_trained_twice": twice}
+    of_training = resume.read_results(run.run_dir) if cfg.mode != "fit" and resume.has_trained(run.run_dir) else {}
+    regular_files.write_json(run.run_dir / resume.RESULTS, of_training | metrics)
     rows: dict[str, object] = {
         name: value
         for name, value in metrics.items()
@@ -108,7 +108,7 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
     for what, text in (next_steps | _profiles(trainer)).items():
         log.info("%-10s %s", what, text)
     if has_ended:
-        finished.keep(cfg, run.run_dir, trainer.global_step, go_on, stopped_early=trainer.should_stop)
+        resume.write_end(cfg, run.run_dir, trainer.global_step, go_on, stopped_early=trainer.should_stop)
 
 
 def _told(run: RunContext, go_on: str | None, mode: str | None) -> dict[str, str]:
@@ -152,7 +152,6 @@ def _weights(run_dir: Path) -> dict[str, str]:
     except (OSError, ValueError, Refused) as error:
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)  # a file from an earlier end of the run has other weights
-        vacant(weight_files.partial_of(file))
         log.warning("weights    %s was not written: %s; to write it later, type %s", file.name, error, command)
         return {}
     return {"weights": shown(file)}

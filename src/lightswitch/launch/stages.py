@@ -76,7 +76,7 @@ def evaluate(
     _refuse_to_unpickle(trainer, checkpoint)
     read: dict[str, Any] = {"ckpt_path": checkpoint, "weights_only": True}
     if run.mode == "predict":
-        trainer.predict(model, datamodule=data, return_predictions=False, **read)
+        trainer.predict(model, datamodule=data, return_predictions=True, **read)
     else:
         stage = trainer.validate if run.mode == "validate" else trainer.test
         stage(model, datamodule=data, verbose=False, **read)

@@ -164,7 +164,7 @@ class Table:
         # A merged row is nearly always longer than the row it replaces. Then a single call writes it, and if the
         # process is killed meanwhile, the file has the old line or the new one.
         line = _csv(self._columns, [self._last]).encode()
-        with open(self._path, "r+b", buffering=0, opener=regular_files.open_own) as file:
+        with open(self._path, "r+b", buffering=0) as file:
             if self._last_start + len(line) < self._size:
                 file.truncate(self._last_start)
             file.seek(self._last_start)
@@ -231,7 +231,7 @@ def _size(path: Path) -> int:
 def rows_before(run_dir: Path, step: int) -> list[tuple[int, dict[str, float]]]:
     """Return the metrics of a run's metrics.csv by step, of the steps before one; empty if the file can't be read."""
     try:
-        text = regular_files.read_text(run_dir / "metrics.csv", "replace")
+        text = (run_dir / "metrics.csv").read_text(errors="replace")
         rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
         return [
             (int(row["step"]), {name: float(text) for name, text in row.items() if name != "step" and text})

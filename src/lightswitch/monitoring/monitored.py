@@ -137,11 +137,8 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
         link = (of_run if of_run.is_dir() else Path(best).parent) / f"best{self.FILE_EXTENSION}"
         if not self._is_first or link == Path(best) or (link.exists() and not regular_files.is_link(link)):
             return
-        beside = link.with_name(f"{link.name}.partial")
         try:
-            beside.unlink(missing_ok=True)
-            regular_files.make_link(beside, os.path.relpath(best, link.parent))
-            os.replace(beside, link)
+            regular_files.write_link(link, os.path.relpath(best, link.parent))
         except OSError as error:
             message = f"{link.name} could not be made to point to {Path(best).name}: {error.strerror}"
             raise UnwrittenCheckpoint(message) from error

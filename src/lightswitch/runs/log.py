@@ -7,10 +7,6 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
-from io import TextIOWrapper
-from pathlib import Path
-
-from lightswitch import regular_files
 
 _SILENCED = (
     # Lightning 2.6 calls torch's pytree in a way that torch 2.13 deprecates; the user can't change it
@@ -46,14 +42,10 @@ class RunLog(logging.FileHandler):
     """File handler that writes only once the run has begun, so that a refused start adds nothing to an earlier log."""
 
     def __init__(self, filename: str, mode: str = "a", encoding: str | None = "utf-8", delay: bool = True) -> None:
-        super().__init__(filename, mode, encoding, delay=True, errors="replace")  # a name may be no text
+        super().__init__(filename, "a", encoding, delay=True, errors="replace")  # a name may be no text
         self._held: list[str] | None = []
         # Hydra 1.4 writes the traceback that ended the run, which the log already has
         self.addFilter(lambda record: record.name != "hydra.core.utils")
-
-    def _open(self) -> TextIOWrapper:
-        opener = regular_files.open_own
-        return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=opener)
 
     @property
     def has_begun(self) -> bool:
@@ -93,11 +85,6 @@ def begin() -> None:
     """Call `RunLog.begin` of this process's handlers."""
     for handler in _handlers():
         handler.begin()
-
-
-def files() -> list[Path]:
-    """Return the files that this process's handlers write."""
-    return [Path(handler.baseFilename) for handler in _handlers()]
 
 
 def _handlers() -> Iterator[RunLog]:

@@ -1,8 +1,9 @@
-"""Record of a run next to its results, with everything needed to repeat the run; and the run's predictions."""
+"""Record of a run in its directory: everything needed to repeat it, its starts, its loggers and its predictions."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -10,19 +11,17 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch import regular_files, versions
+from lightswitch import versions
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints import directory
@@ -34,14 +33,13 @@ from lightswitch.errors import Refused, shown
 from lightswitch.mixins import callbacks_of
 from lightswitch.monitoring.metrics import WORLD, WandbRun, purge, rows_before
 from lightswitch.monitoring.notices import Notices
-from lightswitch.runs import claim, finished, saved, starts
+from lightswitch.runs import claim, resume
 from lightswitch.runs import log as run_log
-from lightswitch.runs.starts import Start
+from lightswitch.runs.resume import End, Start
 
 log = logging.getLogger(__name__)
 
 _PACKAGES = ("lightswitch", "torch", "lightning", "torchmetrics", "hydra-core", "deepspeed", "numpy")
-_IN_PLACE = (finished.RESULTS, "metrics.csv", "hparams.yaml")  # files that are written later
 _LOCAL = (CSVLogger, TensorBoardLogger)  # they need no connection, and write in the run directory when they are opened
 
 
@@ -60,6 +58,7 @@ class Origin:
         packages: versions of installed packages, by name.
         starts: starts of the run, the first one first: step, machines in rank order, devices of each, steps trained
             again.
+        ended: the end of the run; null until fit and test have ended.
     """
 
     command: str
@@ -71,31 +70,36 @@ class Origin:
     host: str
     packages: dict[str, str]
     starts: list[Start] = field(default_factory=list)
+    ended: End | None = None
 
 
 class RunRecord(Callback):
     """Write ``.hydra/``, ``config.yaml`` with resolved values, and ``run.json`` with commit, versions and command.
 
-    run.json also lists the starts of the run, and a change of its machines is logged (see `runs.starts`).
-
-    Values that the config takes from the environment remain interpolations in all of these files, and what is named
-    like a secret is masked.
+    run.json also lists the starts of the run, and a change of its machines is logged. Values that the config takes from
+    the environment remain interpolations in all of these files and in the hyperparameters of checkpoints, and what is
+    named like a secret is masked.
 
     Rank 0 writes them once the run begins, when its checkpoint fits on all ranks. Until then the files of an earlier
     run stay unchanged. Therefore train.log and the loggers, which would open their files before a checkpoint is read,
     also wait.
+
+    Each rank writes its predictions to ``predictions/rank_<n>.pt``: ranks have contiguous shares, so the files in rank
+    order are in the order of the dataset. Over a stream, ranks take turns: the first batch of each file in rank order,
+    then the second batch of each.
     """
 
     def __init__(self, cfg: DictConfig, run: RunContext, plan: BatchPlan) -> None:
         self.run, self.plan = run, plan
         self.run_dir = run.run_dir
-        self.mode, self.resume = cfg.mode, cfg.ckpt_path or cfg.resume
+        self.mode, self.start_at = cfg.mode, cfg.ckpt_path or cfg.resume
         self.files = _files(cfg, run) if run.is_first else {}
+        self._origin = _origin(run) if run.is_first else None
         self._goes_on = False
         self._loggers: list[Logger] = []
-        self._config = public(cfg) if run.is_first else {}
+        self._config = public(cfg)
         # an evaluation in the directory of a training adds to its metrics, and leaves its record as it is
-        self._is_beside_training = cfg.mode != "fit" and saved.has_trained(self.run_dir)
+        self._is_beside_training = cfg.mode != "fit" and resume.has_trained(self.run_dir)
         is_logging = cfg.trainer.get("enable_autolog_hparams") is not False
         self._logs_hyperparameters = is_logging and not self._is_beside_training
 
@@ -131,26 +135,44 @@ class RunRecord(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._go_on(trainer)  # also if the checkpoint was at the last step and no batch was read
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        for name, module in _modules(trainer).items():  # the module keeps the values
+            key = module.CHECKPOINT_HYPER_PARAMS_KEY
+            if key in checkpoint:
+                checkpoint[key] = _public(checkpoint[key], self._config.get(name))
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        share = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        if trainer.global_rank % (trainer.world_size // share["num_replicas"]):
+            return  # another rank of a tensor-parallel group has predicted the same
+        folder = self.run_dir / "predictions"
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(trainer.predict_loop.predictions, folder / f"rank_{share['rank']}.pt")
+        for path in folder.glob("rank_*.pt") if trainer.is_global_zero else ():
+            number = path.stem.removeprefix("rank_")
+            if number.isdecimal() and int(number) >= share["num_replicas"]:  # of an earlier start on more devices
+                path.unlink()
+
     def _go_on(self, trainer: Trainer) -> None:
         if self._goes_on:
             return
         self._goes_on = True
-        before = starts.read(self.run_dir) if trainer.is_global_zero else []
-        earlier = before if self.resume != "never" else []
+        before = resume.starts(self.run_dir) if trainer.is_global_zero else []
+        earlier = before if self.start_at != "never" else []
         own = self._start(trainer) if trainer.is_global_zero and self.mode == "fit" else None
         if own and trainer.checkpoint_callbacks and not getattr(trainer, "fast_dev_run", False):
             directory.try_out(self.run_dir / "checkpoints")
         step = _batch_of(trainer).first_logged_step(trainer)
-        branching = (
-            [one for one in trainer.loggers if isinstance(one, WandbRun)] if own and self._branches(before) else []
-        )
+        # this start discards steps that an earlier one has trained, as its command says
+        branches = own is not None and bool(before) and self.start_at not in ("auto", "last")
+        branching = [one for one in trainer.loggers if isinstance(one, WandbRun) and branches]
         for one in branching:
             one.branch()
         _open(logger for logger in trainer.loggers if not isinstance(logger, _LOCAL))  # one may fail to connect
         for one in branching:
             one.log_rows(rows_before(self.run_dir, step))
-        if trainer.is_global_zero:
-            self._write([*earlier, *([own] if own else [])], partial(self._set_aside, trainer))
+        if trainer.is_global_zero and not self._is_beside_training:
+            self._write(trainer, [*earlier, *([own] if own else [])])
         _open(logger for logger in trainer.loggers if isinstance(logger, _LOCAL))
         for logger in trainer.loggers if own and earlier else ():
             purge(logger, step)
@@ -158,52 +180,66 @@ class RunRecord(Callback):
         if own and earlier and (change := own.change_from(earlier[-1])):
             log.info("world      %s", change)
             for logger in trainer.loggers:
-                logger.log_metrics({WORLD: trainer.world_size}, step=_batch_of(trainer).first_logged_step(trainer))
-
-    def _branches(self, earlier: list[Start]) -> bool:
-        """Return whether this start discards steps that an earlier one has trained, as its command says."""
-        return bool(earlier) and self.resume not in ("auto", "last")
+                logger.log_metrics({WORLD: trainer.world_size}, step=step)
 
     def _start(self, trainer: Trainer) -> Start:
-        hosts = self.run.process.hosts or [platform.node()]
-        start = starts.of_next(self.run_dir, trainer.global_step, hosts, trainer.num_devices)
-        return replace(start, uneven=self.run.placement.uneven or 0, job=claim.job() or "")
+        return Start(
+            step=trainer.global_step,
+            hosts=self.run.process.hosts or [platform.node()],
+            devices=trainer.num_devices,
+            trained_twice=max(0, resume.logged_steps(self.run_dir) - trainer.global_step),
+            job=claim.job() or "",
+            uneven=self.run.placement.uneven or 0,
+        )
+
+    def _write(self, trainer: Trainer, starts: list[Start]) -> None:
+        """Write all files beside the earlier ones, and then replace these: all, or none on a full disk.
+
+        Raises:
+            Refused: the files can't be written.
+        """
+        files = {self.run_dir / name: text for name, text in self.files.items()}
+        assert self._origin is not None
+        record = asdict(replace(self._origin, starts=starts))
+        files[self.run_dir / resume.RECORD] = json.dumps(record, indent=2) + "\n"
+        try:
+            for path, text in files.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.with_name(f"{path.name}.partial").write_text(text)
+            self._set_aside(trainer)
+            for path in files:
+                path.with_name(f"{path.name}.partial").replace(path)
+        except OSError as error:
+            raise Refused(f"the run directory can't be written: {error}") from error
+        _link_log_of_job(self.run_dir)
+        if self.mode == "fit":
+            directory.finish_changes(self.run_dir / "checkpoints")
 
     def _set_aside(self, trainer: Trainer) -> None:
         """Move checkpoints that are not of the training that this start goes on with: a later one would resume them.
 
         A start anew has none of the earlier metrics either, of any logger that writes to the run directory.
         """
-        if self.resume == "never":
+        if self.start_at == "never":
             folders = [Path(logger.log_dir) for logger in trainer.loggers if logger.log_dir]
             inside = [folder for folder in folders if self.run_dir.absolute() in folder.absolute().parents]
             for path in {self.run_dir / "checkpoints", self.run_dir / "metrics.csv", *inside}:
                 if path.exists():
-                    saved.set_aside(path)
-        elif self.mode == "fit" and self.resume not in ("auto", "last"):
+                    path.rename(_vacant(path))
+        elif self.mode == "fit" and self.start_at not in ("auto", "last"):
             _set_others_aside(self.run_dir, Path(str(trainer.ckpt_path)), trainer.global_step)
-
-    def _write(self, of_run: list[Start], set_aside: Callable[[], None]) -> None:
-        files = {self.run_dir / name: text for name, text in self.files.items()}
-        record = self.run_dir / "run.json"
-        files[record] = json.dumps({**json.loads(files[record]), "starts": starts.as_json(of_run)}, indent=2) + "\n"
-        for path in (*files, *(self.run_dir / name for name in _IN_PLACE), *run_log.files()):
-            regular_files.check_own(path)
-        if self._is_beside_training:
-            return
-        _write_all(files, set_aside)
-        _link_log_of_job(self.run_dir)
-        if self.mode == "fit":
-            finished.forget(self.run_dir)
-            starts.forget_reached(self.run_dir)
-        if self.mode == "fit":
-            directory.finish_changes(self.run_dir / "checkpoints")
 
     def _begin_log(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             run_log.begin()
         if self._logs_hyperparameters:
             log_hyperparameters(trainer, {**self._config, "sizes": _sizes(trainer, self.plan)})
+
+
+def _vacant(path: Path) -> Path:
+    """Return the first free numbered name beside a path: for `checkpoints`, `checkpoints_1`, `checkpoints_2`, …"""
+    others = (path.with_name(f"{path.stem}_{number}{path.suffix}") for number in itertools.count(1))
+    return next(other for other in others if not other.exists())
 
 
 def _batch_of(trainer: Trainer) -> GlobalBatch:
@@ -244,30 +280,6 @@ def _usage_errors() -> tuple[type[Exception], ...]:
     return (errors.UsageError,) if errors is not None else ()
 
 
-def _write_all(files: dict[Path, str], before: Callable[[], None]) -> None:
-    """Write all files, or none if one fails.
-
-    Args:
-        before: called before the first file replaces an earlier one, once all are written beside them.
-
-    Raises:
-        Refused: the files can't be written, for example on a full disk.
-    """
-    beside = {path: path.with_name(f"{path.name}.partial") for path in files}
-    try:
-        for path, text in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            regular_files.create_text(beside[path], text)
-        before()
-        for path, written in beside.items():
-            written.replace(path)
-    except OSError as error:
-        for written in beside.values():
-            with contextlib.suppress(OSError):  # writing this file or creating its folder may be what failed
-                written.unlink()
-        raise Refused(f"the run directory can't be written: {error}") from error
-
-
 def _link_log_of_job(run_dir: Path) -> None:
     """Link the file that a Slurm job prints to in all of its starts, from a parent folder into the run directory."""
     name = f"slurm-{claim.slurm_job()}.out"
@@ -282,9 +294,18 @@ def _files(cfg: DictConfig, run: RunContext) -> dict[str, str]:
     typed = [masked_override(override) for override in typed_overrides(run.hydra)]
     hydra: Any = OmegaConf.to_container(run.hydra)
     hydra["overrides"]["task"], hydra["job"]["override_dirname"] = typed, ",".join(typed)
-    origin = Origin(
+    return {  # the first three as Hydra writes them as soon as it has composed a config
+        ".hydra/config.yaml": _yaml(masked(OmegaConf.to_container(cfg))),
+        ".hydra/hydra.yaml": _yaml({"hydra": masked(hydra)}),
+        ".hydra/overrides.yaml": _yaml(typed),
+        "config.yaml": _yaml(public(cfg)),
+    }
+
+
+def _origin(run: RunContext) -> Origin:
+    return Origin(
         command=shlex.join([sys.executable, *map(masked_override, sys.argv)]),
-        overrides=typed,
+        overrides=[masked_override(override) for override in typed_overrides(run.hydra)],
         folder=str(Path.cwd()),
         commit=git_of_code("rev-parse", "HEAD"),
         uncommitted_changes=bool(git_of_code("status", "--porcelain", "--untracked-files=no")),
@@ -292,13 +313,6 @@ def _files(cfg: DictConfig, run: RunContext) -> dict[str, str]:
         host=platform.node(),
         packages=versions.of(_PACKAGES),
     )
-    return {  # the first three as Hydra writes them as soon as it has composed a config
-        ".hydra/config.yaml": _yaml(masked(OmegaConf.to_container(cfg))),
-        ".hydra/hydra.yaml": _yaml({"hydra": masked(hydra)}),
-        ".hydra/overrides.yaml": _yaml(typed),
-        "config.yaml": _yaml(public(cfg)),
-        "run.json": json.dumps(asdict(origin), indent=2) + "\n",
-    }
 
 
 def _yaml(plain: Any) -> str:
@@ -316,7 +330,7 @@ def _set_others_aside(run_dir: Path, start: Path, step: int) -> None:
     others = later_than(step if is_own else -1, run_dir)
     if not others:
         return
-    folder = saved.vacant(run_dir / "checkpoints")
+    folder = _vacant(run_dir / "checkpoints")
     folder.mkdir()
     for path in others:
         path.rename(folder / path.name)
@@ -333,19 +347,6 @@ def git_of_code(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-class PublicHyperparameters(Callback):
-    """Write the arguments of module and data into checkpoints as the config is written; the module keeps the values."""
-
-    def __init__(self, cfg: DictConfig) -> None:
-        self._config = public(cfg)
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        for name, module in _modules(trainer).items():
-            key = module.CHECKPOINT_HYPER_PARAMS_KEY
-            if key in checkpoint:
-                checkpoint[key] = _public(checkpoint[key], self._config.get(name))
 
 
 def _public(arguments: Mapping[str, Any], node: Any) -> dict[str, Any]:
@@ -383,38 +384,3 @@ def log_hyperparameters(trainer: Trainer, config: Mapping[str, Any]) -> None:
 def _modules(trainer: Trainer) -> dict[str, Any]:
     data: Any = trainer.datamodule  # type: ignore[attr-defined]  # undeclared
     return {"model": trainer.lightning_module, **({"data": data} if data else {})}
-
-
-class PredictionWriter(BasePredictionWriter):
-    """Write each rank's predictions to ``predictions/rank_<n>.pt`` in the run directory.
-
-    Ranks have contiguous shares, so the files in rank order are in the order of the dataset. Over a stream, ranks take
-    turns: the first batch of each file in rank order, then the second batch of each.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(write_interval="epoch")
-
-    def write_on_epoch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        predictions: Sequence[Any],
-        batch_indices: Sequence[Any],
-    ) -> None:
-        share = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        if trainer.global_rank % (trainer.world_size // share["num_replicas"]):
-            return  # another rank of a tensor-parallel group has predicted the same
-        folder = Path(trainer.default_root_dir) / "predictions"
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(predictions, folder / f"rank_{share['rank']}.pt")
-        if trainer.is_global_zero:
-            _remove_others(folder, share["num_replicas"])
-
-
-def _remove_others(folder: Path, files: int) -> None:
-    """Remove files that an earlier start wrote on more devices, which would duplicate samples."""
-    for path in folder.glob("rank_*.pt"):
-        number = path.stem.removeprefix("rank_")
-        if number.isdecimal() and int(number) >= files:
-            path.unlink()

@@ -21,7 +21,7 @@ from lightswitch.config.overrides import flags_of_a_job, quoted, typed_overrides
 from lightswitch.errors import ExitCode, RefusedRequest
 from lightswitch.monitoring.objective import find
 from lightswitch.process import REQUEUED
-from lightswitch.runs import finished
+from lightswitch.runs import resume
 from lightswitch.sweeps import record
 from lightswitch.sweeps.pool import Pool
 from lightswitch.sweeps.record import FAILED, FINISHED, STOPPED, Record
@@ -99,7 +99,7 @@ def _end(
     """Write the job's record if this task is the first one or failed, and stop the sweep if a signal ended the job."""
     failure = failure_file(folder, placement)
     if exit_code == 0:
-        found = finished.read_results(folder)
+        found = resume.read_results(folder)
         job = replace(job, state=FINISHED, objective=found.get(find(found, objective) or objective))
     elif signals:
         job = replace(job, state=STOPPED)

@@ -31,7 +31,7 @@ from lightswitch.config.overrides import check_names, key_and_value, quoted, typ
 from lightswitch.errors import ExitCode, Refused, RefusedRequest
 from lightswitch.preflight import check, devices, root_keys
 from lightswitch.process import Process
-from lightswitch.runs import claim, finished
+from lightswitch.runs import claim, resume
 from lightswitch.sweeps import record
 from lightswitch.sweeps.pool import Pool
 from lightswitch.sweeps.record import FINISHED, NOT_BEGUN, Record
@@ -82,7 +82,7 @@ def run(
         claim.remove_if_empty(folder)
         there = {job.number: job for job in record.read_all(folder)}
         jobs = [*({job.number: job for job in planned} | there).values()]
-        logged = {name for file in folder.glob(f"*/{finished.RESULTS}") for name in finished.read_results(file.parent)}
+        logged = {name for file in folder.glob(f"*/{resume.RESULTS}") for name in resume.read_results(file.parent)}
         print(record.table(jobs, str(cfg.objective), logged), end="", flush=True)
         if any(job.state != FINISHED for job in jobs):
             print(f"\ngo on      {go_on(cfg)}", flush=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from lightswitch import regular_files
 from lightswitch.config.overrides import key_and_value
-from lightswitch.errors import IrregularFile, listed
+from lightswitch.errors import listed
 from lightswitch.monitoring.display import aligned
 from lightswitch.monitoring.objective import find, of_module
-from lightswitch.runs import saved
+from lightswitch.runs import resume
 
 _FILE = "job.json"
 # A job may be started again with others of these: a higher limit continues it, and the last two do not change the run
@@ -81,8 +81,8 @@ def read(folder: Path) -> Record | None:
         return regular_files.read_record(folder / _FILE, Record)
     except FileNotFoundError:
         return None
-    except (ValueError, IrregularFile):  # empty, truncated, or not text
-        overrides = saved.read_yaml(folder / ".hydra/overrides.yaml")
+    except ValueError:  # empty, truncated, or not text
+        overrides = resume.read_yaml(folder / ".hydra/overrides.yaml")
         if not isinstance(overrides, list):
             return None
         number = int(folder.name) if folder.name.isdecimal() else 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightswitch.batches.plan import KEY, Position
-from lightswitch.checkpoints import directory, manifest
+from lightswitch.checkpoints import directory, format
 from tests.engine.plain import PlainModel
 
 BEFORE = Path(__file__).parents[1] / "before/runs_of_0ddfbcd/ddp/checkpoints/step_20.ckpt"
@@ -38,8 +38,7 @@ def ours(path: Path, **state: Any) -> Path:
 
 def sign(path: Path) -> Path:
     """Write the checksums of the files as they are now, as whoever changes them would."""
-    sums = manifest.read(path)
-    manifest.write(path, {name: manifest.of_file(path / name) for name in sums})
+    format.write_sums(path, {name: format.sum_of(path / name) for name in format.read_sums(path)})
     return path
 
 

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.checkpoints.boundary import StepBoundary
-from lightswitch.checkpoints.last import LastCheckpoints
+from lightswitch.checkpoints.last import LastCheckpoints, StepBoundary
 from lightswitch.loop.loops import replace_loops
 from tests.engine.fits import local_trainer
 from tests.engine.plain import PlainData, PlainModel, Points

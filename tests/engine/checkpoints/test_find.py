@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import shutil
 from dataclasses import asdict
@@ -60,7 +59,7 @@ def test_a_checkpoint_that_an_older_python_has_written_is_read(tmp_path: Path) -
     with (path / ".metadata").open("wb") as file:
         _PythonBefore3_11_4(file).dump(index)
     assert b"getattr" in (path / ".metadata").read_bytes()
-    assert "model.seen" in before.read(path).like
+    assert "model.seen" in before.read_index(path).like
 
 
 def test_of_two_at_a_step_the_validated_one_is_taken(tmp_path: Path) -> None:
@@ -71,7 +70,7 @@ def test_of_two_at_a_step_the_validated_one_is_taken(tmp_path: Path) -> None:
 
 
 HARMS: list[Damage] = [
-    *(damages.truncate, damages.flip, damages.delete, damages.put_a_directory, damages.put_a_pipe),
+    *(damages.truncate, damages.flip, damages.delete, damages.put_a_directory),
     *(partial(damages.put_a_link, targets=(target,)) for target in ("nowhere", damages.UNREADABLE)),
     damages.lose_it_and_its_line,
 ]
@@ -96,11 +95,6 @@ def edited(path: Path, what: str) -> Path:
 
     def edit(tensors: Any) -> None:
         (shard,) = tensors["model.w"]["shards"]
-        if what == "a file elsewhere":
-            shutil.copy(path / "tensors_0.bin", path.parent / "x.bin")
-            shard["file"] = "../x.bin"
-        if what == "a file at an absolute path":
-            shard["file"] = str(path / "tensors_0.bin")
         if what == "a file without a checksum":
             shutil.copy(path / "tensors_0.bin", path / "tensors_9.bin")
             shard["file"] = "tensors_9.bin"
@@ -114,8 +108,6 @@ def edited(path: Path, what: str) -> Path:
             shard["bytes"] = [1 << 40, (1 << 40) + 4000]
         if what == "no place":
             tensors["model.w"]["shards"] = []
-        if what == "the same bytes twice":
-            tensors["model.v"] = tensors["model.w"]
         if what in ODD:
             tensors["model.w"] |= ODD[what]
 
@@ -130,15 +122,12 @@ ODD: dict[str, dict[str, Any]] = {
 }
 EDITED = {
     **dict.fromkeys(ODD, "index.json is not an index of tensors"),
-    "a file elsewhere": "index.json names a file outside of the checkpoint: ../x.bin",
-    "a file at an absolute path": "index.json names a file outside of the checkpoint: /",
     "a file without a checksum": "SHA256SUMS has no checksum of tensors_9.bin",
     "2^44 numbers": "tensors_0.bin is shorter than index.json says",
     "a part of the numbers": "index.json has 1000 of the 1001 elements of model.w",
     "a part that lies outside": "index.json has a shard outside of model.w",
     "a place beyond the file": "tensors_0.bin is shorter than index.json says",
     "no place": "index.json has 0 of the 1000 elements of model.w",
-    "the same bytes twice": "index.json refers to a part of a file for several shards",
 }
 
 
@@ -152,16 +141,6 @@ def test_an_index_that_does_not_fit_its_files_is_passed_over(
         found = newest(tmp_path)
         assert found == (good, Position(global_step=10))
     assert f"{harmed} can't be read as a checkpoint: {EDITED[what]}" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "..", "a/b"])
-def test_checksums_of_files_elsewhere_are_damage(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    harmed = write(tmp_path / "checkpoints" / "last.ckpt", global_step=20)
-    (tmp_path / "checkpoints" / "x").touch()
-    with (harmed / "SHA256SUMS").open("a") as file:
-        file.write(f"{'0' * 64}  {name}\n")
-    with pytest.raises(UnfitCheckpoint, match=f"SHA256SUMS names a file outside of the checkpoint: {name}; start over"):
-        newest(tmp_path)
 
 
 @pytest.mark.parametrize("position", [{"global_step": "20"}, {"odd": 1}, [], None])
@@ -183,7 +162,6 @@ def test_files_and_links_beside_them_are_something_elses(tmp_path: Path, caplog:
     (tmp_path / "checkpoints" / "note.ckpt").write_text("mine")
     torch.save({"state_dict": {}}, tmp_path / "checkpoints" / "foreign.ckpt")
     (tmp_path / "checkpoints" / "gone.ckpt").symlink_to("nowhere")
-    os.mkfifo(tmp_path / "checkpoints" / "pipe.ckpt")
     with caplog.at_level(logging.WARNING):
         assert newest(tmp_path) == (good, Position(global_step=2))
     assert not [name for name in ("note.ckpt", "foreign.ckpt") if name in caplog.text]

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightswitch.checkpoints.reader import Reader, hub_weights
-from lightswitch.checkpoints.writing import WrittenTogether
+from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.checkpoints.reading import Reader
 from lightswitch.errors import UnfitCheckpoint
 from tests.engine.conftest import PLAIN, Finished, Train, once
 from tests.engine.tiny import LANGUAGE
@@ -32,7 +32,7 @@ class AsLightning(pl.Callback):
         self.path = Path(folder) / "lightnings.ckpt"
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        stock: Any = super(WrittenTogether, trainer.strategy)  # the last of these bases
+        stock: Any = super(PortableCheckpoints, trainer.strategy)  # the last of these bases
         trainer.strategy._state_dict_type = "sharded"  # FSDPStrategy's, which takes it as an argument
         checkpoint = {"pytorch-lightning_version": pl.__version__, "global_step": trainer.global_step}
         checkpoint["state_dict"] = stock.lightning_module_state_dict()
@@ -132,9 +132,3 @@ def test_names_that_fit_nothing_are_refused_with_both_sides(folder: Path, train:
     told = "none of its 4 tensors has the name of a tensor in the model; it has body.0.bias"
     assert told in refused.refusal
     assert "'init_names={old.: new.}'" in refused.refusal
-
-
-def test_an_index_leads_nowhere_else(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}')
-    with pytest.raises(ValueError, match=r"names a file outside of its folder: \.\./x\.safetensors"):
-        hub_weights(tmp_path)

@@ -15,10 +15,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.checkpoints.boundary import StepBoundary
-from lightswitch.checkpoints.finetuning import Freezing, TrainableOnly, follow_strategy
-from lightswitch.checkpoints.last import LastCheckpoints
-from lightswitch.checkpoints.reader import Reader
+from lightswitch.checkpoints.finetuning import TrainableOnly, follow_strategy
+from lightswitch.checkpoints.last import LastCheckpoints, StepBoundary
+from lightswitch.checkpoints.reading import Reader
 from lightswitch.errors import Refused
 from lightswitch.loop.loops import replace_loops
 from lightswitch.strategies.known_callbacks import KnownCallbacks
@@ -112,7 +111,7 @@ def _fitted(
     resumed: Path | None = None,
     callbacks: list[pl.Callback] | None = None,
 ) -> ChangesOnce:
-    engine = [KnownCallbacks(), GlobalBatch(BatchPlan.derive(1, 1, 1), seed=3), Freezing(), StepBoundary()]
+    engine = [KnownCallbacks(), GlobalBatch(BatchPlan.derive(1, 1, 1), seed=3), StepBoundary()]
     saves = LastCheckpoints(str(folder), every_n_steps=2)
     trainer = local_trainer(folder, *engine, *(callbacks or ()), saves, max_steps=steps)
     replace_loops(trainer)

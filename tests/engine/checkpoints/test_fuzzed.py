@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightswitch.checkpoints.format import SUMS
 from lightswitch.checkpoints.last import checkpoints_up_to, first_whole, newest
-from lightswitch.checkpoints.manifest import SUMS
-from lightswitch.checkpoints.reader import Reader
+from lightswitch.checkpoints.reading import Reader
 from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.errors import UnfitCheckpoint
 from tests.engine.checkpoints import hostile

@@ -17,12 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import lightswitch
-from lightswitch.checkpoints.last import position_of
-from lightswitch.checkpoints.reader import Reader
+from lightswitch.checkpoints.reading import Reader
 from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.errors import UnfitCheckpoint
 from lightswitch.export.__main__ import main
-from lightswitch.export.models import read_config
 from tests.engine.checkpoints import hostile
 from tests.engine.conftest import PLAIN, Train
 from tests.night import at_night
@@ -160,36 +158,6 @@ def test_a_class_that_an_index_may_name_stays_as_it_is(tmp_path: Path) -> None:
     assert not hasattr(metadata, "seen")
 
 
-# Checkpoints that are made to mislead: each is refused in a line
-
-
-def test_an_index_of_thousands_of_tensors_in_the_same_bytes_is_refused(tmp_path: Path) -> None:
-    def add(tensors: Any) -> None:
-        tensors |= dict.fromkeys(map(str, range(20_000)), tensors["model.net.0.weight"])
-
-    path = hostile.edit_index(hostile.ours(tmp_path / "x.ckpt"), add)
-    with pytest.raises(UnfitCheckpoint, match=r"index\.json refers to a part of a file for several shards"):
-        Reader(path, group=None)
-
-
-ODD: tuple[tuple[str, Any], ...] = (
-    *(("names_of_tied", {"a": []}), ("names_of_tied", ["a"]), ("left_out", 5), ("left_out", [[]])),
-    *(("hyper_parameters", ["a"]), ("loops", 5), ("callbacks", []), ("epoch", "x")),
-    *(("global_step", -1), ("optimizer_states", {}), ("optimizer_states", [5]), ("lr_schedulers", [None])),
-    *(("pytorch-lightning_version", "new"), ("extra_state", None), ("position", {"step": -1})),
-    *(("position", {"step": 1 << 63}), ("position", {"more": 1})),
-)
-
-
-@pytest.mark.parametrize(("key", "value"), ODD, ids=lambda value: value if isinstance(value, str) else None)
-def test_a_state_of_another_type_is_no_state_of_a_run(key: str, value: Any, tmp_path: Path) -> None:
-    path = hostile.ours(tmp_path / "x.ckpt")
-    state = torch.load(path / "trainer.pt", weights_only=True)
-    torch.save({**state, key: value}, path / "trainer.pt")
-    with pytest.raises(UnfitCheckpoint, match=r"^\S*x\.ckpt can't be read as a checkpoint: [^\n]*$"):
-        position_of(hostile.sign(path))
-
-
 @pytest.mark.nightly
 def test_what_libraries_stumble_over_in_a_state_is_told_in_a_line(tmp_path: Path, train: Train) -> None:
     good = train(*RUN, "trainer.max_steps=3")
@@ -208,15 +176,6 @@ def test_safetensors_refuse_a_dtype_that_they_do_not_know(tmp_path: Path, capsys
     with pytest.raises(SystemExit):
         main([str(tmp_path / "x.ckpt"), "-o", str(tmp_path / "out.safetensors")])
     assert capsys.readouterr().err == "error: safetensors can't store torch.complex128; use -o NAME.pt\n"
-
-
-@pytest.mark.parametrize("name", ["x.safetensors", "x.safetensors.index.json", "model-1.safetensors"])
-def test_a_pipe_in_the_place_of_weights_is_not_waited_for(name: str, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / name)
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-1.safetensors"}}')
-    path = tmp_path if name.startswith("model") else tmp_path / name
-    with pytest.raises(UnfitCheckpoint, match=f"{name} is a pipe, expected a regular file"):
-        Reader(path, group=None)
 
 
 def test_an_export_is_written_to_a_disk_without_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,9 +200,3 @@ def test_good_safetensors_are_read(tmp_path: Path) -> None:
     save_file({"w": torch.arange(3.0)}, tmp_path / "x.safetensors")
     found: Tensor = Reader(tmp_path / "x.safetensors", group=None).read("model.w")
     assert found.tolist() == [0, 1, 2]
-
-
-def test_a_config_beside_weights_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "x.yaml")
-    with pytest.raises(UnfitCheckpoint, match="is a pipe, expected a regular file"):
-        read_config(tmp_path / "x.yaml")

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import SumMetric
 
 import lightswitch
-from lightswitch.checkpoints import index
-from lightswitch.checkpoints.portable import TransientBuffers
+from lightswitch.checkpoints.directory import read_state
 from lightswitch.export.__main__ import main
 from tests.engine.conftest import PLAIN_DATA, Finished, Train, once
 from tests.engine.curves import largest_difference
@@ -143,29 +142,14 @@ def test_it_goes_on_under_any_strategy(begun: str, ended: str, whole: Finished, 
 
 
 def test_of_buffers_that_are_not_persistent_a_checkpoint_has_those_that_training_changes(whole: Finished) -> None:
-    saved = index.read(whole.run_dir / "checkpoints/last.ckpt").like
-    assert {name for name in saved if name.startswith("transient")} == {"transient.seen", "transient.queue"}
-
-
-@pytest.mark.parametrize("view", ["torch.arange(6.0)[::2]", "torch.ones(1).expand(3)", "torch.tensor([1j]).conj()"])
-def test_a_buffer_may_be_a_view(view: str) -> None:
-    module, callback = PlainModel(), TransientBuffers()
-    trainer: Any = None  # which neither hook looks at
-    module.register_buffer("view", eval(view), persistent=False)
-    saved: dict[str, Any] = {}
-    callback.on_fit_start(trainer, module)
-    callback.on_save_checkpoint(trainer, module, saved)
-    assert not saved
-    module.view = module.view + 1
-    callback.on_save_checkpoint(trainer, module, saved)
-    assert saved
+    assert read_state(whole.run_dir / "checkpoints/last.ckpt")["buffers"].keys() == {"seen", "queue"}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("checkpoint", "strategy", "ranks"),
     [
-        *(("checkpoints/last.ckpt", "ddp", 2), ("model.ckpt", "single", 0)),
+        ("checkpoints/last.ckpt", "ddp", 2),
         *at_night(("checkpoints/last.ckpt", "deepspeed_stage_2", 2), ("checkpoints/last.ckpt", "single", 0)),
     ],
 )
@@ -175,21 +159,17 @@ def test_an_evaluation_has_it(checkpoint: str, strategy: str, ranks: int, whole:
     assert {name: set(tested.column(name).values()) for name in COUNTS} == {name: {COUNTS[name]} for name in COUNTS}
 
 
-@pytest.mark.parametrize("name", [".", "checkpoints/last.ckpt", "model.ckpt", "exported.ckpt"])
-def test_a_loaded_model_has_it(name: str, whole: Finished, capsys: pytest.CaptureFixture[str]) -> None:
-    if name == "exported.ckpt":
-        main([str(whole.run_dir), "-o", str(whole.run_dir / name), "--dtype", "bfloat16"])
-        assert "left out   queue, seen, which training has changed and the module regist" in capsys.readouterr().out
+@pytest.mark.parametrize("name", [".", "checkpoints/last.ckpt"])
+def test_a_loaded_model_has_it(name: str, whole: Finished) -> None:
     model = lightswitch.load(whole.run_dir / name)
     assert (int(model.seen), len(model.queue), model.table.tolist()) == (6, 6, [0, 1, 2, 3])
     assert model.queue.dtype == model.dtype
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
-def test_a_format_without_a_place_for_buffers_is_told(
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt", "weights.ckpt"])
+def test_an_export_names_the_buffers_that_it_leaves_out(
     name: str, whole: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main([str(whole.run_dir), "-o", str(tmp_path / name)])
-    assert "left out   queue, seen, which training has changed" in (printed := capsys.readouterr().out)
-    assert "of this format; -o NAME.ckpt keeps them" in printed
+    assert "left out   queue, seen, which training has changed" in capsys.readouterr().out
     assert int(lightswitch.load(tmp_path / name).seen) == 0

@@ -75,7 +75,7 @@ class Full(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         if trainer.global_step == 3 and trainer.is_global_zero:
-            trainer.strategy._saver.wait()
+            trainer.strategy._writer.wait()
             disk = os.statvfs(self.folder)
             Path(self.folder, "ballast").write_bytes(bytes(disk.f_bavail * disk.f_frsize - self.left))
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 import lightswitch
 from lightswitch.checkpoints import optimizers
 from lightswitch.checkpoints.last import position_of
-from lightswitch.checkpoints.reader import Reader
+from lightswitch.checkpoints.reading import Reader
 from lightswitch.errors import Refused, UnfitCheckpoint
 from tests.engine.checkpoints.damages import flip
 from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, once, runs_in

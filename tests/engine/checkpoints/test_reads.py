@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Size, Tensor
 
 from lightswitch.checkpoints import directory
-from lightswitch.checkpoints.reader import Reader
+from lightswitch.checkpoints.reading import Reader
 from lightswitch.checkpoints.shards import Piece
 from lightswitch.errors import UnfitCheckpoint, UnwrittenCheckpoint
 from tests.pool import Pool, RankFailed
@@ -51,7 +51,7 @@ def test_a_piece_is_written_and_read_alone_also_of_what_is_empty(tmp_path: Path)
 def test_a_part_of_a_tensor_is_no_checkpoint(tmp_path: Path) -> None:
     half = {"model.w": Piece(torch.zeros(12), Size((4, 6)), 12)}
     with pytest.raises(
-        UnwrittenCheckpoint, match=r"not whole tensors: index\.json has 12 of the 24 elements of model\.w"
+        UnwrittenCheckpoint, match=r"it could not be read again: index\.json has 12 of the 24 elements of model\.w"
     ):
         directory.write(tmp_path / "a.ckpt", half, {}, ranks=None)
     assert [*tmp_path.iterdir()] == []

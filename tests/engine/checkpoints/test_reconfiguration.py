@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from lightswitch.checkpoints.reconfiguration import regrouped
 from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.plain import PlainModel
 
@@ -108,20 +107,6 @@ def test_a_schedule_goes_on_as_if_it_had_been_so_from_the_start(
     for name in SCHEDULES:
         assert len(whole[name]) == STEPS
         assert resumed[name] == (whole[name] if not words else pytest.approx(whole[name], rel=1e-6)), name
-
-
-def test_without_a_schedule_the_rate_is_the_one_that_is_configured(first: Finished, train: Train) -> None:
-    last = f"resume={first.run_dir}/checkpoints/last.ckpt"
-    resumed = train(*RUN, WHOLE, "model.first=''", last).column(f"lr-SGD-{len(SCHEDULES) - 1}")  # after all others
-    assert [rate for step, rate in resumed.items() if step >= STEPS] == [0.1] * STEPS
-
-
-def test_an_option_that_is_configured_as_before_keeps_its_last_value() -> None:
-    before = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
-    saved = {**before, "lr": 0.02, "eps": 1e-3}  # by a schedule, and as a callback may set it
-    now = {**before, "betas": (0.9, 0.999), "weight_decay": 0.3}
-    assert regrouped(saved, before, now) == {**saved, "betas": (0.9, 0.999), "weight_decay": 0.3}
-    assert regrouped(saved, before, {**now, "lr": 0.05})["lr"] == pytest.approx(0.01)
 
 
 PLAIN_RUN = (*PLAIN, "run_id=mine", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1")

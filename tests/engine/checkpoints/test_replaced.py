@@ -89,31 +89,10 @@ def test_a_checkpoint_is_whole_or_gone_however_far_its_removal_has_come(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_checkpoint_that_is_gone_before_it_is_opened_is_to_be_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _write(tmp_path / "step_1.ckpt", 1.0)
-    _write(tmp_path / "step_2.ckpt", 2.0)
-    link = tmp_path / "last.ckpt"
-    link.symlink_to("step_1.ckpt")
-    identity = directory.identity
-
-    def moves(path: Path) -> bytes | None:  # once the link is followed
-        if path.name == "step_1.ckpt" and path.exists():
-            link.unlink()
-            link.symlink_to("step_2.ckpt")
-            directory.remove(path)
-        return identity(path)
-
-    monkeypatch.setattr(directory, "identity", moves)
-    with pytest.raises(UnfitCheckpoint, match="try again"):
-        Weights(link)
-
-
 def test_a_checkpoint_that_is_being_exchanged_is_to_be_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "best.ckpt"
     _write(path, 1.0)
-    path.rename(directory.previous(path))
+    path.rename(directory.beside_of(path, "previous"))
     with pytest.raises(UnfitCheckpoint, match="try again"):
         Weights(path)
 

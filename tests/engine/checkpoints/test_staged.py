@@ -13,10 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.strategies import Strategy
 
-from lightswitch.checkpoints import directory, index
+from lightswitch.checkpoints import directory
+from lightswitch.checkpoints.format import read_index
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.checkpoints.saver import CHUNK_BYTES, Pool, Saver, share
 from lightswitch.checkpoints.shards import Stored, local
+from lightswitch.checkpoints.writing import CHUNK_BYTES, Pool, Writer, replicas_of, share
 from lightswitch.strategies.ddp import DDP
 from lightswitch.strategies.fsdp import FSDP
 from tests.engine.conftest import PLAIN, Train, context
@@ -65,21 +66,21 @@ def test_ranks_stage_the_state_once_and_equally(way: str, train: Train) -> None:
     run = train(*LANGUAGE, *SAVED, *switches, ranks=ranks)
     staged_bytes = [int((run.folder / f"staged_{rank}").read_text()) for rank in range(ranks)]
     (checkpoint,) = run.run_dir.glob("checkpoints/step_2.ckpt")
-    state_bytes = sum(tensor.nbytes for tensor in index.read(checkpoint).like.values())
+    state_bytes = sum(tensor.nbytes for tensor in read_index(checkpoint).like.values())
     assert sum(staged_bytes) == state_bytes
     assert max(staged_bytes) <= 1.2 * state_bytes / ranks
 
 
 def test_each_tensor_is_written_by_one_rank_of_those_that_hold_it() -> None:
     held = {f"w{number}": torch.empty(shape, device="meta") for number, shape in enumerate(GPT2)}
-    shares = [share(held, rank, 8) for rank in range(8)]
+    shares = [share(held, {name: replicas_of(one, rank, 8) for name, one in held.items()}, held) for rank in range(8)]
     assert sorted(name for own in shares for name in own) == sorted(held)
     largest = max(tensor.nbytes for tensor in held.values())
     assert max(sum(tensor.nbytes for tensor in own.values()) for own in shares) <= largest
 
 
 def test_memory_is_not_rounded_up_tensor_by_tensor_and_serves_again() -> None:
-    saver = Saver()
+    saver = Writer()
     state = {str(number): torch.empty(shape) for number, shape in enumerate(GPT2)}
     state_bytes = sum(tensor.nbytes for tensor in state.values())
     saver.stage(state)
@@ -99,7 +100,7 @@ def test_what_is_staged_is_a_copy_of_every_kind_of_tensor() -> None:
         "complex": torch.ones(2, dtype=torch.complex128),
         "flags": torch.tensor([True, False]),
     }
-    staged = Saver().stage(state)
+    staged = Writer().stage(state)
     for name, tensor in state.items():
         assert torch.equal(staged[name], tensor)
     state["flags"].logical_not_()
@@ -136,7 +137,7 @@ def test_a_save_on_a_cpu_asks_nothing_of_cuda() -> None:
 
     sys.setprofile(note)
     try:
-        Saver().stage({"w": torch.ones(3)})
+        Writer().stage({"w": torch.ones(3)})
     finally:
         sys.setprofile(None)
     assert called == []
@@ -152,7 +153,7 @@ def test_a_run_on_cpus_leaves_the_gpus_alone(train: Train) -> None:
 def test_a_gpus_state_is_staged_in_pinned_memory_of_its_size() -> None:
     torch.cuda.init()  # before, torch counts nothing
     before_bytes = torch.cuda.host_memory_stats()["allocated_bytes.current"]
-    saver, state = Saver(), {str(number): torch.rand(shape, device="cuda") for number, shape in enumerate(GPT2)}
+    saver, state = Writer(), {str(number): torch.rand(shape, device="cuda") for number, shape in enumerate(GPT2)}
     staged = saver.stage(state)
     assert all(tensor.is_pinned() for tensor in staged.values())
     pinned_bytes = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before_bytes

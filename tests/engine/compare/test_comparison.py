@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightswitch.compare import page
 from lightswitch.compare.quantities import apart, metrics, sections
 from lightswitch.compare.run import Curve, Run, read
 from lightswitch.monitoring.step_times import StepTimes
-from lightswitch.runs import starts
+from lightswitch.runs.resume import Start
 
 TIMES = StepTimes(
     startup_seconds=4.25,
@@ -85,7 +86,7 @@ def test_a_run_that_goes_on_after_a_failure_has_not_failed(tmp_path: Path) -> No
     report.parent.mkdir(parents=True)
     (tmp_path / "config.yaml").write_text("name: gpt\ntrainer: {devices: auto, num_nodes: 2}\n")
     report.write_text("RuntimeError: lost\nmore\n")
-    record.write_text(json.dumps({"starts": starts.as_json([starts.Start(0, ["a", "b"], 4)])}))
+    record.write_text(json.dumps({"starts": [asdict(Start(0, ["a", "b"], 4))]}))
     found = []
     for seconds in (60, -60):
         os.utime(report, (record.stat().st_mtime + seconds,) * 2)

@@ -16,7 +16,7 @@ from lightswitch.cluster.placement import reported_variables
 from lightswitch.compare import run as compare
 from lightswitch.config.confidential import masked_override, public, values
 from lightswitch.errors import Refused
-from lightswitch.runs import saved
+from lightswitch.runs import resume
 from tests.engine.conftest import Finished, runs_in
 
 SECRET, TYPED = "hunter2-correct-horse", "swordfish-typed"
@@ -137,7 +137,7 @@ def test_a_config_is_written_resolved_but_for_the_environment_and_secrets(
     }
     assert public(cfg) == written
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(written)))
-    assert saved.changes_since(tmp_path, cfg) == ""
+    assert resume.changes_since(tmp_path, cfg) == ""
     monkeypatch.setenv("TOKEN", SECRET)
     del cfg.length
     assert public(cfg) == {key: value for key, value in written.items() if key != "length"}

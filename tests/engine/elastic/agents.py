@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import psutil
 
-from lightswitch.runs import starts
+from lightswitch.runs import resume
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished
 from tests.engine.processes import TRAIN_PY
 from tests.engine.slurm.cluster import Cluster
@@ -170,8 +170,8 @@ class Agents:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     @property
-    def starts(self) -> list[starts.Start]:
-        return starts.read(self.folder / "runs/plainmodel/mine")
+    def starts(self) -> list[resume.Start]:
+        return resume.starts(self.folder / "runs/plainmodel/mine")
 
     @property
     def step(self) -> int:

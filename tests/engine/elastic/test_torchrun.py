@@ -9,7 +9,7 @@ from random import Random, SystemRandom
 
 import pytest
 
-from lightswitch.runs import starts
+from lightswitch.runs import resume
 from tests.engine.conftest import Finished, Train
 from tests.engine.elastic.agents import HOLD, Agents, Machines
 
@@ -78,7 +78,7 @@ def is_undisturbed(run: Finished, alone: Finished) -> None:
     expected, found = samples(alone.folder), samples(run.folder)
     assert found.keys() == expected.keys()
     again = set()  # after a change: steps since the checkpoint, and the one that was begun
-    for start in starts.read(run.run_dir)[1:]:
+    for start in resume.starts(run.run_dir)[1:]:
         again.update(range(start.step, start.step + start.trained_twice + 1))
     for step, of_step in found.items():
         assert set(of_step) == set(expected[step]), f"step {step}"

@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from omegaconf import OmegaConf
 
 from lightswitch.checkpoints import directory
-from lightswitch.checkpoints.reader import Reader
+from lightswitch.checkpoints.reading import Reader
 from lightswitch.hooked_strategy import hooked
 from lightswitch.launch.build import trainer_arguments
 from lightswitch.strategies import known_callbacks

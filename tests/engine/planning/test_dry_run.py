@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightswitch.checkpoints import index
+from lightswitch.checkpoints.format import read_index
 from tests.engine.conftest import Finished, Train
 from tests.engine.planning.test_truth import NumbersOfText
 from tests.engine.tiny import LANGUAGE_MODEL
@@ -70,7 +70,7 @@ def _told(run: Finished) -> dict[str, Any]:
 
 
 def _tensor_bytes(checkpoint: Path) -> int:
-    return sum(tensor.nbytes for tensor in index.read(checkpoint).like.values())
+    return sum(tensor.nbytes for tensor in read_index(checkpoint).like.values())
 
 
 def _contents(loaders: list[dict[str, Any]]) -> list[Any]:

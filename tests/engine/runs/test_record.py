@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -55,7 +56,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     ended = train(*RUN, "trainer.max_steps=2", folder=failed.folder)
     (ended.folder / "notes.txt").write_text("no checkpoint")
     there = {path.name for path in ended.run_dir.iterdir()}
-    assert {"crash", "tensorboard", "checkpoints", ".hydra", "train.log", "metrics.csv", "ended.json"} <= there
+    assert {"crash", "tensorboard", "checkpoints", ".hydra", "train.log", "metrics.csv", "run.json"} <= there
     return ended
 
 
@@ -85,13 +86,14 @@ def copied(earlier: Finished, tmp_path: Path) -> Finished:
     return Finished(0, "", "", tmp_path / "copied")
 
 
-@pytest.mark.parametrize("is_marked", [True, *at_night(False)])  # as ended; else run.json has the step
+@pytest.mark.parametrize("is_marked", [True, *at_night(False)])  # as ended; else its starts have the step
 def test_a_run_that_has_lost_its_checkpoints_does_not_begin_anew_unasked(
     is_marked: bool, copied: Finished, train: Train
 ) -> None:
     if not is_marked:
         train(*RUN, MORE, folder=copied.folder)
-        (copied.run_dir / "ended.json").unlink()
+        record = json.loads((copied.run_dir / "run.json").read_text())
+        (copied.run_dir / "run.json").write_text(json.dumps({**record, "ended": None}))
     (copied.run_dir / "checkpoints").rename(copied.folder / "moved")
     before = _state(copied.run_dir)
     refused = train(*RUN, "trainer.max_steps=6", folder=copied.folder, check=False)
@@ -100,51 +102,6 @@ def test_a_run_that_has_lost_its_checkpoints_does_not_begin_anew_unasked(
     assert (refused.returncode, refused.err) == (2, f"error: {lost}; {how}\n")
     assert _state(copied.run_dir) == before
     train(*RUN, MORE, "resume=never", folder=copied.folder)
-
-
-@pytest.mark.parametrize("name", ["config.yaml", *at_night("run.json", "results.json", ".hydra/hydra.yaml")])
-def test_a_directory_where_a_file_goes_is_refused_and_none_is_replaced(
-    name: str, copied: Finished, train: Train
-) -> None:
-    (copied.run_dir / name).unlink()
-    (copied.run_dir / name).mkdir()
-    before = _state(copied.run_dir)
-    refused = train(*RUN, MORE, folder=copied.folder, check=False)
-    assert (refused.returncode, refused.err) == (2, _told(name, "a directory"))
-    assert _state(copied.run_dir) == before
-
-
-def _told(name: str, what: str) -> str:
-    return (
-        f"error: runs/plain/mine/{name} is {what}, expected a regular file with one hard link; put a copy there, or "
-        "remove it\n"
-    )
-
-
-@pytest.mark.parametrize("name", [".lock", *at_night("train.log", "metrics.csv", "hparams.yaml", "results.json")])
-def test_what_leads_out_of_the_run_directory_is_refused_and_left_as_it_is(
-    name: str, copied: Finished, train: Train
-) -> None:
-    others = copied.folder / "others"
-    kinds = {"a link": Path.symlink_to, "a file with several hard links": Path.hardlink_to, "a pipe": _mkfifo}
-    for what, make in kinds.items():
-        others.write_text("of somebody else")
-        (copied.run_dir / name).unlink(missing_ok=True)
-        make(copied.run_dir / name, others)
-        refused = train(*RUN, MORE, folder=copied.folder, check=False)
-        assert (refused.returncode, refused.err) == (2, _told(name, what))
-        assert others.read_text() == "of somebody else"
-
-
-def _mkfifo(path: Path, _: Path) -> None:
-    os.mkfifo(path)
-
-
-def test_a_file_that_is_written_anew_leaves_what_a_link_leads_to(copied: Finished, train: Train) -> None:
-    (copied.folder / "others").write_text("of somebody else")
-    (copied.run_dir / "config.yaml.partial").symlink_to(copied.folder / "others")
-    train(*RUN, MORE, folder=copied.folder)
-    assert (copied.folder / "others").read_text() == "of somebody else"
 
 
 @pytest.mark.nightly

@@ -14,8 +14,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightswitch.process import Process
-from lightswitch.runs import claim, finished, saved, starts
-from lightswitch.runs.starts import Start
+from lightswitch.runs import claim, resume
+from lightswitch.runs.resume import Start
 from tests.engine.conftest import PLAIN, Finished, Train, once
 from tests.night import at_night
 
@@ -36,27 +36,23 @@ def test_a_change_names_what_was_lost_and_what_has_joined(start: Start, line: st
     assert Start(7, ["b"], 1).change_from(Start(0, ["a"], 1)) == ""  # one machine in place of another
 
 
-def test_steps_that_a_failed_start_had_trained_since_its_checkpoint_are_counted(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("step,train/loss\n0,1.0\n9,0.5\n")  # as far as it was logged
-    assert starts.of_next(tmp_path, 8, ["a"], 1).trained_twice == 2
-    for rank_reached in (13, 14, 13):
-        starts.note_reached(tmp_path, rank_reached)
-    assert starts.of_next(tmp_path, 8, ["a"], 1).trained_twice == 6
-    starts.forget_reached(tmp_path)
-    assert starts.of_next(tmp_path, 20, ["a"], 1).trained_twice == 0
+def test_steps_that_were_logged_since_a_checkpoint_are_counted(tmp_path: Path) -> None:
+    assert resume.logged_steps(tmp_path) == 0
+    (tmp_path / "metrics.csv").write_text("step,train/loss,test/loss\n0,1.0,\n9,0.5,\n10,,0.7\n")
+    assert resume.logged_steps(tmp_path) == 10
 
 
-def test_changes_and_steps_are_counted_over_all_starts(tmp_path: Path) -> None:
+def test_changes_are_counted_over_all_starts(tmp_path: Path) -> None:
     of_run = [FOUR, Start(5, ["a", "b"], 2, trained_twice=3), Start(9, ["a", "b"], 2, trained_twice=1)]
-    (tmp_path / "run.json").write_text(json.dumps({"starts": starts.as_json(of_run)}))
-    assert starts.read(tmp_path) == of_run
-    assert starts.changes(of_run) == starts.Changes([5], 4)
+    (tmp_path / "run.json").write_text(json.dumps({"starts": [*map(asdict, of_run)]}))
+    assert resume.starts(tmp_path) == of_run
+    assert resume.world_changes(of_run) == [5]
 
 
 def test_a_damaged_record_has_no_starts(tmp_path: Path) -> None:
     for text in ("", "{}", "[]", '{"starts": 1}', '{"starts": [{"step": "x"}]}'):
         (tmp_path / "run.json").write_text(text)
-        assert starts.read(tmp_path) == []
+        assert resume.starts(tmp_path) == []
 
 
 # A command that says where to begin, started again by its launcher; and a run that goes back to an earlier step
@@ -91,9 +87,9 @@ def test_a_restart_by_a_job_is_told_from_a_command_that_is_typed(
 def test_what_a_job_has_saved_is_of_its_own_last_start(begun: str, is_restart: bool, tmp_path: Path) -> None:
     of_run = [asdict(Start(0, ["a"], 1, job="Slurm job 9")), asdict(Start(0, ["a"], 1, job=begun))]
     (tmp_path / "run.json").write_text(json.dumps({"starts": of_run}))
-    assert not starts.has_saved(tmp_path, "Slurm job 17")
+    assert not resume.has_saved(tmp_path, "Slurm job 17")
     (tmp_path / "checkpoints" / "step_2.ckpt").mkdir(parents=True)
-    assert starts.has_saved(tmp_path, "Slurm job 17") == is_restart
+    assert resume.has_saved(tmp_path, "Slurm job 17") == is_restart
 
 
 earlier = once(*RUN, "trainer.max_steps=6")
@@ -166,7 +162,7 @@ SAME = {**BEFORE, "model": {**BEFORE["model"], "optimizer": "${optimizer}"}}
         ),
         (
             {**SAME, "optimizer": {"lr": 3e-4, "betas": [0.9, 0.95]}, "seed": 2},
-            "~optimizer.fused (was false), seed=2 (was not set)",
+            "seed=2 (was not set), ~optimizer.fused (was false)",
         ),
         (
             {**SAME, "a": 1, "b": 2, "c": 3, "d": 4},
@@ -176,14 +172,14 @@ SAME = {**BEFORE, "model": {**BEFORE["model"], "optimizer": "${optimizer}"}}
 )
 def test_what_differs_is_told_once_and_briefly(now: dict, told: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(BEFORE))
-    assert saved.changes_since(tmp_path, OmegaConf.create(now)) == told
+    assert resume.changes_since(tmp_path, OmegaConf.create(now)) == told
 
 
 def test_a_config_that_is_missing_or_harmed_tells_nothing(tmp_path: Path) -> None:
-    assert saved.changes_since(tmp_path, OmegaConf.create(SAME)) == ""
+    assert resume.changes_since(tmp_path, OmegaConf.create(SAME)) == ""
     for content in (b"", b"\xff\xfe", b"a: [", b"- 1"):
         (tmp_path / "config.yaml").write_bytes(content)
-        assert saved.changes_since(tmp_path, OmegaConf.create(SAME)) == ""
+        assert resume.changes_since(tmp_path, OmegaConf.create(SAME)) == ""
 
 
 def test_a_run_that_goes_on_says_what_it_has_otherwise(train: Train) -> None:
@@ -215,42 +211,28 @@ SHORT = (
     *(*PLAIN, "run_id=mine", "trainer.max_steps=2", "trainer.val_check_interval=2", "logger=csv"),
     "~callbacks.lr_monitor",
 )
-UNFIT = [
-    b'{"step": 1, "limits": {}, "go_on": null}',
-    b'{"step": 1, "limits": {"max_steps": "abc", "max_epochs": null, "max_time": null}, "go_on": null}',
-    b'{"step": "1", "limits": {"max_steps": 2, "max_epochs": null, "max_time": null}, "go_on": null}',
-    b"[" * 100_000,
-]
-
-
 CFG = OmegaConf.create(
     {"mode": "fit", "resume": "auto", "trainer": {"max_steps": 2, "max_epochs": None, "max_time": None}}
 )
+UNFIT = [
+    '{"ended": {"step": 1, "limits": {"max_steps": 2.5}, "go_on": null}}',
+    '{"ended": {"step": "1", "limits": {"max_steps": 2}, "go_on": null}}',
+    '{"ended": {"step": 1}}',
+]
 
 
-@pytest.mark.parametrize("content", [b"", b'{"step": 2, "lim', b"\xff\xfe\x00", b"[]", *UNFIT])
-def test_a_harmed_note_of_the_end_is_passed_over(
-    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("content", ["", '{"ended": {"step": 2, "lim', "[]", *UNFIT])
+def test_a_damaged_record_has_no_end(content: str, tmp_path: Path) -> None:
     run: Any = SimpleNamespace(run_dir=tmp_path, is_first=True, process=Process())
-    finished.keep(CFG, tmp_path, 2, None)
-    assert finished.before(CFG, run)
-    (tmp_path / "ended.json").write_bytes(content)
-    assert not finished.before(CFG, run)
-    assert caplog.text.count("ended.json can't be read; the run uses its checkpoints instead\n") == 1
+    resume.write_end(CFG, tmp_path, 2, None)
+    assert resume.is_finished(CFG, run)
+    (tmp_path / "run.json").write_text(content)
+    assert not resume.is_finished(CFG, run)
 
 
 @pytest.mark.nightly
-def test_a_directory_in_its_place_is_passed_over_and_kept(train: Train) -> None:
+def test_the_lock_of_a_start_that_was_killed_behind_the_end_is_removed(train: Train) -> None:
     first = train(*SHORT)
-    first_test = first.column("test/loss")
-    (first.run_dir / "ended.json").unlink()
-    (first.run_dir / "ended.json").mkdir()
-    again = train(*SHORT, folder=first.folder)
-    assert "resumes    runs/plainmodel/mine/checkpoints/step_2.ckpt, at step 2\n" in again.out
-    assert again.column("test/loss") == first_test
-    assert again.out.count("can't be read; the run uses its checkpoints instead\n") == 1
-    assert (again.err, (first.run_dir / "ended_1.json").is_dir()) == ("", True)
-    (first.run_dir / ".lock").touch()  # as of a process that was killed behind the mark
+    (first.run_dir / ".lock").touch()
     assert "finished   fit and test have ended at step 2;" in train(*SHORT, folder=first.folder).out
     assert not (first.run_dir / ".lock").exists()

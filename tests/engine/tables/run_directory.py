@@ -11,14 +11,17 @@ import yaml
 from lightswitch.monitoring.metrics import FIRST_COLUMNS
 from lightswitch.monitoring.step_times import StepTimes
 from lightswitch.runs.claim import Holder
-from lightswitch.runs.finished import Mark
 from lightswitch.runs.record import Origin
+from lightswitch.runs.resume import End, Start
 from lightswitch.sweeps.record import Record
 from tests.engine.tables.documents import code, page, table
 
 _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 FILES, FILES_OF_SOME, COLUMNS = (_TOLD[kind] for kind in ("files", "files_of_some", "columns"))
-RECORDS = (("run.json", Origin), ("ended.json", Mark), ("step_times.json", StepTimes), ("job.json", Record))
+RECORDS = (
+    *(("run.json", Origin), ("starts of run.json", Start), ("ended of run.json", End)),
+    *(("step_times.json", StepTimes), ("job.json", Record)),
+)
 
 
 def text() -> str:

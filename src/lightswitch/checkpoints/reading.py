@@ -12,18 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightswitch import regular_files
-from lightswitch.checkpoints import directory, safe
-from lightswitch.checkpoints.index import Index, Shard
-from lightswitch.checkpoints.manifest import is_plain_name
-from lightswitch.checkpoints.names import TRANSIENT, is_stored, own_name
-from lightswitch.checkpoints.ranks import describe_failure
-from lightswitch.checkpoints.shards import Piece, boxes, local
+from lightswitch.checkpoints import directory, format
+from lightswitch.checkpoints.format import Index, Shard
+from lightswitch.checkpoints.names import is_stored, own_name
+from lightswitch.checkpoints.shards import Stored, boxes, local, sharded_like
+from lightswitch.checkpoints.writing import describe_failure
 from lightswitch.errors import UnfitCheckpoint, listed, shown
 
 OnRead = Callable[[int], None]  # takes the number of bytes that were just read
+BUFFERS = "buffers"  # in a checkpoint's state: non-persistent buffers that training has changed, by name
 _BRINGS = "the module brings these weights itself, set self.strict_loading = False in it"
 _OF_A_RESUME = "use the model arguments that it was saved with, or start a new run with another run_id"
 
@@ -36,7 +36,8 @@ class Reader:
             the latter two, only the weights are available as tensors.
         group: the process group of the ranks that read together; None for a single process.
         advice: what to do if the model differs, for the error.
-        live: names of the model's weights; if they begin with what may be a wrapper's prefix, a foreign file keeps it.
+        live: the model's parameters by name: what was sharded is sharded like them again. If their names begin with
+            what may be a wrapper's prefix, a foreign file keeps it.
 
     Attributes:
         state: the checkpoint without the tensors.
@@ -53,11 +54,11 @@ class Reader:
         path: Path,
         group: dist.ProcessGroup | None,
         advice: str = _OF_A_RESUME,
-        live: Collection[str] = (),
+        live: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         self.path = path = regular_files.linked(path)
-        self._live = live
         self.advice = advice
+        self._live = live or {}
         self._files = path.resolve()  # a link such as last.ckpt may change during the read
         self._identity = directory.identity(self._files)
         self._group = group
@@ -74,19 +75,22 @@ class Reader:
         """Read index and state. Each rank compares the checksums of some files, without waiting for another rank."""
         if is_foreign(self.path):
             weights, state = weights_and_state(self.path, self._live)
-            transient = transient_of(state)
-            self._take({**_under("model", weights), **_under(TRANSIENT, transient)})
-            # without "callbacks", Lightning calls no callback, and one sets these buffers
-            return {"callbacks": {}, **state} if transient else state
+            self._take(weights)
+            return state
         rank, ranks = (dist.get_rank(self._group), dist.get_world_size(self._group)) if self._group else (0, 1)
         self._index = directory.read_index(self._files, slice(rank, None, ranks))
         self.like = dict(self._index.like)
-        return directory.read_state(self._files)
+        state = directory.read_state(self._files, partial(sharded_like, self._live))
+        if of_before := self.names("transient."):
+            state[BUFFERS] = {name: self._read(f"transient.{name}") for name in of_before}
+        return state
+
+    @property
+    def is_of_hub(self) -> bool:
+        return is_hub(self.path)
 
     def _replaced(self) -> str | None:
-        """Return a message if a running run has replaced the checkpoint since it was opened, else None."""
-        was_removed_at_once = self._identity is None and self.path.resolve() != self._files  # the link has changed
-        return directory.REPLACED if was_removed_at_once else directory.replaced(self._files, self._identity)
+        return directory.replaced(self._files, self._identity)
 
     def rename(self, renamed: Callable[[str], str]) -> None:
         """Give the weights other names, by a function of their names; other tensors keep theirs."""
@@ -97,10 +101,10 @@ class Reader:
     def take(self, translate: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
         """Replace the weights of a foreign file by the result of a function of them, by name."""
         assert isinstance(self._index, LoadedIndex)
-        weights = {name: self._index.values[f"model.{name}"] for name in self.names("model.")}
-        self._take(_under("model", translate(weights)))
+        self._take(translate({name: self._index.values[f"model.{name}"] for name in self.names("model.")}))
 
-    def _take(self, loaded: dict[str, Tensor]) -> None:
+    def _take(self, weights: Mapping[str, Tensor]) -> None:
+        loaded = {f"model.{name}": value for name, value in weights.items()}
         self.like = {name: value.to("meta") for name, value in loaded.items()}
         shards = {name: [Shard(name, (0,) * one.dim(), tuple(one.shape), "", 0, 0)] for name, one in loaded.items()}
         self._index = LoadedIndex(self.path, dict(self.like), shards, loaded)
@@ -121,7 +125,7 @@ class Reader:
         """Meta tensors of the weights, by name."""
         return {name.removeprefix("model."): like for name, like in self.like.items() if name.startswith("model.")}
 
-    def fill(self, tensors: Mapping[str, Tensor | Piece], on_read: OnRead | None = None) -> None:
+    def fill(self, tensors: Mapping[str, Stored], on_read: OnRead | None = None) -> None:
         """Read tensors in place; of a DTensor or Piece, only this rank's shard. Collective.
 
         Each rank reads the rows that it needs of the stored shards.
@@ -134,28 +138,31 @@ class Reader:
             UnfitCheckpoint: on every rank, if a file can't be read, differs from the index, or was replaced during the
                 read.
         """
-        tensors = {self._saved_names.get(name, name): tensor for name, tensor in tensors.items()}
-        self._load(tensors, on_read, self._group)
-
-    def read(self, name: str) -> Tensor:
-        """Return one whole tensor on the CPU."""
-        saved = self._saved_names.get(name, name)
-        whole = {saved: torch.empty_like(self.like[name], device="cpu")}
-        self._load(whole, None, None)
-        return whole[saved]
-
-    def _load(
-        self, tensors: Mapping[str, Tensor | Piece], on_read: OnRead | None, group: dist.ProcessGroup | None
-    ) -> None:
         problem, message = None, None
         try:
             for name, tensor in tensors.items():
-                _fill(name, tensor, self._index, on_read)
+                _fill(self._saved_names.get(name, name), tensor, self._index, on_read)
         except Exception as error:  # torch raises many kinds of errors for a damaged file
             problem = error
-            message = describe_failure(error, dist.get_rank(group) if group else 0)
-        if message := _first_of_all_ranks(self._replaced() or message, group):
+            message = describe_failure(error, dist.get_rank(self._group) if self._group else 0)
+        if message := _first_of_all_ranks(self._replaced() or message, self._group):
             raise unreadable(self.path, message) from problem
+
+    def read(self, name: str) -> Tensor:
+        """Return one whole tensor on the CPU."""
+        try:
+            whole = self._read(self._saved_names.get(name, name))
+            message = self._replaced()
+        except Exception as error:  # as in `fill`
+            raise unreadable(self.path, self._replaced() or describe_failure(error, 0)) from error
+        if message:
+            raise unreadable(self.path, message)
+        return whole
+
+    def _read(self, name: str) -> Tensor:
+        whole = torch.empty_like(self._index.like[name], device="cpu")
+        _fill(name, whole, self._index, None)
+        return whole
 
     def check_model(self, live: Mapping[str, Any], arguments: Mapping[str, Any], strict: bool) -> None:
         """Compare the names and shapes of a model's parameters and buffers with the checkpoint's.
@@ -178,18 +185,15 @@ class Reader:
             problems += [f"the checkpoint has no {name}" for name in sorted(live.keys() - saved)]
             problems += [f"the model has no {name}" for name in sorted(saved - live.keys())]
         if problems:
-            message = listed([*self._other_arguments(arguments), *problems], shown=4, separator="; ")
-            advice = self.advice
-            advice += f", or, if {_BRINGS}" if strict and live.keys() - saved else ""
+            then = self.state.get("hyper_parameters", {})
+            others = [
+                f"model.{name} was {then[name]}, is {value}"
+                for name, value in arguments.items()
+                if name in then and str(then[name]) != str(value) and "${" not in str(then[name])  # of the environment
+            ]
+            message = listed([*others, *problems], shown=4, separator="; ")
+            advice = self.advice + (f", or, if {_BRINGS}" if strict and live.keys() - saved else "")
             raise UnfitCheckpoint(f"{self.path} was saved from a different model: {message}; {advice}")
-
-    def _other_arguments(self, arguments: Mapping[str, Any]) -> list[str]:
-        saved = self.state.get("hyper_parameters", {})
-        return [
-            f"model.{name} was {saved[name]}, is {value}"
-            for name, value in arguments.items()
-            if name in saved and str(saved[name]) != str(value) and "${" not in str(saved[name])  # from the environment
-        ]
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,7 @@ def why(error: Exception) -> str:
 
 
 @torch.no_grad()
-def _fill(name: str, tensor: Tensor | Piece, index: Index, on_read: OnRead | None) -> None:
+def _fill(name: str, tensor: Stored, index: Index, on_read: OnRead | None) -> None:
     """Read the elements of a tensor that this rank holds, in place."""
     if name not in index.like or index.like[name].shape != tensor.shape:
         there = _shape(index.like[name]) if name in index.like else "missing"
@@ -252,9 +256,11 @@ def _first_of_all_ranks(problem: str | None, group: dist.ProcessGroup | None) ->
     return next(filter(None, problems), None)
 
 
-def _shape(tensor: Tensor | Piece) -> str:
+def _shape(tensor: Stored) -> str:
     return "×".join(map(str, tensor.shape)) or "a scalar"
 
+
+# Files from elsewhere
 
 _VERSION, _OF_ANY = "pytorch-lightning_version", "2.0.0"  # a Trainer migrates checkpoints of older versions
 _BEFORE_NAMES = ("_forward_module.", "module.")  # DeepSpeed's and DDP's wrappers
@@ -290,25 +296,16 @@ def weights_and_state(path: Path, live: Collection[str] = ()) -> tuple[dict[str,
     if is_hub(path):
         return hub_weights(path), {_VERSION: _OF_ANY}
     state = read_foreign(path)
-    named = _own_names(state.pop("state_dict"), live)
+    named = {own_name(name): value for name, value in state.pop("state_dict").items()}
+    for wrapper in _BEFORE_NAMES:
+        if all(name.startswith(wrapper) for name in named) and not any(name.startswith(wrapper) for name in live):
+            named = {name.removeprefix(wrapper): value for name, value in named.items()}
     tensors = {name: local(value) for name, value in named.items() if is_stored(value)}
     extra = {name: value for name, value in named.items() if name not in tensors}
     first = _first_names(tensors)
     tied = {name: first[name] for name in tensors if first[name] != name}
     weights = {name: value for name, value in tensors.items() if name not in tied}
     return weights, {**state, "extra_state": extra, "names_of_tied": tied}
-
-
-def _under(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{kind}.{name}": value for name, value in tensors.items()}
-
-
-def transient_of(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Remove the non-persistent buffers from the content of an export's file, and return them by name."""
-    found = state.get(TRANSIENT)
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        return {}  # of a checkpoint from elsewhere, what its module calls so
-    return {str(name): value for name, value in state.pop(TRANSIENT).items()}
 
 
 def read_foreign(path: Path) -> dict[str, Any]:
@@ -319,20 +316,12 @@ def read_foreign(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is something else, or can't be read without running code.
     """
-    state = safe.load(path, mapped=True)
+    state = format.load(path, mapped=True)
     if isinstance(state, dict) and "state_dict" not in state and "model" in state:
         state["state_dict"] = state.pop("model")
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
         raise ValueError("it has no state_dict; use a checkpoint from the checkpoints/ folder of a run, or safetensors")
-    return safe.checked_state({_VERSION: _OF_ANY, **state}, path.name)
-
-
-def _own_names(state_dict: dict[str, Any], live: Collection[str]) -> dict[str, Any]:
-    named = {own_name(name): value for name, value in state_dict.items()}
-    for wrapper in _BEFORE_NAMES:
-        if all(name.startswith(wrapper) for name in named) and not any(name.startswith(wrapper) for name in live):
-            named = {name.removeprefix(wrapper): value for name, value in named.items()}
-    return named
+    return {_VERSION: _OF_ANY, **state}
 
 
 def _first_names(tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -354,19 +343,17 @@ def hub_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of safetensors files by name, on the CPU, memory-mapped from the files.
 
     Raises:
-        ValueError: the index is invalid, names a file elsewhere, or names a tensor that its files lack.
-        OSError, SafetensorError: a file can't be read, or is a pipe or a device.
+        ValueError: the index is invalid, or names a tensor that its files lack.
+        OSError, SafetensorError: a file can't be read.
     """
     file = _in(path) or path
     if file.suffix != ".json":
-        return load_file(regular_files.check(file))
+        return load_file(file)
     index: Any = regular_files.read_json(file)
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise ValueError(f"{file.name} is not an index of safetensors")
-    if outside := next((name for name in shards.values() if not is_plain_name(name)), None):
-        raise ValueError(f"{file.name} names a file outside of its folder: {outside}")
-    files = [regular_files.check(file.parent / shard) for shard in sorted(set(shards.values()))]
+    files = [file.parent / shard for shard in sorted(set(shards.values()))]
     found = {name: value for shard in files for name, value in load_file(shard).items()}
     if missing := sorted(shards.keys() - found.keys()):
         raise ValueError(f"{file.name} names {missing[0]}, which is in none of its files")
