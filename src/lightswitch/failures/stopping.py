@@ -23,7 +23,6 @@ from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import LostRank, NotFinite, Stopped, UnwrittenCheckpoint
 from lightswitch.process import REQUEUED, Signals
-from lightswitch.strategies.writes import WatchedWeights
 
 log = logging.getLogger(__name__)
 # if ranks received different signals, the last of these counts: notice of a time limit requests a requeue
@@ -47,7 +46,6 @@ class Preemption(StepBoundary):
         self._signals = signals
         self._ranks: dist.ProcessGroup | None = None
         self._rounds: Rounds
-        self._agreed = 0.0  # index of the signal to end by, once the strategy has checked a step
         self._common_batches = 0  # validation batches left that all ranks have
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -62,7 +60,7 @@ class Preemption(StepBoundary):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._signals.defer()
-        self._rounds, self._agreed = Rounds(self._ranks), 0.0
+        self._rounds = Rounds(self._ranks)
 
     def end_if_asked(self, trainer: Trainer) -> None:
         """Save a checkpoint and end training if the ranks have agreed on a signal.
@@ -70,14 +68,8 @@ class Preemption(StepBoundary):
         Raises:
             Stopped: they have.
         """
-        if self._agreed:
-            self._end(trainer, self._agreed)
-        if self._rounds.end_before_step():
-            asked = self._rounds.end(self._asked)
-            if asked and isinstance(trainer.strategy, WatchedWeights) and trainer.strategy.asks_for_look():
-                self._agreed = asked
-            elif asked:
-                self._end(trainer, asked)
+        if self._rounds.end_before_step() and (asked := self._rounds.end(self._asked)):
+            self._end(trainer, asked)
 
     def _end(self, trainer: Trainer, asked: float) -> None:
         if trainer.checkpoint_callbacks:  # else the run is configured without checkpoints
@@ -89,7 +81,7 @@ class Preemption(StepBoundary):
         _finish_saving_and_stop(trainer, asked)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if not self._agreed and not trainer.fit_loop._should_accumulate():
+        if not trainer.fit_loop._should_accumulate():
             self._rounds.begin(self._asked)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -56,11 +56,10 @@ from lightswitch.runs import log as run_log
 from lightswitch.runs import resume
 from lightswitch.runs.record import PredictionWriter, PublicHyperparameters, RunRecord
 from lightswitch.runs.resume import Start
-from lightswitch.strategies import known_callbacks
 from lightswitch.strategies.agreement import Agreement
+from lightswitch.strategies.callbacks import StrategyCallback, callback_problems, refused_callbacks
 from lightswitch.strategies.ddp import auto
-from lightswitch.strategies.kernels import AttentionBackends, FusedStep, GarbageBetweenSteps, MatmulPrecision
-from lightswitch.strategies.known_callbacks import KnownCallbacks
+from lightswitch.strategies.units import Compilation
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +237,7 @@ def callbacks_of_engine(
     record: RunRecord,
     watchdog: Watchdog,
     batch: GlobalBatch,
-    compilation: Callback | None,
+    compilation: Compilation | None,
 ) -> list[Callback]:
     """Return the engine's callbacks in the order in which their hooks run.
 
@@ -248,15 +247,11 @@ def callbacks_of_engine(
     engine: list[Callback] = [record, watchdog, batch]
     engine += [Preemption(run.signals)]
     engine += [PredictionWriter(), ModelSize(), Freezing(), TransientBuffers(), Reconfiguration()]
-    engine += [PublicHyperparameters(cfg), KnownCallbacks()]
-    engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]
-    engine += [StepsByHand(), StepsAreCounted(), GarbageBetweenSteps()]
-    if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1:
-        engine.append(Agreement())
+    agreement = Agreement() if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1 else None
+    engine += [PublicHyperparameters(cfg), StrategyCallback(cfg.matmul_precision, compilation, agreement)]
+    engine += [StepsByHand(), StepsAreCounted()]
     if cfg.on_nan != "ignore":
         engine.append(FiniteLoss(batch, cfg.on_nan))
-    if compilation is not None:
-        engine.append(compilation)
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from, cfg.get("init_names")))
     return engine
@@ -306,7 +301,7 @@ def trainer_problems(trainer: Trainer, model: LightningModule, cfg: DictConfig) 
     """Yield the reasons why a Trainer's strategy can't run on its devices, or with the model or the callbacks."""
     if cfg.mode == "fit":
         yield from _clips_itself(model, trainer.strategy)
-    yield from known_callbacks.refused(trainer)
+    yield from refused_callbacks(trainer)
 
 
 def problems_elsewhere(
@@ -326,7 +321,7 @@ def problems_elsewhere(
     users = callbacks_of_config(nodes, cfg.trainer)
     refusals += problems_of_parts(model, data, cfg, plan)
     refusals += map(Refused, _clips_itself(model, strategy))
-    refusals += map(Refused, known_callbacks.problems(users, strategy, devices))
+    refusals += map(Refused, callback_problems(users, strategy, devices))
     return refusals
 
 

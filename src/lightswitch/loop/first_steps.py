@@ -17,7 +17,7 @@ from lightswitch.failures.classify import is_of_another_rank_or_device, raised_i
 from lightswitch.strategies.sharded import first_name
 
 STEPS = 3  # number of a process's steps that count as its first
-_KINDS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
+_KINDS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, KeyError)
 _OTHERS = (torch.OutOfMemoryError, torch.distributed.DistError, NeedsValues)  # reported with messages of their own
 _SKIPPED = "by returning"  # in Lightning's errors about a step that returns None
 _READY_TWICE = "Expected to mark a variable ready only once"  # in torch's error about a gradient

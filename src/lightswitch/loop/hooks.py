@@ -21,7 +21,7 @@ from lightning.pytorch.trainer import call
 from lightswitch import patches
 from lightswitch.loop import first_steps
 from lightswitch.mixins import callbacks_of
-from lightswitch.strategies.writes import WatchedWeights
+from lightswitch.strategies.weights import WatchedWeights
 
 _call_callbacks, _call_module, _call_strategy = (
     call._call_callback_hooks,

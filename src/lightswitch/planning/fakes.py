@@ -248,7 +248,7 @@ def fake_zero(strategy: Strategy, world: World) -> Iterator[None]:
     if not isinstance(strategy, DeepSpeedStrategy):
         yield
         return
-    from lightswitch.deepspeed.quiet_import import deepspeed
+    from lightswitch.deepspeed.state import deepspeed
 
     environment, accelerator = os.environ, deepspeed.accelerator.get_accelerator()
     exported = environment.copy()

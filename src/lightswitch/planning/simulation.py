@@ -46,7 +46,7 @@ from lightswitch.planning.fakes import (
 from lightswitch.planning.timeline import Growth, Timeline
 from lightswitch.planning.tracking import Tracking
 from lightswitch.planning.values import Values
-from lightswitch.strategies.kernels import FusedStep
+from lightswitch.strategies.callbacks import use_fused_steps
 
 _NEEDS_VALUES = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 _IN_C = "data is not allocated"  # torch's error message when C++ code reads a fake tensor
@@ -187,7 +187,7 @@ def _prepared(
         plugins=[FakeCluster(world), *work.options.get("plugins", ())],
         num_nodes=world.nodes,
         devices=world.devices_per_node,
-        callbacks=[tracking, FusedStep(), _StopAfterSteps(work, tracking)],
+        callbacks=[tracking, _StopAfterSteps(work, tracking)],
         max_epochs=1,
         accumulate_grad_batches=work.accumulation,
         limit_val_batches=0,
@@ -225,7 +225,7 @@ def _options(work: Work, model: LightningModule) -> dict[str, Any]:
 
 
 class _StopAfterSteps(Callback):
-    """Callback that stops the run after enough steps.
+    """Callback that steps as a run does, and stops the run after enough steps.
 
     It stops before the end of the epoch, because a scheduler may need a metric there.
     """
@@ -233,6 +233,9 @@ class _StopAfterSteps(Callback):
     def __init__(self, work: Work, tracking: Tracking) -> None:
         self._work = work
         self._tracking = tracking
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        use_fused_steps(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -24,9 +24,9 @@ from lightswitch.planning.fakes import World
 from lightswitch.planning.simulation import Work, simulate
 from lightswitch.planning.timeline import Peak
 from lightswitch.planning.tracking import Tracking
+from lightswitch.strategies.callbacks import StrategyCallback
 from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.fsdp import FSDP
-from lightswitch.strategies.kernels import FusedStep
 from tests.engine.planning.modules import WaitsForAValue
 
 SAMPLES = 64
@@ -119,7 +119,7 @@ def _held(asks: Asks) -> Peak:
     """What a real step holds, the second of three."""
     tracking = Tracking()
     Trainer(
-        accelerator="cpu", strategy=Single(), callbacks=[tracking, FusedStep()], max_steps=3, logger=False,
+        accelerator="cpu", strategy=Single(), callbacks=[tracking, StrategyCallback()], max_steps=3, logger=False,
         accumulate_grad_batches=2, gradient_clip_val=1.0, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     ).fit(Asking(asks), _Batches())  # fmt: skip
