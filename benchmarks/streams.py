@@ -19,7 +19,6 @@ from benchmarks.data import WindowSamples
 from benchmarks.results import Row, interleaved, options, publish, row
 from lightswitch.batches.loaders import training_loader
 from lightswitch.batches.plan import BatchPlan, Position
-from lightswitch.batches.rank_loader import training_stream
 from project.data.loaders import Pair
 
 GLOBAL_BATCH, CONTEXT = 64, 256
@@ -55,9 +54,7 @@ def compare(name: str, samples: Dataset[Pair], replicas: int, workers: int, quic
     plan = BatchPlan(GLOBAL_BATCH, GLOBAL_BATCH // replicas, replicas, 1)
     at, clock = Position(), time.perf_counter if workers else time.process_time
     by_index = training_loader(DataLoader(samples, GLOBAL_BATCH, num_workers=workers), plan, 0, 1, at)
-    stream = training_stream(
-        DataLoader(InOrder(samples), GLOBAL_BATCH, num_workers=workers), plan, 0, 1, at, lambda digest: [digest]
-    )
+    stream = training_loader(DataLoader(InOrder(samples), GLOBAL_BATCH, num_workers=workers), plan, 0, 1, at)
     contenders = {name: _epoch(stream, clock), "by index": _epoch(by_index, clock)}
     return row(name, "by index", interleaved(contenders, 1 if quick else 9))
 

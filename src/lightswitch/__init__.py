@@ -2,13 +2,15 @@
 
 import lightswitch
 
-model = lightswitch.load("runs/NAME/RUN_ID")
+run = lightswitch.train("model=gpt", "strategy=ddp", "trainer.devices=2")
+model = run.load()                                 # or of any other run: lightswitch.load("runs/NAME/RUN_ID")
 logits = model(ids)
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if sys.platform == "win32":  # before any import of what Windows lacks: signals, locks of files, forked processes
@@ -19,13 +21,15 @@ if sys.platform == "win32":  # before any import of what Windows lacks: signals,
 
 if TYPE_CHECKING:
     from lightswitch.export.models import load
+    from lightswitch.launch.from_python import FailedRun, Run, compose, train
 
-__all__ = ["load"]
+__all__ = ["FailedRun", "Run", "compose", "load", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load":  # on first use: it imports torch, which most of the launch does not need
-        from lightswitch.export.models import load
-
-        return load
-    raise AttributeError(f"module {__name__} has no attribute {name}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    # on first use: they import torch or Hydra, which most of the launch does not need
+    return getattr(
+        import_module("lightswitch.export.models" if name == "load" else "lightswitch.launch.from_python"), name
+    )

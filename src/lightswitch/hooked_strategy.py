@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -209,7 +209,13 @@ class HookedStrategy(Mixin, Strategy):
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether an optimizer requires a closure that evaluates the loss, as LBFGS does."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    kind: Any = type(optimizer)  # hashable, which its type does not tell
+    return _needs_closure(kind)
+
+
+@cache
+def _needs_closure(kind: Any) -> bool:
+    closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 

@@ -340,8 +340,8 @@ OVERRIDES = {
     f"{_PL}.trainer.connectors.logger_connector.logger_connector._LoggerConnector": (
         "epoch_end_reached",
         "metrics",
-        "on_batch_start",
         "on_epoch_end",
+        "reset_results",
         "update_eval_step_metrics",
         "update_train_step_metrics",
     ),

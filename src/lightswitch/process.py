@@ -180,39 +180,25 @@ class Process:
         finally:
             os._exit(code)
 
-    def follow_parent(self) -> None:
-        """End this rank when its parent has ended, until the watchdog takes over; kill it if the run fails.
+    def follow_parent(self, is_child: bool) -> None:
+        """End this process when its parent has ended: a parent that is killed sends nothing.
 
-        Otherwise the rank would wait half an hour for its parent. Of a failed run, only a parent that is stopped is
-        killed: others end by themselves, and the command would wait for ever for it.
-        """
-        parent = os.getppid()
-
-        def follow() -> None:
-            while not self.is_watched.wait(1):
-                if os.getppid() != parent:
-                    if os.environ["LOCAL_RANK"] == "1":  # one line for all ranks
-                        line = (
-                            f"process {parent}, which started the ranks of this node, was killed before training began"
-                        )
-                        print(line, file=sys.stderr, flush=True)
-                    self.leave_now(ExitCode.FAILED)
-            self.has_failed.wait()
-            if _is_stopped(parent) and os.getppid() == parent:
-                os.kill(parent, signal.SIGKILL)
-
-        threading.Thread(target=follow, name="follow parent", daemon=True).start()
-
-    def end_with_parent(self) -> None:
-        """End this process, which torchrun or a notebook has started, when its parent has ended.
-
-        A killed torchrun agent sends nothing, and the other agents' rendezvous blocks while its rank trains on.
+        Args:
+            is_child: whether rank 0 has started this rank, which would wait half an hour for it, and is followed until
+                the watchdog takes over; otherwise torchrun or a notebook has, and this rank saves and ends.
         """
         parent = os.getppid()
 
         def follow() -> None:
             while os.getppid() == parent:
                 time.sleep(1)
+                if is_child and self.is_watched.is_set():
+                    return
+            if is_child:
+                if os.environ["LOCAL_RANK"] == "1":  # one line for all ranks
+                    line = f"process {parent}, which started the ranks of this node, was killed before training began"
+                    print(line, file=sys.stderr, flush=True)
+                self.leave_now(ExitCode.FAILED)
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(_GRACE_SECONDS)
             self.leave_now(ExitCode.STOPPED)
@@ -220,11 +206,15 @@ class Process:
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
 
 
-def _is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped, as by SIGSTOP; False on systems without /proc."""
+def has_ended(pid: int) -> bool:
+    """Return whether a process of this machine has ended; False where that can't be known."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "Z"  # it has ended, and its parent has yet to see it
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's, or a system without /proc
         return False
 
 
@@ -303,7 +293,6 @@ class Signals:
         self.is_deferred = False
         self._is_told = False
         self._pid = 0  # of the process that listens
-        self._masks: dict[int, set[int]] = {}  # of the signals of each thread that forks
 
     def __reduce__(self) -> tuple[type[Signals], tuple[object, ...]]:
         return Signals, (self.process, self._requeue)  # as of Process
@@ -318,7 +307,7 @@ class Signals:
         if self._pid == os.getpid():
             return
         if not self._pid:  # else it was inherited by a fork
-            os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._in_forked_child)
+            os.register_at_fork(after_in_child=self._in_forked_child)
         self._pid = os.getpid()
         for number in heard():
             signal.signal(number, self._note)
@@ -392,13 +381,6 @@ class Signals:
         erasing = "\r\x1b[K" if sys.stderr.isatty() else ""  # erases a progress bar on the cursor's line
         os.write(sys.stderr.fileno(), f"{erasing}{text}\n".encode())
 
-    def _block(self) -> None:
-        """Block signals before a fork: the child would take one that arrives now for this process's, and live on."""
-        self._masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)
-
-    def _unblock(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.pop(threading.get_ident()))
-
     def _in_forked_child(self) -> None:
         """Let a child end by SIGTERM, and go on after the other signals, which a terminal or Slurm sends to all.
 
@@ -407,12 +389,7 @@ class Signals:
         self.is_deferred = False
         signal.set_wakeup_fd(-1)
         for number in heard():
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else _go_on)
-        self._unblock()
-
-
-def _go_on(number: int, frame: FrameType | None) -> None:
-    pass
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else lambda *_: None)
 
 
 T = TypeVar("T")

@@ -28,7 +28,7 @@ from lightswitch.checkpoints.portable import TransientBuffers
 from lightswitch.hooked_strategy import hooked
 from lightswitch.loop.hooks import skip_empty_hooks
 from lightswitch.loop.loops import replace_loops
-from lightswitch.monitoring.grad_norm import GradNorm
+from lightswitch.monitoring.throughput import GradNorm
 from lightswitch.strategies.agreement import Agreement
 from lightswitch.strategies.callbacks import StrategyCallback
 from lightswitch.strategies.ddp import Single

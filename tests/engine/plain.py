@@ -214,10 +214,6 @@ class CycleModel(PlainModel):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class ShortCycleModel(CycleModel):
-    length = 2
-
-
 class Record(pl.Callback):
     """Writes the samples of each training step, and the weights at the end, a file for each rank and start."""
 

@@ -35,7 +35,7 @@ ALLOWED = {
     "strategy.precision_plugin": "Lightning has a setter",
     "trainer.strategy.precision_plugin": "Lightning has a setter",
     "model.trainer": "Lightning documents it: how a module is given its Trainer",
-    "undivided.rank": "of a copy of the user's sampler",
+    "whole.rank": "of a copy of the user's sampler",
 }
 SETTING = (  # modules whose functions and classes set attributes of others' objects
     "lightning.pytorch.utilities.parsing",
@@ -74,7 +74,6 @@ def _replaced() -> set[str]:
 def test_the_table_lists_what_is_replaced_and_nothing_else() -> None:
     in_a_loop = {"_WORLD_GROUP"}  # lightswitch.planning.fakes
     in_a_loop |= {"TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE"}
-    in_a_loop |= {"limit_test_batches", "limit_predict_batches"}  # lightswitch.batches.evaluation
     in_a_loop |= {"setup"}  # lightswitch.patches.call_when_built
     in_a_loop |= {"assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"}
     assert _replaced() - {"<name>"} == {patch.name for patch in PATCHES} - in_a_loop

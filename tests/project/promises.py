@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from lightswitch.checking.check import IN_ONE, KINDS, RANKS, SINGLE, Check, Row, Way
+from lightswitch.checking.check import IN_ONE, KINDS, SINGLE, Check, Row, Way
 from lightswitch.checking.runs import ShortRun
 from tests.project.choices import choices
 from tests.project.witness import WITNESS
@@ -72,7 +72,7 @@ def rows_of(check: Check) -> dict[str, Row]:
 
 def broken(row: Row) -> list[str]:
     """Return the promises that a row breaks, without those of an expected cause: one process then differs as well."""
-    follows = (*KINDS, RANKS, IN_ONE) if {*row.causes} & {*EXPECTED} else ()
+    follows = (*KINDS, IN_ONE) if {*row.causes} & {*EXPECTED} else ()
     return [
         name
         for name, cell in row.cells.items()

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightswitch.batches.combined import Combined
+from lightswitch.batches.loaders import Combined
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy, needs_closure
@@ -48,47 +47,21 @@ def check_optimizers(optimizers: Iterable[Optimizer], plan: BatchPlan) -> None:
             )
 
 
-class StepLoss:
-    """Sum of a step's losses so far on this rank, each weighted by the share of its micro-batch."""
+def weight_and_samples(loaders: Combined, plan: BatchPlan, micro_batch: int) -> tuple[float, int | None]:
+    """Return the weight of a micro-batch's mean in the mean over its step, and its samples on this rank.
 
-    def __init__(self) -> None:
-        self._sum: Tensor | None = None
-
-    def add(self, outputs: Any, weight: float | Tensor) -> None:
-        """Add the loss that `training_step` has returned for a micro-batch, if there is one."""
-        loss = outputs.get("loss") if isinstance(outputs, dict) else None
-        if isinstance(loss, Tensor):  # Lightning has divided it by the accumulation
-            share = loss.detach() * weight
-            self._sum = share if self._sum is None else self._sum + share
-
-    def take(self) -> Tensor | None:
-        """Return the sum and reset it; None if there was no loss."""
-        taken, self._sum = self._sum, None
-        return taken
-
-
-def weight(loaders: Combined, plan: BatchPlan, micro_batch: int) -> float:
-    """Return the weight of a micro-batch's mean in the mean over its optimizer step; 1.0 for an even split.
+    The weight is 1.0 for an even split; the number of samples is None if only the loaders know it.
 
     Args:
         micro_batch: index in the epoch, from 0.
     """
-    if not (loaders.slices and loaders.is_single):  # each of several loaders is split evenly
-        return 1.0
-    return float(loaders.slices[0].weight(*divmod(micro_batch, plan.accumulation)))
-
-
-def samples_in(loaders: Combined, plan: BatchPlan, micro_batch: int) -> int | None:
-    """Return the number of samples of a micro-batch on this rank; None if only the loaders know it.
-
-    Args:
-        micro_batch: index in the epoch, from 0.
-    """
-    if not loaders.slices or loaders.others or loaders.makes_batches:
-        return None
+    if not loaders.slices:
+        return 1.0, None
     slices, (step, micro) = loaders.slices[0], divmod(micro_batch, plan.accumulation)
-    samples: float = slices.weight(step, micro) * slices.step_samples(step) / plan.slices
-    return round(samples)
+    weight: float = slices.weight(step, micro)
+    are_known = not loaders.others and not loaders.makes_batches
+    samples = round(weight * slices.step_samples(step) / plan.slices) if are_known else None
+    return weight if loaders.is_single else 1.0, samples  # each of several loaders is split evenly
 
 
 class CountedSamples:
@@ -111,7 +84,7 @@ class CountedSamples:
             return
         self._is_counted = True
         if loaders.slices:
-            samples = loaders.mean_samples
+            samples = round(loaders.longest.epoch_samples / loaders.longest.own_steps)
             micro = -(-samples // self._plan.slices)
         else:
             try:
@@ -174,10 +147,14 @@ class Items:
             is_of_step: False if the micro-batch repeats a sample, because the step has fewer samples than
                 micro-batches.
         """
-        if self._of_batch is None or _is_whole(trainer):
+        is_whole = trainer.world_size == trainer.accumulate_grad_batches == 1  # its mean is that of the step
+        if self._of_batch is None or is_whole:
             return
         if self._unit is None:
-            mean = float(_mean(trainer.strategy, self._of_batch)) * trainer.accumulate_grad_batches
+            mean = (
+                float(trainer.strategy.reduce(self._of_batch.clone(), reduce_op="mean"))
+                * trainer.accumulate_grad_batches
+            )
             self._unit = 2.0 ** round(math.log2(max(1.0, mean)))
         counted = self._of_batch * is_of_step
         self._of_step = counted if self._of_step is None else self._of_step + counted
@@ -188,7 +165,7 @@ class Items:
         of_step, self._of_step, self.factor = self._of_step, None, None
         if of_step is None or self._unit is None:
             return
-        self.factor = self._unit / _mean(trainer.strategy, of_step)
+        self.factor = self._unit / trainer.strategy.reduce(of_step.clone(), reduce_op="mean")
         HookedStrategy.of(trainer).multiply_gradients(optimizer, self.factor)
 
 
@@ -203,13 +180,3 @@ def _number(given: Any, trainer: Trainer) -> Tensor:
     if not trainer.lightning_module.automatic_optimization:
         raise Refused(f'training_step uses manual optimization, and weights its losses itself; leave "{KEY}" out')
     return torch.as_tensor(given, dtype=torch.float32, device=trainer.strategy.root_device).detach().reshape(())
-
-
-def _is_whole(trainer: Trainer) -> bool:
-    """Return whether a step is one micro-batch of one process, whose mean is that of the step."""
-    return trainer.world_size == 1 and trainer.accumulate_grad_batches == 1
-
-
-def _mean(strategy: Strategy, number: Tensor) -> Tensor:
-    mean: Tensor = strategy.reduce(number.clone(), reduce_op="mean")
-    return mean

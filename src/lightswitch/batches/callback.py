@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,16 +12,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightswitch.batches import accumulation
-from lightswitch.batches.accumulation import CountedSamples, Items
-from lightswitch.batches.combined import check_fractions, refuse_unvalidated
-from lightswitch.batches.evaluation import samples_in
-from lightswitch.batches.generators import generators_of_run, mix, seed_generators, seed_own
-from lightswitch.batches.loaders import SharedLoaders, data_rank
+from lightswitch import patches
+from lightswitch.batches.accumulation import CountedSamples, Items, check_optimizers, weight_and_samples
+from lightswitch.batches.loaders import SharedLoaders, data_rank, samples_in
 from lightswitch.batches.logs import LogsOfRanks, MetricStates, gather_lists_whole
 from lightswitch.batches.plan import (
     STREAMS,
@@ -31,11 +29,11 @@ from lightswitch.batches.plan import (
     saved_position,
     set_logged_steps,
 )
-from lightswitch.batches.position import PositionCounter
-from lightswitch.errors import Refused
+from lightswitch.batches.seeds import generators_of, mix, seed_generators, seed_own
+from lightswitch.errors import Refused, listed
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.mixins import Mixin, callbacks_of, with_mixin
-from lightswitch.monitoring.step_results import is_counted
+from lightswitch.monitoring.step_results import Results, is_counted
 
 log = logging.getLogger(__name__)
 _TRANSFER = 1  # seed component for the hooks that move a batch to its device, which run before the others
@@ -67,7 +65,7 @@ class GlobalBatch(Callback):
         self._resumed = Position(seed=seed, global_batch=plan.global_batch, splits_by_seed=True)
         self._loaders = SharedLoaders(plan, seed, shares_streams)
         self._counter = PositionCounter(plan, self._loaders, self._resumed)
-        self._loss = accumulation.StepLoss()
+        self._loss: Tensor | None = None  # sum of a step's losses so far, each by the weight of its micro-batch
         self._items = Items()
         self._samples = CountedSamples(plan)
         self._share_of_samples = 1.0  # weight of this micro-batch by its samples
@@ -110,14 +108,14 @@ class GlobalBatch(Callback):
         """
         at, loaders = self._resumed, self._loaders.training
         loaders.check()
-        check_fractions(trainer, self.plan)
+        _check_fractions(trainer, self.plan)
         if loaders.slices and (lost := at.other_dataset(loaders.samples)) is not None:
             raise Refused(
                 f"{trainer.ckpt_path} can't be resumed: {lost}; to start from its weights alone, "
                 f"type init_from={trainer.ckpt_path} and another run_id"
             )
-        accumulation.check_optimizers(trainer.optimizers, self.plan)
-        refuse_unvalidated(trainer)
+        check_optimizers(trainer.optimizers, self.plan)
+        _refuse_unvalidated(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.check_start(trainer)
@@ -157,9 +155,13 @@ class GlobalBatch(Callback):
         self._loaders.compare_ranks(trainer)
         if self._loaders.training.is_formed:
             self._samples.count(trainer, batch, self._loaders.training)
-        self._share_of_samples = accumulation.weight(self._loaders.training, self.plan, self._counter.micro_batches)
-        samples = accumulation.samples_in(self._loaders.training, self.plan, self._counter.micro_batches)
-        self._logs.count(samples)
+        self._share_of_samples, samples = weight_and_samples(
+            self._loaders.training, self.plan, self._counter.micro_batches
+        )
+        # what the batch logs weighs its samples: Lightning guesses them by the first tensor that it finds in it
+        results = trainer.fit_loop.epoch_loop._results
+        if samples is not None and isinstance(results, Results):
+            results.count(samples)
         self._seed(trainer)
 
     def _seed(self, trainer: Trainer, *of: int) -> None:
@@ -208,9 +210,12 @@ class GlobalBatch(Callback):
         logged = is_counted(trainer)
         if logged:
             weight = self._weight()
-            self._loss.add(outputs, weight)
+            loss = outputs.get("loss") if isinstance(outputs, dict) else None
+            if isinstance(loss, Tensor):  # Lightning has divided it by the accumulation
+                share = loss.detach() * weight
+                self._loss = share if self._loss is None else self._loss + share
             self._logs.weight = float(weight)
-        self._counter.finish_batch()
+        self._counter.micro_batches += 1
         if logged and self._counter.is_at_step_end(trainer):
             self._log_step(trainer, pl_module)
 
@@ -229,7 +234,8 @@ class GlobalBatch(Callback):
         return self._share_of_samples if (of_items := self._items.weight) is None else of_items
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if (loss := self._loss.take()) is not None:
+        loss, self._loss = self._loss, None
+        if loss is not None:
             # Logged here, after the module's own hooks, this value replaces a `train/loss` of one micro-batch.
             of_items = 1.0 if self._items.factor is None else self._items.factor
             mean = trainer.strategy.reduce(loss * of_items, reduce_op="mean")
@@ -266,8 +272,10 @@ class GlobalBatch(Callback):
     ) -> None:
         """Seed the generators by the batch, so that the same weights give the same results, also after a resume."""
         if not trainer.predicting:
-            samples = samples_in(trainer._evaluation_loop._combined_loader, dataloader_idx, batch_idx)
-            self._logs.count(samples)
+            loaders: Any = trainer._evaluation_loop._combined_loader
+            samples = samples_in(loaders.flattened[dataloader_idx], batch_idx)
+            if samples is not None:
+                patches.replace(trainer._results, "batch_size", samples)
         seed_generators(mix(self.seed, dataloader_idx, batch_idx, data_rank(trainer)), trainer.strategy.root_device)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
@@ -318,7 +326,81 @@ class GlobalBatch(Callback):
         Args:
             most_samples: maximum number of listed samples; None for all.
         """
-        return self._counter.describe(trainer, most_samples)
+        stage = trainer.state.stage or trainer.state.fn
+        message = f"in {stage.value if stage else None}, epoch {trainer.current_epoch}, step {trainer.global_step}"
+        if trainer.state.stage != RunningStage.TRAINING:
+            return message
+        step, micro = divmod(self._counter.micro_batches, self.plan.accumulation)
+        parts = [slices.samples_of(step, micro) for slices in self._loaders.training.slices if step < slices.steps]
+        samples = [str(sample) for part in parts for sample in part]
+        shown = len(samples) if most_samples is None else most_samples
+        return f"{message}, micro batch {micro}: samples {listed(samples, shown=shown)}" if samples else message
+
+
+class PositionCounter:
+    """Counter of finished micro-batches, which determines the run's position in any hook.
+
+    Args:
+        start: position at which the run starts.
+    """
+
+    def __init__(self, plan: BatchPlan, loaders: SharedLoaders, start: Position) -> None:
+        self._plan = plan
+        self._loaders = loaders
+        self.epoch_start = start
+        self.micro_batches = 0  # finished in this epoch
+
+    def start_at(self, at: Position) -> None:
+        """Start counting at a position."""
+        self.epoch_start = replace(
+            at,
+            step=0,
+            lacks_ending=False,
+            global_step=at.global_step - at.step,
+            samples=at.samples - self._samples(at.step, at.epoch),
+        )
+        self.micro_batches = at.step * self._plan.accumulation
+
+    def start_epoch(self, trainer: Trainer) -> None:
+        """Start counting the micro-batches of the Trainer's epoch."""
+        self.epoch_start = replace(self.position(trainer), epoch=trainer.current_epoch, step=0)
+        self.micro_batches = 0
+
+    def position(self, trainer: Trainer) -> Position:
+        """Return the position after the last optimizer step."""
+        start, step = self.epoch_start, self._steps(trainer)
+        ended: int = trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # set past its type
+        has_ended = step > 0 and self.is_at_epoch_end(trainer) and ended > start.epoch
+        return replace(
+            start,
+            epoch=start.epoch + has_ended,
+            step=0 if has_ended else step,
+            global_step=start.global_step + step,
+            samples=start.samples + self._samples(step, start.epoch),
+            dataset=self._loaders.training.samples or None,
+            optimizer_steps=trainer.global_step,
+        )
+
+    def _samples(self, steps: int, epoch: int) -> int:
+        """Return the number of samples in an epoch's first steps."""
+        training = self._loaders.training
+        return training.longest.samples_before(steps, epoch) if training.slices else steps * self._plan.global_batch
+
+    def _steps(self, trainer: Trainer) -> int:
+        """Return the number of global batches of this epoch that have updated the weights."""
+        steps, left = divmod(self.micro_batches, self._plan.accumulation)
+        return steps + (left > 0 and self.is_at_epoch_end(trainer))  # an epoch's last step may have fewer
+
+    def is_at_step_end(self, trainer: Trainer) -> bool:
+        """Return whether the finished micro-batches form whole optimizer steps."""
+        return self.micro_batches % self._plan.accumulation == 0 or self.is_at_epoch_end(trainer)
+
+    def is_at_epoch_end(self, trainer: Trainer) -> bool:
+        """Return whether all micro-batches of the epoch are finished."""
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        # the last batch of a stream is known only once it is fetched
+        is_last = progress.is_last_batch and self.micro_batches >= progress.current.ready
+        return is_last or self.micro_batches >= trainer.num_training_batches
 
 
 class _DrawsIn32Bits(Mixin, Precision):
@@ -337,7 +419,7 @@ def _limits(trainer: Trainer) -> list[float | None]:
 def _generators(trainer: Trainer) -> list[Any]:
     """Return the generators that the module, the user's callbacks and the data module keep."""
     data = [] if (data_module := trainer.datamodule) is None else [data_module]  # type: ignore[attr-defined]  # set past its declaration
-    return generators_of_run(trainer.lightning_module, [*callbacks_of(trainer), *data])
+    return generators_of([*trainer.lightning_module.modules(), *callbacks_of(trainer), *data])
 
 
 def _check_replicas(trainer: Trainer, plan: BatchPlan) -> None:
@@ -357,3 +439,54 @@ def _check_replicas(trainer: Trainer, plan: BatchPlan) -> None:
 def _logged_steps(trainer: Trainer, position: Position) -> int:
     """Return the step number for loggers: optimizer steps, or batches under manual optimization."""
     return position.steps if trainer.lightning_module.automatic_optimization else position.global_step
+
+
+def _check_fractions(trainer: Trainer, plan: BatchPlan) -> None:
+    """Check that fractions of an epoch have whole steps: Lightning counts micro-batches.
+
+    Raises:
+        Refused: one ends within a step.
+    """
+    limit = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"  # type: ignore[attr-defined]  # set past Lightning's declaration
+    counted: dict[str, Any] = {limit: trainer.num_training_batches, "val_check_interval": trainer.val_check_batch}
+    for name, micro_batches in counted.items():
+        fraction = getattr(trainer, name)
+        if isinstance(fraction, float) and fraction < 1.0 and micro_batches % plan.accumulation:
+            raise Refused(
+                f"trainer.{name}={fraction} of an epoch is {micro_batches} micro batches, and {plan.accumulation} are "
+                f"a step; type a number of steps, as trainer.{name}={max(1, int(micro_batches) // plan.accumulation)}"
+            )
+
+
+def _refuse_unvalidated(trainer: Trainer) -> None:
+    """Check that a schedule which reads a metric of validation finds one at the end of its epochs.
+
+    Raises:
+        Refused: there is none yet.
+    """
+    if not trainer.lightning_module.automatic_optimization:  # Lightning steps no schedule
+        return
+    every, first = trainer.check_val_every_n_epoch, trainer.val_check_batch
+    for config in (config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau):
+        of_validation = str(config.monitor).lower().startswith(("val", "eval"))
+        if config.interval != "epoch" or not config.strict or not of_validation:
+            continue
+        if every is not None and config.frequency % every:
+            raise Refused(
+                f"ReduceLROnPlateau reads {config.monitor} every {config.frequency} epochs, but validation "
+                f'runs every {every}; in configure_optimizers, write "frequency": {every} beside '
+                '"monitor", or type trainer.check_val_every_n_epoch=1'
+            )
+        micro_batches = trainer.num_training_batches * config.frequency
+        if (
+            every is None
+            and first is not None
+            and first > micro_batches
+            and config.monitor not in trainer.callback_metrics
+        ):
+            steps = trainer.accumulate_grad_batches
+            raise Refused(
+                f"ReduceLROnPlateau reads {config.monitor} after {micro_batches / steps:g} steps, at the end of an "
+                f"epoch, but the first validation is after {first / steps:g}; type trainer.check_val_every_n_epoch=1 "
+                "to validate once an epoch"
+            )

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightswitch.batches.combined import Combined
-from lightswitch.batches.evaluation import EvaluationBatches, shares
-from lightswitch.batches.formed import FormedSlices, formed_rounds
+from lightswitch.batches import stream
 from lightswitch.batches.order import (
+    EvaluationBatches,
+    FormedSlices,
     TrainingSlices,
+    forms_batches,
     sampler_of,
     samples_of,
     unwrapped,
 )
 from lightswitch.batches.plan import BatchPlan, Position
-from lightswitch.batches.rank_loader import RankLoader, copy_of_loader, evaluation_stream, training_stream
-from lightswitch.batches.stand_ins import EvaluatedSamples, SeededSamples, takes_one
+from lightswitch.batches.seeds import EvaluatedSamples, SeededSamples, mix, reads_batches
 from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)
-_OF_TORCHDATA = ("torchdata.stateful_dataloader.sampler", "BatchSampler")
+_TORCHDATA = ("torchdata.stateful_dataloader.stateful_dataloader", "StatefulDataLoader")
+CYCLE = "max_size_cycle"  # Lightning's default for a list or a dict of loaders
 
 
 class SharedLoaders:
@@ -45,11 +48,11 @@ class SharedLoaders:
         self._seed = seed
         self._shares_streams = shares_streams
         self._start = Position()
-        self._states: Sequence[Any] = ()  # of the training streams in the checkpoint
+        self._states: Sequence[Any] = ()  # of the training loaders in the checkpoint
         self._is_complete = True  # the set of training loaders; the next one starts a new set
-        self._told_limits: set[str] = set()
         self._is_compared = False  # the samples that the ranks draw in this epoch
         self._earlier: Any = None  # Lightning's combined loader before this set; it may re-create loaders at any time
+        self._told_limits: set[str] = set()
         self.training = Combined()
 
     def start_at(self, position: Position, states: Sequence[Any]) -> None:
@@ -61,6 +64,11 @@ class SharedLoaders:
         self._start, self._states = position, states
         self._start_slices()
 
+    def _start_slices(self) -> None:
+        states = [*self._states, *(None for _ in self.training.slices)]
+        for slices, state in zip(self.training.slices, states, strict=False):
+            slices.start_at(self._start.epoch, self._start.step, state)
+
     def start_epoch(self, epoch: int) -> None:
         """Mark the set of training loaders as complete, and pass the epoch to the datasets of unchanged loaders."""
         self._is_complete, self._is_compared = True, False
@@ -71,12 +79,11 @@ class SharedLoaders:
         """Report, at an epoch's start, training loaders that the module has replaced, which now run unchanged."""
         combined, ours = trainer.fit_loop._combined_loader, self.training.slices
         loaders = [] if combined is None or not ours else combined.flattened
-        if all(getattr(one, "batch_sampler", None) in ours or isinstance(one, RankLoader) for one in loaders):
+        if all(_slices(one) in ours for one in loaders):
             return
         _say_what_does_not_hold(trainer, "the module has replaced it", training=True, splits=False)
-        self.training = Combined(lambda: _mode(trainer))
-        for loader in loaders:
-            self.training.add_other(loader)
+        self.training = Combined(functools.partial(_mode, trainer))
+        self.training.others += loaders
 
     def compare_ranks(self, trainer: Trainer) -> None:
         """Check, once an epoch, that all ranks draw the same samples. Collective, after an epoch's first batch is read.
@@ -103,67 +110,74 @@ class SharedLoaders:
             return loader
         is_training = trainer.state.stage == RunningStage.TRAINING
         if is_training and (self._is_complete or trainer.fit_loop._combined_loader is not self._earlier):
-            self.training, self._is_complete = Combined(lambda: _mode(trainer)), False
+            self.training, self._is_complete = Combined(functools.partial(_mode, trainer)), False
             self._earlier = trainer.fit_loop._combined_loader
         cannot = obstacle(loader)
         if (reason := cannot or self._split(loader)) is not None:
             if is_training:
-                self.training.add_other(loader)
+                self.training.others.append(loader)
                 _set_epoch(loader, self._start.epoch)
             _say_what_does_not_hold(trainer, reason, is_training, splits=cannot is None)
             return loader
-        return self._made_anew(trainer, loader, is_training)
+        return self._training(trainer, loader) if is_training else self._evaluation(trainer, loader)
 
     def _split(self, loader: Any) -> str | None:
         """Return why a stream, or a batch sampler, is expected to split itself by rank; None if it isn't."""
         if not is_stream(loader):
-            splits = _forms_batches(loader) and not self._shares_streams
+            splits = forms_batches(loader) and not self._shares_streams
             return "its batch sampler splits the samples by rank (data.sharded_by=dataset)" if splits else None
         if getattr(loader.dataset, "_distributed", None) is not None:  # Hugging Face's split_dataset_by_node
             return "its dataset splits itself by rank"
         return None if self._shares_streams else "its dataset splits itself by rank (data.sharded_by=dataset)"
 
-    def _made_anew(self, trainer: Trainer, loader: DataLoader[Any], is_training: bool) -> DataLoader[Any]:
-        plan, rank, gather = self._plan, data_rank(trainer), functools.partial(_gather, trainer)
-        if plan.micro_batch > 1 and is_training and not _forms_batches(loader) and takes_one(loader):
+    def _training(self, trainer: Trainer, loader: DataLoader[Any]) -> DataLoader[Any]:
+        plan, is_formed = self._plan, not is_stream(loader) and forms_batches(loader)
+        if plan.micro_batch > 1 and not is_formed and takes_one(loader):
             raise Refused(
                 "the collate_fn of a training loader returns the first of a batch's samples and drops the others, as "
                 "if each were a batch; type micro_batch_size=1, and global_batch_size=N for N of them in a step"
             )
-        pins = trainer.strategy.root_device.type == "cuda"
-        if not is_training:
-            self._say_what_a_limit_means(trainer, loader)
-            if is_stream(loader):
-                return evaluation_stream(loader, plan, rank, self._seed, gather, pins)
-            evaluated = evaluation_loader(loader, plan, rank, self._seed, pins)
-            order: EvaluationBatches = unwrapped(evaluated.batch_sampler)
-            _compare(trainer, order.digest(loader.dataset), "an evaluation set", _forms_batches(loader))
-            return evaluated
-        if trainer.global_rank == 0 and not _forms_batches(loader):
-            _tell_replaced(unwrapped(loader.batch_sampler).batch_size, plan)
-        if not is_stream(loader):
-            shared: RankLoader = training_loader(loader, plan, rank, self._seed, self._start, self.training, pins)
-            self.training.note_batches(shared.makes_batches)
-            self._start_slices()
-            return shared
-        shared = training_stream(loader, plan, rank, self._seed, self._start, gather, self.training, pins)
+        own = None if is_formed else unwrapped(loader.batch_sampler).batch_size
+        # 1 is torch's default
+        if trainer.global_rank == 0 and own is not None and own not in (1, plan.micro_batch, plan.global_batch):
+            log.info(
+                "batch      %d, of which a loader makes its batches, is replaced by the global batch of %d; to use it, "
+                "type global_batch_size=%d",
+                own, plan.global_batch, own,
+            )  # fmt: skip
+        gather = functools.partial(_gather, trainer)
+        shared = training_loader(
+            loader, plan, data_rank(trainer), self._seed, self._start, self.training, _pins(trainer), gather
+        )
         self._start_slices()
-        self._check_length(trainer)
-        if trainer.global_rank == 0 and (readers := plan.replicas * max(1, loader.num_workers)) > 1:
+        if not self.training.is_sized and trainer.max_steps == -1 and not trainer.optimizers:
+            raise Refused(
+                "a schedule of the module needs the number of steps, but the training stream has no len(), so "
+                "trainer.max_epochs does not limit the steps; type trainer.max_steps=N, or give the dataset a __len__"
+            )
+        readers = max(1, loader.num_workers)
+        if is_stream(loader) and trainer.global_rank == 0 and plan.replicas * readers > 1:
             log.info(
                 "stream     %d readers, %d for each device: each reads the whole stream and uses only its share",
-                readers, max(1, loader.num_workers),
+                plan.replicas * readers, readers,
             )  # fmt: skip
         return shared
+
+    def _evaluation(self, trainer: Trainer, loader: DataLoader[Any]) -> DataLoader[Any]:
+        self._say_what_a_limit_means(trainer, loader)
+        gather = functools.partial(_gather, trainer)
+        evaluated = evaluation_loader(loader, self._plan, data_rank(trainer), self._seed, _pins(trainer), gather)
+        if isinstance(order := _slices(evaluated), EvaluationBatches):
+            _compare(trainer, order.digest(loader.dataset), "an evaluation set", forms_batches(loader))
+        return evaluated
 
     def _say_what_a_limit_means(self, trainer: Trainer, loader: DataLoader[Any]) -> None:
         """Log, once a stage, that a limit counts batches of a device, whose samples depend on how a batch is split."""
         assert trainer.state.stage is not None
         name = f"limit_{trainer.state.stage.dataloader_prefix}_batches"
         limit, plan, own = getattr(trainer, name), self._plan, loader.batch_size or self._plan.micro_batch
-        is_split = plan.replicas > 1 or plan.micro_batch < own
         is_whole = limit == 0 or (limit == 1.0 and isinstance(limit, float))
-        if is_whole or not is_split or name in self._told_limits:
+        if is_whole or name in self._told_limits or (plan.replicas == 1 and plan.micro_batch >= own):
             return
         self._told_limits.add(name)
         if trainer.global_rank == 0:
@@ -173,17 +187,309 @@ class SharedLoaders:
                 name, limit, plan.replicas, min(own, plan.micro_batch),
             )  # fmt: skip
 
-    def _check_length(self, trainer: Trainer) -> None:
-        if not self.training.is_sized and trainer.max_steps == -1 and not trainer.optimizers:
-            raise Refused(
-                "a schedule of the module needs the number of steps, but the training stream has no len(), so "
-                "trainer.max_epochs does not limit the steps; type trainer.max_steps=N, or give the dataset a __len__"
-            )
 
-    def _start_slices(self) -> None:
-        states = [*self._states, *(None for _ in self.training.slices)]
-        for slices, state in zip(self.training.slices, states, strict=False):
-            slices.start_at(self._start.epoch, self._start.step, state)
+def training_loader(
+    loader: DataLoader[Any],
+    plan: BatchPlan,
+    rank: int,
+    seed: int,
+    at: Position,
+    combined: Combined | None = None,
+    pins_for_gpu: bool = False,
+    gather: Callable[[int], list[int]] | None = None,
+) -> DataLoader[Any]:
+    """Return a copy of a DataLoader that reads this rank's slices of each global batch.
+
+    Args:
+        loader: one that can be copied (see `obstacle`).
+        rank: this process's data-parallel rank.
+        seed: seed of the sample order and of augmentation.
+        at: the position to start from.
+        combined: the training loaders of the run; None for this one alone.
+        pins_for_gpu: put batches into pinned memory, from which a GPU copies them asynchronously.
+        gather: returns the numbers of all ranks, for a stream; None for a single rank.
+
+    Raises:
+        Refused: `drop_last` drops all samples, or there are none.
+    """
+    if is_stream(loader):
+        return _of_stream(loader, *stream.training_stream(loader, plan, rank, seed, at, combined), pins_for_gpu, gather)
+    if combined is not None:
+        combined.makes_batches |= takes_one(loader)
+    read = SeededSamples(loader.dataset, seed, loader.collate_fn)
+    if forms_batches(loader):
+        formed = unwrapped(loader.batch_sampler)
+        order: TrainingSlices = FormedSlices(formed, plan, rank, seed, at, combined, loader.dataset)
+        return sliced(loader, read, pins_for_gpu, batch_sampler=order)
+    sampler = sampler_of(loader)
+    samples, drop_last = samples_of(sampler, loader.dataset), bool(unwrapped(loader.batch_sampler).drop_last)
+    if not samples:
+        raise Refused("the training set has no samples")
+    if drop_last and samples < plan.global_batch:
+        raise Refused(
+            f"the training set has {samples} samples and its loader drops the last batch, so no batch of "
+            f"global_batch_size={plan.global_batch} remains; use global_batch_size={samples} or fewer"
+        )
+    order = TrainingSlices(sampler, samples, drop_last, plan, rank, seed, at.epoch, at.step, combined, loader.dataset)
+    return sliced(loader, read, pins_for_gpu, batch_sampler=order)
+
+
+def evaluation_loader(
+    loader: DataLoader[Any],
+    plan: BatchPlan,
+    rank: int,
+    seed: int,
+    pins_for_gpu: bool = False,
+    gather: Callable[[int], list[int]] | None = None,
+) -> DataLoader[Any]:
+    """Return a copy of a DataLoader that reads this rank's share of the samples, each once over all ranks.
+
+    A batch is at most as large as the loader's batch size and a micro-batch, or as a batch sampler forms it. The
+    arguments are those of `training_loader`.
+
+    Raises:
+        Refused: there are no samples, or fewer than ranks.
+    """
+    if is_stream(loader):
+        return _of_stream(loader, *stream.evaluated_stream(loader, plan, rank, seed), pins_for_gpu, gather)
+    batches: Any = EvaluationBatches(loader, plan, rank, seed)
+    given: Any = loader.batch_sampler
+    if given is not unwrapped(given):  # in Lightning's wrapper, which records the predicted indices
+        batches = type(given)(batches)
+    return sliced(
+        loader, EvaluatedSamples(loader.dataset, seed, loader.collate_fn), pins_for_gpu, batch_sampler=batches
+    )
+
+
+def _of_stream(
+    loader: DataLoader[Any],
+    slices: stream.StreamSlices | stream.StreamRounds,
+    reader: stream.IndexedStream,
+    pins_for_gpu: bool,
+    gather: Callable[[int], list[int]] | None,
+) -> DataLoader[Any]:
+    if type(loader).__iter__ is not DataLoader.__iter__ and not _is_of_torchdata(loader):
+        raise Refused(
+            f"the data loader of a stream, {type(loader).__name__}, has an __iter__ of its own, which would get the "
+            "engine's batches with their positions; use torch's DataLoader, or type data.sharded_by=dataset to leave "
+            "the loader unchanged"
+        )
+    collate = stream.StreamCollate(loader.collate_fn)
+    copied = sliced(loader, reader, pins_for_gpu, collate, stream.StreamLoader, batch_sampler=None, sampler=slices)
+    copied.received = stream.StreamReceiver(slices, gather or (lambda number: [number]))
+    return copied
+
+
+def sliced(
+    loader: DataLoader[Any],
+    dataset: Any,
+    pins_for_gpu: bool,
+    collate_fn: Callable[[Any], Any] | None = None,
+    mixin: type[DataLoader[Any]] | None = None,
+    **order: Any,
+) -> DataLoader[Any]:
+    """Return a loader of the same class, with the same attributes, that reads a dataset in another order.
+
+    The class's constructor, which may take other arguments, is not called. torchdata's loader becomes one of torch's,
+    and others lose their state dict: Lightning would resume from it in addition to the run's position.
+
+    Args:
+        collate_fn: None for that of the given loader.
+        mixin: overrides methods of the class; None for nothing.
+        order: the attributes `batch_sampler`, and `sampler` if there is no batch sampler.
+    """
+    kind: type[DataLoader[Any]] = DataLoader if _is_of_torchdata(loader) else type(loader)
+    if mixin is not None or hasattr(kind, "state_dict"):
+        without = dict.fromkeys(
+            ("state_dict", "load_state_dict")
+        )  # None marks a method that a class does not implement
+        kind = type(kind.__name__, (kind,) if mixin is None else (mixin, kind), without)
+    copied = kind.__new__(kind)
+    collate = collate_fn or loader.collate_fn
+    # A dataset in this process may return GPU tensors, which torch fails to pin. Workers can't return any.
+    pins_here = pins_for_gpu and loader.num_workers == 0
+    changed = {
+        "dataset": dataset,
+        "collate_fn": functools.partial(_pinned, collate) if pins_here else collate,
+        "pin_memory": (loader.pin_memory or pins_for_gpu) and not pins_here,
+        "sampler": order.get("batch_sampler"),  # for Lightning, which tells it the epoch, and for what users read
+        "in_order": True,
+        "makes_batches": takes_one(loader),
+        "_dataset_kind": 0,  # map-style, by index
+        "_iterator": None,
+        "_DataLoader__multiprocessing_context": loader.multiprocessing_context,
+        **order,
+    }
+    vars(copied).update({**vars(loader), **changed})  # past a setter that refuses changes
+    return copied
+
+
+def _is_of_torchdata(loader: DataLoader[Any]) -> bool:
+    return (type(loader).__module__, type(loader).__name__) == _TORCHDATA
+
+
+def _pinned(collate: Callable[[Any], Any], samples: Any) -> Any:
+    """Collate samples into pinned memory."""
+
+    def pin(tensor: Tensor) -> Tensor:
+        is_here = tensor.device.type == "cpu" and tensor.layout == torch.strided
+        return dense(tensor).pin_memory() if is_here else tensor
+
+    return apply_to_collection(collate(samples), Tensor, pin)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return a tensor without gaps between its elements, which CUDA can copy directly.
+
+    CUDA first copies a view with gaps, such as `tokens[:, :-1]`, to memory that is not pinned, and waits for that copy.
+    """
+    strides = torch.empty_like(tensor, device="meta").stride()  # strides of a copy; a dense tensor has the same
+    return tensor if tensor.stride() == strides else tensor.contiguous()
+
+
+def _slices(loader: Any) -> Any:
+    """Return what gives a loader its order: of a copy, the engine's."""
+    sampler = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "sampler", None) if sampler is None else unwrapped(sampler)
+
+
+def samples_in(loader: Any, batch_idx: int) -> int | None:
+    """Return the number of samples in a batch of an evaluation's loader; None if only the loader knows it."""
+    slices = _slices(loader)
+    is_known = isinstance(slices, EvaluationBatches | stream.StreamRounds) and not loader.makes_batches
+    return int(slices.samples_in(batch_idx)) if is_known else None
+
+
+def takes_one(loader: DataLoader[Any]) -> bool:
+    """Return whether a collate function returns the first of several samples, as for a dataset that makes batches."""
+    samples = [object(), object()]
+    try:
+        return bool(loader.collate_fn(samples) is samples[0]) and not reads_batches(loader.dataset)
+    except Exception:  # whatever it raises for objects that are no samples
+        return False
+
+
+def obstacle(loader: object) -> str | None:
+    """Return why a loader can't be copied, as text for the user; None if it can."""
+    if not isinstance(loader, DataLoader):
+        return f"it is a {type(loader).__name__}, not a torch DataLoader"
+    if type(loader).__len__ is not DataLoader.__len__ and not _is_of_torchdata(loader):
+        return f"its class, {type(loader).__name__}, has a __len__ of its own"
+    if loader.batch_sampler is None:
+        return "it has batch_size=None, so its dataset makes the batches"
+    if is_stream(loader):
+        return None
+    order = unwrapped(loader.batch_sampler)
+    kind, order = ("batch sampler", order) if forms_batches(loader) else ("sampler", order.sampler)
+    return None if sized_len(order) is not None else f"its {kind}, {type(order).__name__}, has no len()"
+
+
+def is_stream(loader: DataLoader[Any]) -> bool:
+    """Return whether the dataset alone determines the order of a loader's samples."""
+    return isinstance(loader.dataset, IterableDataset)
+
+
+class Combined:
+    """Training loaders of a run, which make a batch together, and the number of steps of an epoch over all of them.
+
+    Args:
+        mode: returns the mode of Lightning's CombinedLoader; called only once there is one.
+    """
+
+    def __init__(self, mode: Callable[[], str] = lambda: CYCLE) -> None:
+        self.mode = mode
+        self.slices: list[Any] = []  # of copied loaders: TrainingSlices
+        self.others: list[Any] = []  # loaders that run unchanged, and only count toward the length of an epoch
+        self.makes_batches = False  # whether each sample of a dataset is a batch
+
+    def add(self, slices: TrainingSlices) -> int:
+        """Add the batch sampler of a copied loader; return its index, which is part of the loader's seeds."""
+        self.slices.append(slices)
+        return len(self.slices) + len(self.others) - 1
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the run has a single training loader."""
+        return len(self.slices) + len(self.others) == 1
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether the number of steps of an epoch is known before it ends."""
+        return all(slices.is_sized for slices in self.slices)
+
+    @property
+    def is_formed(self) -> bool:
+        """Whether the loaders make the sizes of batches, in place of the plan."""
+        return all(slices.is_formed for slices in self.slices)
+
+    def steps_of(self, own_steps: int) -> int:
+        """Return the number of optimizer steps that a loader makes in an epoch.
+
+        In the mode max_size_cycle, the sampler of a shorter loader repeats its samples. Lightning would restart the
+        loader instead, which after a resume would begin with other samples.
+
+        Args:
+            own_steps: number of steps for which the loader's samples suffice once.
+        """
+        if self.is_single or self.mode() != CYCLE or not self.slices:
+            return own_steps
+        accumulation = self.slices[0].plan.accumulation
+        others = (-(-(sized_len(loader) or 0) // accumulation) for loader in self.others)
+        return int(max(*(slices.own_steps for slices in self.slices), *others, own_steps))
+
+    @property
+    def longest(self) -> Any:
+        """Slices of the loader that determines the length of an epoch."""
+        shortest = self.mode() == "min_size" and not self.is_single
+        return (min if shortest else max)(self.slices, key=lambda slices: slices.own_steps)
+
+    @property
+    def digest(self) -> int:
+        """Digest of the samples that the loaders now begin with, below 2^63: equal on ranks that draw the same."""
+        return mix(*(slices.digest for slices in self.slices)) >> 1
+
+    @property
+    def samples(self) -> int:
+        """Total samples of the loaders of known length (0 if none), by which a resumed run detects changed data."""
+        return sum(slices.samples for slices in self.slices if slices.is_sized)
+
+    def check(self) -> None:
+        """Check that a run with these loaders is the same at any world size.
+
+        Raises:
+            Refused: no Trainer can fit in the mode, it is unknown which loader ends last, or a batch of several loaders
+                does not divide evenly.
+        """
+        if self.mode() == "sequential":
+            raise Refused(
+                "the training loaders are a CombinedLoader with mode=sequential, which the Trainer can't fit on; "
+                "use min_size, max_size_cycle or max_size"
+            )
+        if self.is_single:
+            return
+        if not self.is_sized and self.mode() == CYCLE:
+            raise Refused(
+                "a training stream, one of several loaders, has no len(), so it is unknown which loader ends last; "
+                "give its dataset a __len__, or use a CombinedLoader with mode=min_size or max_size"
+            )
+        for slices in self.slices:
+            if not slices.is_even:
+                raise Refused(_uneven(slices))
+
+
+def _uneven(slices: Any) -> str:
+    plan = slices.plan
+    cut = f"which does not divide over {plan.replicas} devices × accumulation {plan.accumulation}"
+    several = "one of several training loaders"
+    if not plan.is_even:
+        size = plan.micro_batch * plan.slices
+        return f"{several} has global_batch_size {plan.global_batch}, {cut}; use global_batch_size={size}"
+    if slices.is_formed:
+        return (
+            f"{several} has a batch sampler, whose batches have any size, {cut}; use batches of one size (batch_size=N)"
+        )
+    last = slices.epoch_samples % plan.global_batch if slices.is_sized else "any size"
+    return f"{several} ends with a batch of {last}, {cut}; set drop_last=True in that loader"
 
 
 def data_rank(trainer: Trainer) -> int:
@@ -193,6 +499,10 @@ def data_rank(trainer: Trainer) -> int:
     same units in dropout.
     """
     return int((trainer.distributed_sampler_kwargs or {}).get("rank", 0))
+
+
+def _pins(trainer: Trainer) -> bool:
+    return trainer.strategy.root_device.type == "cuda"
 
 
 def _gather(trainer: Trainer, number: int) -> list[int]:
@@ -220,15 +530,6 @@ def _compare(trainer: Trainer, digest: int, of: str, is_formed: bool) -> None:
         )
 
 
-def _tell_replaced(own: int, plan: BatchPlan) -> None:
-    if own not in (1, plan.micro_batch, plan.global_batch):  # 1 is torch's default
-        log.info(
-            "batch      %d, of which a loader makes its batches, is replaced by the global batch of %d; to use it, "
-            "type global_batch_size=%d",
-            own, plan.global_batch, own,
-        )  # fmt: skip
-
-
 def _set_epoch(loader: object, epoch: int) -> None:
     """Pass the epoch to a loader's dataset if it has `set_epoch`, for example to shuffle by it."""
     set_epoch = getattr(getattr(loader, "dataset", None), "set_epoch", None)
@@ -242,120 +543,18 @@ def _mode(trainer: Trainer) -> str:
 
 
 def _say_what_does_not_hold(trainer: Trainer, reason: str, training: bool, splits: bool) -> None:
-    if splits:
+    is_alone = trainer.world_size == 1
+    if training and splits:
         lost = (
             "the samples of a step depend on the dataset and the number of devices, a resumed run restarts its epoch, "
-            "and all ranks must end at the same batch; weights and checkpoints are not affected"
-            if training
-            else "the samples that each rank evaluates depend on the dataset"
+            "and all ranks must end at the same batch"
         )
     elif training:
-        lost = "it sets its own batch size and order, and a resumed run restarts its epoch"
-        shared = "; every rank reads the same samples unless the loader splits them" if trainer.world_size > 1 else ""
-        lost += shared
+        shared = "" if is_alone else "; every rank reads the same samples unless the loader splits them"
+        lost = f"it sets its own batch size and order, and a resumed run restarts its epoch{shared}"
     else:
-        lost = "samples may be counted twice" if trainer.world_size > 1 else ""
-    if lost and trainer.global_rank == 0:
-        log.warning("this data loader is left unchanged because %s: %s", reason, lost)
-
-
-def obstacle(loader: object) -> str | None:
-    """Return why a loader can't be copied, as text for the user; None if it can."""
-    if not isinstance(loader, DataLoader):
-        return f"it is a {type(loader).__name__}, not a torch DataLoader"
-    if loader.batch_sampler is None:
-        return "it has batch_size=None, so its dataset makes the batches"
-    if is_stream(loader):
-        return None
-    if _forms_batches(loader):
-        forms = unwrapped(loader.batch_sampler)
-        return None if sized_len(forms) is not None else f"its batch sampler, {type(forms).__name__}, has no len()"
-    if sized_len(sampler := unwrapped(loader.batch_sampler).sampler) is None:
-        return f"its sampler, {type(sampler).__name__}, has no len()"
-    return None
-
-
-def is_stream(loader: DataLoader[Any]) -> bool:
-    """Return whether the dataset alone determines the order of a loader's samples."""
-    return isinstance(loader.dataset, IterableDataset)
-
-
-def training_loader(
-    loader: DataLoader[Any],
-    plan: BatchPlan,
-    rank: int,
-    seed: int,
-    at: Position,
-    combined: Combined | None = None,
-    pins_for_gpu: bool = False,
-) -> RankLoader:
-    """Return a copy of a DataLoader that reads this rank's slices of each global batch.
-
-    Args:
-        loader: a map-style loader (see `obstacle`).
-        rank: this process's data-parallel rank.
-        seed: seed of the sample order and of augmentation.
-        at: the position to start from.
-        combined: the other training loaders of the run; None if there are none.
-        pins_for_gpu: see `lightswitch.batches.rank_loader.RankLoader`.
-
-    Raises:
-        Refused: `drop_last` drops all samples, or there are none.
-    """
-    samples_of_epoch = SeededSamples(loader.dataset, seed, loader.collate_fn)
-    copied = functools.partial(copy_of_loader, RankLoader, loader, samples_of_epoch, pins_for_gpu=pins_for_gpu)
-    if _forms_batches(loader):
-        forms = unwrapped(loader.batch_sampler)
-        return copied(batch_sampler=FormedSlices(forms, plan, rank, seed, at, combined, loader.dataset))
-    base = sampler_of(loader)
-    samples = samples_of(base, loader.dataset)
-    drop_last = bool(unwrapped(loader.batch_sampler).drop_last)
-    if not samples:
-        raise Refused("the training set has no samples")
-    if drop_last and samples < plan.global_batch:
-        raise Refused(
-            f"the training set has {samples} samples and its loader drops the last batch, so no batch of "
-            f"global_batch_size={plan.global_batch} remains; use global_batch_size={samples} or fewer"
+        lost = (
+            "the samples that each rank evaluates depend on the dataset" if splits else "samples may be counted twice"
         )
-    slices = TrainingSlices(base, samples, drop_last, plan, rank, seed, at.epoch, at.step, combined, loader.dataset)
-    return copied(batch_sampler=slices)
-
-
-def evaluation_loader(
-    loader: DataLoader[Any],
-    plan: BatchPlan,
-    rank: int,
-    seed: int,
-    pins_for_gpu: bool = False,
-) -> RankLoader:
-    """Return a copy of a DataLoader that reads this rank's share of the samples, each once over all ranks.
-
-    A batch is at most as large as the loader's batch size and a micro-batch, or as a batch sampler forms it. The
-    arguments are those of `training_loader`.
-
-    Raises:
-        Refused: there are no samples.
-    """
-    slices, given = _evaluated(loader, plan, rank, seed), loader.batch_sampler
-    wrap: Any = type(given)
-    if given is not unwrapped(given):  # in Lightning's wrapper, which records the predicted indices
-        slices = wrap(slices)
-    evaluated = EvaluatedSamples(loader.dataset, seed, loader.collate_fn)
-    return copy_of_loader(RankLoader, loader, evaluated, pins_for_gpu=pins_for_gpu, batch_sampler=slices)
-
-
-def _evaluated(loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int) -> EvaluationBatches:
-    if _forms_batches(loader):
-        return formed_rounds(unwrapped(loader.batch_sampler), plan.replicas, rank, seed, loader.dataset)
-    sampler = sampler_of(loader)
-    samples = samples_of(sampler, loader.dataset)
-    if not samples:
-        raise Refused("an evaluation set has no samples; leave its loader out")
-    batch = min(unwrapped(loader.batch_sampler).batch_size, plan.micro_batch)
-    return shares(sampler, samples, batch, plan.replicas, rank, seed)
-
-
-def _forms_batches(loader: DataLoader[Any]) -> bool:
-    """Return whether a batch sampler chooses what a batch consists of; torch's and torchdata's only group samples."""
-    kind = type(unwrapped(loader.batch_sampler))
-    return kind is not BatchSampler and (kind.__module__, kind.__name__) != _OF_TORCHDATA
+    if trainer.global_rank == 0 and not (is_alone and not training):
+        log.warning("this data loader is left unchanged because %s: %s", reason, lost)

@@ -39,6 +39,7 @@ class LogsOfRanks(Mixin, _LoggerConnector):
     batch of an epoch or evaluation, and the end of its hooks. So `self.log` itself waits for no other rank.
     """
 
+    _of_others: tuple[Any, dict[str, Tensor]] | None = None  # a loop's results, and what other ranks alone have logged
     _share: float | None = None  # data-parallel ranks by the world size; None combines nothing
     weight = 1.0  # of the last micro-batch in the mean over its step
 
@@ -58,30 +59,19 @@ class LogsOfRanks(Mixin, _LoggerConnector):
         self._share = share
         self._of_step: list[tuple[str, Part]] = []  # of the micro-batches so far, by Lightning's key
         self._combined: dict[str, Tensor] = {}  # values of an epoch that are those of all ranks, by Lightning's key
-        self._of_others: dict[str, Tensor] = {}  # values that only other ranks have logged, by their name
+        self._of_others = None
 
     @property
     def metrics(self) -> _METRICS:
         found: _METRICS = super().metrics
-        if self._share is None or not self._of_others:
+        if not self._of_others or self._of_others[0] is not self.trainer._results:
             return found
-        known, others = found["log"], self._of_others
-        return _METRICS(callback=others | found["callback"], log=others | known, pbar=found["pbar"])
+        others = self._of_others[1]
+        return _METRICS(callback=others | found["callback"], log=others | found["log"], pbar=found["pbar"])
 
-    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
-        if self._first_loop_iter is None:  # of an epoch or evaluation
-            self._of_others = {}
-        super().on_batch_start(batch, dataloader_idx)
-        if isinstance(results := self.trainer._results, Results):
-            results.start_batch()
-
-    def count(self, samples: int | None) -> None:
-        """Weight what the current batch logs by its number of samples; None lets Lightning guess it from the batch.
-
-        Lightning takes the first dimension of the first tensor that it finds, which may be the length of a sample.
-        """
-        if samples is not None:
-            patches.replace(self.trainer._results, "batch_size", samples)
+    def reset_results(self) -> None:
+        super().reset_results()
+        self._of_others = None
 
     def update_train_step_metrics(self) -> None:
         if self._share is not None and is_counted(self.trainer):
@@ -90,6 +80,7 @@ class LogsOfRanks(Mixin, _LoggerConnector):
 
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
+        self._of_others = None  # of its steps
         self._combine_epoch()
 
     def on_epoch_end(self) -> None:
@@ -124,7 +115,7 @@ class LogsOfRanks(Mixin, _LoggerConnector):
             if key in results and results[key]._forward_cache is not None:
                 results.put_of_step(key, self._whole(parts))
             else:
-                self._of_others[parts[0][0]] = torch.tensor(self._whole(parts))
+                self._add_of_others(results, parts)
         if of_ranks:  # refresh the metrics that Lightning has cached, and shows until the next batch ends
             _ = self.callback_metrics, self.logged_metrics, self.progress_bar_metrics
 
@@ -148,7 +139,7 @@ class LogsOfRanks(Mixin, _LoggerConnector):
         for key, parts in self._of_all_ranks(own).items():
             value, samples = self._whole(parts), sum(weight for *_, weight in parts)
             if (own_item := items.get(key)) is None:
-                self._of_others[parts[0][0]] = torch.tensor(value)
+                self._add_of_others(results, parts)
                 continue
             like = own_item.value
             if own_item.meta.is_mean_reduction:
@@ -156,6 +147,12 @@ class LogsOfRanks(Mixin, _LoggerConnector):
             own_item.value = like.new_tensor(value * samples if own_item.meta.is_mean_reduction else value)
             own_item._computed = like.new_tensor(value)  # so that with `sync_dist` Lightning waits for no rank
             self._combined[key] = own_item.value
+
+    def _add_of_others(self, results: Any, parts: list[Part]) -> None:
+        """Let loggers and callbacks have a value that this rank has not logged, until its epoch is over."""
+        if self._of_others is None or self._of_others[0] is not results:
+            self._of_others = results, {}
+        self._of_others[1][parts[0][0]] = torch.tensor(self._whole(parts))
 
     def _of_all_ranks(self, own: dict[str, list[Part]]) -> dict[str, list[Part]]:
         """Return the parts that all ranks have logged. Collective."""

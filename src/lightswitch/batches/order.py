@@ -1,7 +1,6 @@
-"""Samples that a rank reads, their order and all random numbers, as functions of (seed, epoch, step) alone.
+"""Samples that a rank reads, and their order, as functions of (seed, epoch, step) alone.
 
-A resumed run draws the same numbers as an uninterrupted one, and a sample is augmented in the same way on any rank and
-in any loader worker.
+A resumed run reads the same samples as an uninterrupted one, at any number of devices.
 """
 
 from __future__ import annotations
@@ -10,25 +9,33 @@ import copy
 import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import accumulate, chain, cycle, islice, pairwise
 from numbers import Integral
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import rank_zero_only
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+)
 
-from lightswitch.batches.combined import Combined
-from lightswitch.batches.generators import mix, own_generators, seed_generators, seed_own
-from lightswitch.batches.plan import BatchPlan
-from lightswitch.batches.stand_ins import StandIn
+from lightswitch.batches.plan import BatchPlan, Position, pieces
+from lightswitch.batches.seeds import StandIn, mix, own_generators, seed_generators, seed_own
 from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)
 _COMPARED_SAMPLES = 1000  # of a pass, from its start
+_COMPARED_BATCHES = 100
 _SPLIT = "dataset"  # key of the digest of a dataset's first samples
 _COMPARED_KEYS = (Integral, torch.Tensor, str, tuple)  # which print the same in every process
+_OF_TORCHDATA = ("torchdata.stateful_dataloader.sampler", "BatchSampler")
 
 
 class TrainingSlices(StandIn, Sampler[Any]):
@@ -47,14 +54,16 @@ class TrainingSlices(StandIn, Sampler[Any]):
         rank: this process's data-parallel rank, below ``plan.replicas``.
         epoch: epoch in which the run starts.
         step: optimizer steps of that epoch that have been taken already.
-        combined: the other training loaders of the run; None if there are none.
+        combined: the training loaders of the run (`lightswitch.batches.loaders.Combined`); None for this one alone.
         dataset: the loader's dataset, if the sampler draws from one.
 
     Attributes:
         is_formed: the sampler makes the sizes of steps, in place of the plan.
+        is_sized: the number of steps is known before an epoch ends.
     """
 
     is_formed = False
+    is_sized = True
 
     def __init__(
         self,
@@ -66,38 +75,35 @@ class TrainingSlices(StandIn, Sampler[Any]):
         seed: int,
         epoch: int,
         step: int,
-        combined: Combined | None = None,
+        combined: Any = None,
         dataset: Any = None,
     ) -> None:
         self._last: tuple[int, Sequence[Any]] | None = None  # the pass drawn last, by `_pass_key`, and its order
         self._dataset = dataset
         self._split = digest(range(min(_COMPARED_SAMPLES, sized_len(dataset) or 0)), dataset)
         self._begins: dict[str, int] = {}  # digests of the dataset's first samples, and of those of the current pass
-        self.samples = samples  # of an epoch, over all ranks
+        self.samples = samples
         self.plan = plan
         self.rank = rank
         self.seed = seed
         self.start_at(epoch, step)
         self.own_steps = samples // plan.global_batch if drop_last else -(-samples // plan.global_batch)
         self.batch_size = plan.micro_batch  # DeepSpeed reads it
-        self.combined = combined or Combined()
-        self.index = self.combined.add(self)
+        self._combined = combined
+        self.index = 0 if combined is None else combined.add(self)
         self.given = sampler
-
-    def __len__(self) -> int:
-        if not self.combined.is_sized:  # Lightning then prefetches a batch, to find the epoch's last one
-            raise TypeError("the length of an epoch is unknown, because it ends when a stream ends")
-        return self.steps * self.plan.accumulation
-
-    @property
-    def is_sized(self) -> bool:
-        """Whether the number of samples is known before they are read."""
-        return True
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of a whole epoch."""
-        return self.combined.steps_of(self.own_steps)
+        """Optimizer steps of an epoch."""
+        steps: int = self.own_steps if self._combined is None else self._combined.steps_of(self.own_steps)
+        return steps
+
+    def __len__(self) -> int:
+        if not (self.is_sized if self._combined is None else self._combined.is_sized):
+            # Lightning then prefetches a batch, to find the epoch's last one
+            raise TypeError("the length of an epoch is unknown, because it ends when a stream ends")
+        return self.steps * self.plan.accumulation
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order the next iterator yields. Lightning calls this method."""
@@ -124,17 +130,14 @@ class TrainingSlices(StandIn, Sampler[Any]):
         """Digest of the samples that the current pass begins with, the same on every rank that draws the same."""
         return mix(*self._begins.values())
 
-    def __iter__(self) -> Iterator[tuple[int, int, list[Any]]]:
+    def __iter__(self) -> Iterator[Any]:
         # A generator, so that epoch and step are read when the first batch is requested: with workers,
         # DataLoader makes two iterators and uses one.
-        epoch = self.epoch
-        first = self._first_step()
-        cycle = -1
-        for step in range(first, self.steps):
-            if step // self.own_steps != cycle:
-                cycle = step // self.own_steps
-                key = self._pass_key(epoch, cycle)
-                order = self._order(epoch, cycle)
+        epoch, at_cycle = self.epoch, -1
+        for step in range(self._first_step(), self.steps):
+            if step // self.own_steps != at_cycle:
+                at_cycle = step // self.own_steps
+                key, order = self._pass_key(epoch, at_cycle), self._order(epoch, at_cycle)
                 self._compare(str(key), self._digest(order))
             for micro in range(self.plan.accumulation):
                 yield key, self._bounds(step, micro)[0], self._chosen(order, step, micro)
@@ -164,31 +167,34 @@ class TrainingSlices(StandIn, Sampler[Any]):
         key = self._pass_key(epoch, cycle)
         if self._last is None or self._last[0] != key:
             is_first = self._last is None
-            self._last = key, self._drawn(mix(self.seed, key), self._told_epoch(epoch, cycle), is_first)
+            self._last = key, self._drawn(key, self._told_epoch(epoch, cycle), is_first)
         return self._last[1]
 
-    def _drawn(self, seed: int, epoch: int, is_first: bool) -> Sequence[Any]:
-        return epoch_order(self.given, self.samples, seed, epoch, is_first)
+    def _drawn(self, key: int, epoch: int, is_first: bool) -> Sequence[Any]:
+        return epoch_order(self.given, self.samples, mix(self.seed, key), epoch, is_first)
+
+    def _pass_key(self, epoch: int, cycle: int) -> int:
+        """Return the number that seeds a pass's order and randomness; the epoch for the first loader's first pass."""
+        return epoch if self.index == cycle == 0 else mix(epoch, cycle, self.index)
 
     @staticmethod
     def _told_epoch(epoch: int, cycle: int) -> int:
         """Return the epoch for `set_epoch` in a pass over the samples, in 31 bits: some samplers accept no more."""
         return epoch if cycle == 0 else mix(epoch, cycle) >> 33
 
-    @property
-    def epoch_samples(self) -> int:
-        """Samples of one pass, over all ranks, without those that drop_last omits."""
-        return min(self.samples, self.own_steps * self.plan.global_batch)
+    def _chosen(self, order: Any, step: int, micro: int) -> list[Any]:
+        begin, end = self._bounds(step, micro)
+        chosen = order[begin : max(end, begin + 1)]  # an empty slice still reads one sample, at weight 0
+        return chosen.tolist() if hasattr(chosen, "tolist") else list(chosen)
 
-    @property
-    def least_samples(self) -> int:
-        """Samples of the smallest step of an epoch, over all ranks; 0 if it is not known."""
-        return self.epoch_samples % self.plan.global_batch or self.plan.global_batch
+    def _bounds(self, step: int, micro: int) -> tuple[int, int]:
+        slices, index = self.plan.slices, micro * self.plan.replicas + self.rank
+        samples, begin = self.step_samples(step), self._begin(step)
+        return begin + samples * index // slices, begin + samples * (index + 1) // slices
 
-    @property
-    def is_even(self) -> bool:
-        """Whether the slices of each step, including the last one, have the same number of samples."""
-        return self.plan.is_even and self.epoch_samples % self.plan.global_batch % self.plan.slices == 0
+    def _begin(self, step: int) -> int:
+        """Return the place of a step's first sample in the order of its pass."""
+        return step % self.own_steps * self.plan.global_batch
 
     def weight(self, step: int, micro: int) -> float:
         """Return the weight of a slice's mean in the mean over its global batch; 1.0 for an even split."""
@@ -207,24 +213,173 @@ class TrainingSlices(StandIn, Sampler[Any]):
         samples = steps * self.plan.global_batch
         return samples if self.steps > self.own_steps else min(samples, self.epoch_samples)
 
-    def _pass_key(self, epoch: int, cycle: int) -> int:
-        """Return the number that seeds a pass's order and randomness; the epoch for the first loader's first pass."""
-        return epoch if self.index == cycle == 0 else mix(epoch, cycle, self.index)
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of one pass, over all ranks, without those that drop_last omits."""
+        return min(self.samples, self.own_steps * self.plan.global_batch)
 
-    def _chosen(self, order: Any, step: int, micro: int) -> list[Any]:
-        begin, end = self._bounds(step, micro)
-        chosen = order[begin : max(end, begin + 1)]  # an empty slice still reads one sample, at weight 0
-        return chosen.tolist() if hasattr(chosen, "tolist") else list(chosen)
+    @property
+    def least_samples(self) -> int:
+        """Samples of the smallest step of an epoch, over all ranks; 0 if it is not known."""
+        return self.epoch_samples % self.plan.global_batch or self.plan.global_batch
 
-    def _bounds(self, step: int, micro: int) -> tuple[int, int]:
-        slices = self.plan.slices
-        index = micro * self.plan.replicas + self.rank
-        samples, begin = self.step_samples(step), self._begin(step)
-        return begin + samples * index // slices, begin + samples * (index + 1) // slices
+    @property
+    def is_even(self) -> bool:
+        """Whether the slices of each step, including the last one, have the same number of samples."""
+        return self.plan.is_even and self.epoch_samples % self.plan.global_batch % self.plan.slices == 0
+
+
+class FormedSlices(TrainingSlices):
+    """Batch sampler of one rank: yields its slices of the batches that the user's batch sampler forms.
+
+    Step k takes the k-th batch, of any size, in as many slices as the plan has. An epoch has as many steps as the batch
+    sampler's `len()` says when training begins, as under Lightning; where it forms fewer, the first ones come again.
+
+    Raises:
+        Refused: there are no batches; or, while they are read, one has no samples.
+    """
+
+    is_formed = True
+
+    def __init__(
+        self, sampler: Any, plan: BatchPlan, rank: int, seed: int, at: Position, combined: Any, dataset: Any
+    ) -> None:
+        whole = undivided(sampler, dataset)
+        self._bounds_of_passes: dict[int, list[int]] = {}  # where steps begin and the last one ends, by `_pass_key`
+        super().__init__(whole, len(whole), False, plan, rank, seed, at.epoch, at.step, combined, dataset)
+        self.own_steps, self.samples = len(whole), sized_len(dataset) or len(whole)
+        if not self.own_steps:
+            raise Refused(f"the batch sampler {type(sampler).__name__} forms no batches")
+
+    def _drawn(self, key: int, epoch: int, is_first: bool) -> Sequence[Any]:
+        formed = formed_batches(self.given, self.own_steps, mix(self.seed, key), epoch, is_first)
+        if len(formed) < self.own_steps and self.rank == 0:
+            log.warning(
+                "the batch sampler %s forms %d batches, but its len() was %d when training began: the first ones are "
+                "taken again, so that all epochs have as many steps; keep its len() true, and the same",
+                type(self.given).__name__, len(formed), self.own_steps,
+            )  # fmt: skip
+        batches = [*islice(cycle(formed), self.own_steps)]
+        self._bounds_of_passes[key] = [*accumulate(map(len, batches), initial=0)]
+        return [*chain.from_iterable(batches)]
+
+    def _of_pass(self, epoch: int, cycle: int) -> list[int]:
+        key = self._pass_key(epoch, cycle)
+        if key not in self._bounds_of_passes:
+            self._order(epoch, cycle)
+        return self._bounds_of_passes[key]
+
+    def _digest(self, order: Sequence[Any]) -> int:
+        assert self._last is not None
+        return mix(super()._digest(order), *self._bounds_of_passes[self._last[0]][:_COMPARED_BATCHES])
 
     def _begin(self, step: int) -> int:
-        """Return the place of a step's first sample in the order of its pass."""
-        return step % self.own_steps * self.plan.global_batch
+        return self._of_pass(self.epoch, step // self.own_steps)[step % self.own_steps]
+
+    def step_samples(self, step: int) -> int:
+        at = step % self.own_steps
+        begin, end = self._of_pass(self.epoch, step // self.own_steps)[at : at + 2]
+        return end - begin
+
+    def samples_before(self, steps: int, epoch: int) -> int:
+        passes, rest = divmod(steps, self.own_steps)
+        whole = sum(self._of_pass(epoch, number)[-1] for number in range(passes))
+        return whole + self._of_pass(epoch, passes)[rest] if rest else whole
+
+    @property
+    def epoch_samples(self) -> int:
+        return self._of_pass(self.epoch, 0)[-1]
+
+    @property
+    def least_samples(self) -> int:
+        return min(end - begin for begin, end in pairwise(self._of_pass(self.epoch, 0)))
+
+    @property
+    def is_even(self) -> bool:
+        return self.plan.slices == 1  # batches may have any size
+
+
+class EvaluationBatches(Sampler[Any]):
+    """Batch sampler of one rank in an evaluation: its share of the set, each sample once over all ranks.
+
+    All ranks make the same number of batches, because forward passes of sharded strategies are collective. A rank reads
+    a contiguous share of the samples, in batches that differ by one; of those that a batch sampler forms, each n-th one
+    for n ranks, of which the largest are cut in two if their number does not divide.
+
+    Args:
+        loader: a map-style loader.
+        rank: this process's data-parallel rank.
+        seed: seed of the order, if the sampler draws one.
+
+    Raises:
+        Refused: there are no samples, or fewer than ranks.
+    """
+
+    def __init__(self, loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int) -> None:
+        self._sizes: list[int] = []
+        if forms_batches(loader):
+            formed = undivided(unwrapped(loader.batch_sampler), loader.dataset)
+            batches = formed_batches(formed, len(formed), mix(seed, 0), 0, is_first=True)
+            self._order: Sequence[Any] = [*chain.from_iterable(batches)]
+            self._sizes = [*map(len, batches)][:_COMPARED_BATCHES]
+            check_shared(len(self._order), plan.replicas)
+            while len(batches) % plan.replicas:
+                at = max(range(len(batches)), key=lambda index: len(batches[index]))
+                half = len(batches[at]) // 2
+                if not half:  # all are single samples
+                    batches = [[*one] for one in pieces(self._order, len(batches) // plan.replicas * plan.replicas)]
+                    break
+                batches[at : at + 1] = [batches[at][:half], batches[at][half:]]
+            self._batches: list[Sequence[Any]] = [*batches[rank :: plan.replicas]]
+            self.batch_size = max(map(len, batches))
+            return
+        sampler = sampler_of(loader)
+        samples = samples_of(sampler, loader.dataset)
+        if not samples:
+            raise Refused("an evaluation set has no samples; leave its loader out")
+        check_shared(samples, plan.replicas)
+        is_in_order = type(sampler) in (SequentialSampler, DistributedSampler)
+        self._order = range(samples) if is_in_order else epoch_order(sampler, samples, mix(seed, 0), 0)
+        self.batch_size = min(unwrapped(loader.batch_sampler).batch_size, plan.micro_batch)
+        count = min(-(-samples // (self.batch_size * plan.replicas)), samples // plan.replicas)
+        self._batches = pieces(pieces(self._order, plan.replicas)[rank], count)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return map(list, self._batches)
+
+    def samples_in(self, batch_idx: int) -> int:
+        """Return the number of samples of a batch."""
+        return len(self._batches[batch_idx])
+
+    def digest(self, dataset: Any) -> int:
+        """Return a digest, below 2^63, of the batches of all ranks: equal on ranks that draw the same."""
+        return mix(digest(self._order, dataset), *self._sizes) >> 1
+
+
+def check_shared(samples: int, replicas: int) -> None:
+    """Check that each rank gets a sample of an evaluation set.
+
+    Raises:
+        Refused: there are too few.
+    """
+    if samples < replicas:
+        raise Refused(
+            f"an evaluation reads {samples} samples of a set, which {replicas} devices can't share; use fewer devices"
+        )
+
+
+def forms_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether a batch sampler chooses what a batch consists of; torch's and torchdata's only group samples."""
+    kind = type(unwrapped(loader.batch_sampler))
+    return kind is not BatchSampler and (kind.__module__, kind.__name__) != _OF_TORCHDATA
+
+
+def unwrapped(batch_sampler: Any) -> Any:
+    """Return the batch sampler inside the wrapper that Lightning adds for prediction."""
+    return getattr(batch_sampler, "_batch_sampler", batch_sampler)
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
@@ -238,14 +393,30 @@ def sampler_of(loader: DataLoader[Any]) -> Any:
     return sampler if type(sampler) is DistributedSampler else undivided(sampler, loader.dataset)
 
 
-def unwrapped(batch_sampler: Any) -> Any:
-    """Return the batch sampler inside the wrapper that Lightning adds for prediction."""
-    return getattr(batch_sampler, "_batch_sampler", batch_sampler)
-
-
 def samples_of(sampler: Any, dataset: Any) -> int:
     """Return the number of samples of an epoch over all ranks; a DistributedSampler's length is one rank's share."""
     return len(dataset) if type(sampler) is DistributedSampler else len(sampler)
+
+
+def undivided(sampler: Any, dataset: Any) -> Any:
+    """Return a sampler, or batch sampler, for all ranks: a copy, if it or the sampler inside it splits them by rank."""
+    whole, inner = sampler, getattr(sampler, "sampler", None)
+    if splits_by_rank(sampler):
+        whole = copy.copy(sampler)
+        whole.num_replicas, whole.rank = 1, 0
+        if hasattr(sampler, "total_size"):
+            padding = abs(sampler.total_size - len(dataset))  # or what drop_last omits, for shares of equal size
+            is_padded = padding < sampler.num_replicas and inner is None
+            whole.num_samples = whole.total_size = len(dataset) if is_padded else sampler.total_size
+    if splits_by_rank(inner):
+        whole = copy.copy(whole)
+        whole.sampler = undivided(inner, dataset)
+    return whole
+
+
+def splits_by_rank(sampler: Any) -> bool:
+    """Return whether a sampler has the attributes by which torch's DistributedSampler splits its samples."""
+    return getattr(sampler, "num_replicas", None) is not None and hasattr(sampler, "rank")
 
 
 def epoch_order(sampler: Any, samples: int, seed: int, epoch: int, is_first: bool = True) -> Sequence[Any]:
@@ -256,14 +427,14 @@ def epoch_order(sampler: Any, samples: int, seed: int, epoch: int, is_first: boo
         samples: number of samples of a pass, over all ranks.
         seed: seed of the pass.
         epoch: passed to the sampler's `set_epoch`.
-        is_first: see `draw`.
+        is_first: see `_draw`.
 
     Raises:
         Refused: the sampler draws another number of samples than its `len()`.
     """
     if (order := _order_of_torch(sampler, samples, seed)) is not None:
         return order
-    drawn = draw(sampler, samples, seed, epoch, is_first)
+    drawn = _draw(sampler, samples, seed, epoch, is_first)
     if len(drawn) != samples:
         found = "more" if len(drawn) > samples else len(drawn)
         raise Refused(
@@ -273,7 +444,36 @@ def epoch_order(sampler: Any, samples: int, seed: int, epoch: int, is_first: boo
     return drawn
 
 
-def draw(sampler: Any, most: int, seed: int, epoch: int, is_first: bool, of_batches: bool = False) -> list[Any]:
+def formed_batches(sampler: Any, count: int, seed: int, epoch: int, is_first: bool) -> list[list[Any]]:
+    """Return the batches that a batch sampler for all ranks forms in a pass, at most ``count``.
+
+    Raises:
+        Refused: there are none, one has no samples, or it is split by rank and forms more than its `len()`.
+    """
+    name = type(sampler).__name__
+    batches = _draw(sampler, count, seed, epoch, is_first, of_batches=True)
+    if len(batches) > count and (splits_by_rank(sampler) or splits_by_rank(getattr(sampler, "sampler", None))):
+        raise Refused(
+            f"the batch sampler {name} splits by rank, and forms more than the {count} batches of its len() when it is "
+            "to form those of all ranks; compute its len() from num_replicas, or type data.sharded_by=dataset"
+        )
+    if not all(batches) or not batches:
+        raise Refused(f"the batch sampler {name} forms {'a batch without samples' if batches else 'no batches'}")
+    return batches[:count]
+
+
+def _order_of_torch(sampler: Any, samples: int, seed: int) -> Sequence[Any] | None:
+    """Return the order of a sampler that torch makes for a loader, without drawing from it; None for another one."""
+    shuffles_all = (
+        type(sampler) is RandomSampler and not sampler.replacement and len(sampler.data_source) == samples
+    ) or (type(sampler) is DistributedSampler and sampler.shuffle)
+    if shuffles_all:  # an array, because ten million Python ints take 1.5 s and 400 MB
+        order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed >> 1))
+        return order.numpy()  # type: ignore[return-value]  # acts as a Sequence
+    return range(samples) if type(sampler) in (SequentialSampler, DistributedSampler) else None
+
+
+def _draw(sampler: Any, most: int, seed: int, epoch: int, is_first: bool, of_batches: bool = False) -> list[Any]:
     """Return what a sampler draws under a seed, and at most one item more than ``most``, because it may never end.
 
     Args:
@@ -281,24 +481,20 @@ def draw(sampler: Any, most: int, seed: int, epoch: int, is_first: bool, of_batc
         is_first: draw twice, and report a sampler that draws others the second time.
         of_batches: the items are batches, which become lists.
     """
-    drawn = _draw(sampler, most, seed, epoch, of_batches)
-    if is_first and not type(sampler).__module__.startswith("torch.utils.data"):  # torch's keep only a generator
-        again = _draw(sampler, most, seed, epoch, of_batches)
-        if str(again[:_COMPARED_SAMPLES]) != str(drawn[:_COMPARED_SAMPLES]):
-            _report_state(sampler)
-    return drawn
-
-
-def _draw(sampler: Any, most: int, seed: int, epoch: int, of_batches: bool) -> list[Any]:
     for one in (sampler, getattr(sampler, "sampler", None)):
         if callable(set_epoch := getattr(one, "set_epoch", None)):
             set_epoch(epoch)
     seed_own(own_generators(sampler), seed)
     with torch.random.fork_rng(devices=[]):
         seed_generators(seed)
-        drawn = islice(sampler, most + 1)
+        drawing = islice(sampler, most + 1)
         # a batch becomes a list before the next one is drawn: a batch sampler may fill one buffer again and again
-        return [one.tolist() if hasattr(one, "tolist") else list(one) for one in drawn] if of_batches else list(drawn)
+        drawn = [one.tolist() if hasattr(one, "tolist") else list(one) for one in drawing] if of_batches else [*drawing]
+    if is_first and not type(sampler).__module__.startswith("torch.utils.data"):  # torch's keep only a generator
+        again = _draw(sampler, most, seed, epoch, False, of_batches)
+        if str(again[:_COMPARED_SAMPLES]) != str(drawn[:_COMPARED_SAMPLES]):
+            _report_state(sampler)
+    return drawn
 
 
 @rank_zero_only
@@ -311,62 +507,9 @@ def _report_state(sampler: Any) -> None:
     )
 
 
-def _order_of_torch(sampler: Any, samples: int, seed: int) -> Sequence[Any] | None:
-    """Return the order of a sampler that torch makes for a loader, without drawing from it; None for another one."""
-    generator = torch.Generator().manual_seed(seed >> 1)
-    if type(sampler) is DistributedSampler:  # its share has another size; only whether it shuffles matters
-        return _permutation(samples, generator) if sampler.shuffle else range(samples)
-    if type(sampler) is SequentialSampler:
-        return range(samples)
-    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler.data_source) == samples:
-        return _permutation(samples, generator)
-    return None
-
-
 def digest(order: Sequence[Any], dataset: Any) -> int:
     """Return a digest of the samples that an order begins with: their places in what a Subset was taken from."""
     keys = list(order[:_COMPARED_SAMPLES])
     while isinstance(dataset, Subset) and all(isinstance(key, Integral | torch.Tensor) for key in keys):
         keys, dataset = [dataset.indices[int(key)] for key in keys], dataset.dataset
     return zlib.crc32(" ".join(str(key) for key in keys if isinstance(key, _COMPARED_KEYS)).encode())
-
-
-def check_shared(samples: int, replicas: int) -> None:
-    """Check that each rank gets a sample of an evaluation set.
-
-    Raises:
-        Refused: there are too few.
-    """
-    if samples < replicas:
-        raise Refused(
-            f"an evaluation reads {samples} samples of a set, which {replicas} devices can't share; use fewer devices, "
-            "or leave out a limit of the evaluation"
-        )
-
-
-def splits_by_rank(sampler: Any) -> bool:
-    """Return whether a sampler has the attributes by which torch's DistributedSampler splits its samples."""
-    return getattr(sampler, "num_replicas", None) is not None and hasattr(sampler, "rank")
-
-
-def undivided(sampler: Any, dataset: Any, forms_batches: bool = False) -> Any:
-    """Return a sampler that yields the samples of all ranks: a copy, if the given one splits them by rank.
-
-    Args:
-        forms_batches: it is a batch sampler, whose padding is its own.
-    """
-    if not splits_by_rank(sampler):
-        return sampler
-    replicas = sampler.num_replicas
-    undivided = copy.copy(sampler)
-    undivided.num_replicas, undivided.rank = 1, 0
-    if hasattr(sampler, "total_size"):
-        padding = abs(sampler.total_size - len(dataset))  # or what drop_last omits, for shares of equal size
-        is_padded = padding < replicas and not forms_batches
-        undivided.num_samples = undivided.total_size = len(dataset) if is_padded else sampler.total_size
-    return undivided
-
-
-def _permutation(samples: int, generator: torch.Generator) -> Sequence[int]:
-    # an array, because ten million Python ints take 1.5 s and 400 MB
-    return torch.randperm(samples, generator=generator).numpy()  # type: ignore[return-value]  # acts as a Sequence

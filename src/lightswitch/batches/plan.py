@@ -71,7 +71,7 @@ class BatchPlan:
     def trainer_arguments(self, trainer: Mapping[str, object]) -> dict[str, object]:
         """Return the Trainer's arguments that count steps, converted to micro-batches, which Lightning counts.
 
-        Fractions of an epoch keep Lightning's meaning; see `lightswitch.batches.combined.check_fractions`.
+        Fractions of an epoch keep Lightning's meaning; see `lightswitch.batches.callback`.
         """
         given = {name: trainer.get(name) for name in _COUNTED_IN_MICRO_BATCHES}
         return {

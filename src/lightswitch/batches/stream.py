@@ -1,28 +1,39 @@
-"""Reader of a stream of samples (an IterableDataset): each process reads all of it and selects its rank's slices."""
+"""Streams (an IterableDataset): each reading process reads all samples and selects its rank's slices.
+
+A loader requests micro-batches from its readers by their `Place`, because torch sends indices also to persistent
+workers. A reader sends each one with what it knows of its step (`Cut`), which the rank's batch sampler records.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
+from functools import partial
+from itertools import islice, repeat
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch.utils.data import Dataset, _utils, get_worker_info
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities import rank_zero_only
+from torch.utils.data import DataLoader, Dataset, Sampler, _utils, get_worker_info
 
 from lightswitch import patches
-from lightswitch.batches.generators import mix, seed_generators
-from lightswitch.batches.plan import BatchPlan, pieces
-from lightswitch.batches.stand_ins import StandIn, content_digest
+from lightswitch.batches.order import TrainingSlices, check_shared
+from lightswitch.batches.plan import BatchPlan, Position, pieces
+from lightswitch.batches.seeds import KeptGenerators, StandIn, content_digest, mix, seed_generators
+from lightswitch.errors import Refused
 
+log = logging.getLogger(__name__)
 _COMPARED_SAMPLES = 16  # first samples of a reader, whose digest is compared among readers
 _STATE_SHARE = 0.05  # maximum share of a reader's time that the dataset's state_dict() takes
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_ENDLESS = sys.maxsize  # number of samples of a stream of unknown length
+_UNFINISHED_STEPS = 2  # that a loader may be ahead of training, because Lightning prefetches one batch
 
 Groups = Callable[[Iterator[Any]], Iterator[list[Any]]]
-_PLAIN = (bool, int, float, str, bytes)
-_ARRAY = "numpy"  # key of a dict that represents an array, which a checkpoint would return as a tensor
 
 
 class Resume(NamedTuple):
@@ -34,7 +45,7 @@ class Resume(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Position of a micro-batch in a stream, with which a loader requests it from a reader."""
+    """Position of a micro-batch in a stream."""
 
     turn: int  # number of the iteration over the loader; each begins at the stream's start, or where a run resumes
     epoch: int  # passed to the dataset's set_epoch
@@ -51,7 +62,7 @@ class Cut(NamedTuple):
     place: Place
     batch: Any  # a list of samples; after collation, its result
     samples: int  # of the whole step, over all ranks; 0 if the stream has ended
-    state: Any = None  # packed state of the dataset after this step, or UnsavableState
+    state: Any = None  # state of the dataset after this step, or UnsavableState
     digest: int | None = None  # of this reader's first samples in a pass; only with its first micro-batch
     skipped: tuple[int, float] | None = None  # samples that a resumed run skipped, and the seconds that took
     own_samples: int = 0  # of this micro-batch, once it is collated
@@ -63,34 +74,211 @@ class UnsavableState(NamedTuple):
     kind: str
 
 
-def global_batches(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
+def training_stream(
+    loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, at: Position, combined: Any = None
+) -> tuple[StreamSlices, IndexedStream]:
+    """Return the places of a rank's micro-batches, and what reads them. Arguments: `loaders.training_loader`."""
+    slices = StreamSlices(loader, plan, rank, seed, at, combined)
+    groups = partial(_global_batches, size=plan.global_batch, drop_last=bool(loader.drop_last))
+    return slices, IndexedStream(loader.dataset, Cursor(plan, rank, seed, groups, seeded_samples=plan.global_batch))
+
+
+def evaluated_stream(
+    loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int
+) -> tuple[StreamRounds, IndexedStream]:
+    """Return the places of a rank's batches in an evaluation, and what reads them.
+
+    All ranks together read each sample once, and make the same number of batches. They take turns, because the stream's
+    end is not known in advance.
+    """
+    batch = min(loader.batch_size or plan.micro_batch, plan.micro_batch)
+    of_round = BatchPlan(batch * plan.replicas, batch, plan.replicas, 1)
+    groups = partial(_rounds, size=of_round.global_batch, replicas=plan.replicas)
+    rounds = StreamRounds(sized_len(loader.dataset), of_round)
+    return rounds, IndexedStream(loader.dataset, Cursor(of_round, rank, seed, groups, seeded_samples=1))
+
+
+def _global_batches(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
     """Yield global batches, without reading samples ahead of the requested batch."""
     while (batch := list(islice(samples, size))) and (len(batch) == size or not drop_last):
         yield batch
 
 
-def rounds(samples: Iterator[Any], size: int, replicas: int) -> Iterator[list[Any]]:
+def _rounds(samples: Iterator[Any], size: int, replicas: int) -> Iterator[list[Any]]:
     """Yield rounds: the samples that all ranks evaluate together, at least one for each rank.
 
-    To ensure that, the last rounds are split into similar sizes, as in `batches.evaluation`.
-    Fewer samples than ranks form one round.
+    To ensure that, the last rounds are split into similar sizes. Fewer samples than ranks form one round.
     """
     ahead = list(islice(samples, size + replicas))
     while len(ahead) == size + replicas:
         yield ahead[:size]
         ahead = ahead[size:] + list(islice(samples, size))
-    count = last_rounds(len(ahead), size, replicas)
-    for piece in pieces(ahead, count):
+    for piece in pieces(ahead, _last_rounds(len(ahead), size, replicas)):
         yield [*piece]
 
 
-def last_rounds(samples: int, size: int, replicas: int) -> int:
+def _last_rounds(samples: int, size: int, replicas: int) -> int:
     """Return the number of rounds for a stream's last samples, which are fewer than ``size + replicas``."""
     return max(1, min(-(-samples // size), samples // replicas)) if samples else 0
 
 
+class StreamSlices(TrainingSlices):
+    """Batch sampler of one rank: yields the places of its micro-batches until the stream ends.
+
+    As with a map-style dataset, a micro-batch is a slice of the k-th G samples of the stream, G being the global batch.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, at: Position, combined: Any
+    ) -> None:
+        samples = sized_len(loader.dataset)
+        self.is_sized = samples is not None
+        self._drop_last = bool(loader.drop_last)
+        self._readers = max(1, loader.num_workers)
+        self._turn = 0
+        self._short: tuple[Place, int] | None = None  # last step of the pass, if smaller, and its number of samples
+        self._states: dict[int, Any] = {}  # of the dataset, by the number of the next step
+        self._continued: str | None = None  # pass that was resumed from a dataset state
+        total = _ENDLESS if samples is None else samples
+        super().__init__(None, total, self._drop_last, plan, rank, seed, at.epoch, at.step, combined)
+
+    @property
+    def is_even(self) -> bool:
+        if self.is_sized:
+            return super().is_even
+        return self.plan.is_even and (self._drop_last or self.plan.slices == 1)
+
+    @property
+    def epoch_samples(self) -> int:
+        if self._short is None:
+            return super().epoch_samples
+        place, samples = self._short
+        return (place.step - place.begin) * self.plan.global_batch + samples
+
+    @property
+    def least_samples(self) -> int:
+        return super().least_samples if self.is_sized else 0
+
+    def step_samples(self, step: int) -> int:
+        if self._short is not None and step == self._short[0].step:
+            return self._short[1]
+        return self.plan.global_batch
+
+    def samples_of(self, step: int, micro: int) -> list[int]:
+        """Return the positions in the stream, from 0, of this rank's samples in a micro-batch."""
+        begin, end = self._bounds(step, micro)
+        return list(range(begin, max(end, begin + 1)))
+
+    def start_at(self, epoch: int, step: int, state: Mapping[str, Any] | None = None) -> None:
+        super().start_at(epoch, step, state)
+        self._kept = state
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """Return the state that a run needs to resume at a step of the epoch.
+
+        It also holds the dataset's state at the nearest known step up to this one, or step 0 and None if there is none.
+        """
+        nearest = max((one for one in self._states if one <= step), default=0)
+        return {**super().state_at(step), "step": nearest, "state": self._states.get(nearest)}
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, first = self.epoch, self._first_step()
+        self._turn += 1
+        self._short, self._states = None, {}
+        resumes = repeat(self._resume(first), self._readers)  # one for each reader: micro-batches go to readers in turn
+        for step in range(first, self.steps):
+            at_cycle = step // self.own_steps
+            key, begin = self._pass_key(epoch, at_cycle), at_cycle * self.own_steps
+            for micro in range(self.plan.accumulation):
+                yield Place(self._turn, self._told_epoch(epoch, at_cycle), key, begin, step, micro, next(resumes, None))
+
+    def _resume(self, step: int) -> Resume | None:
+        if step == 0:
+            return None
+        begin = step // self.own_steps * self.own_steps  # first step of the pass
+        if self._kept is None or not begin < self._kept.get("step", 0) <= step:  # a map-style loader's has none
+            return Resume(step - begin)
+        self._states[self._kept["step"]] = self._kept["state"]
+        self._continued = str(self._pass_key(self.epoch, step // self.own_steps))
+        return Resume(step - begin, self._kept["step"] - begin, self._kept["state"])
+
+    def note(self, cut: Cut) -> None:
+        """Record the number of samples of a micro-batch's step, and the dataset's state after it."""
+        step = cut.place.step
+        if cut.samples < self.plan.global_batch:
+            self._short = cut.place, cut.samples
+        if cut.digest is not None and str(cut.place.key) != self._continued:
+            self._compare(str(cut.place.key), cut.digest)
+        if cut.state is None:
+            return
+        self._states[step + 1] = cut.state
+        latest = max((one for one in self._states if one <= step + 1 - _UNFINISHED_STEPS), default=0)
+        self._states = {one: state for one, state in self._states.items() if one >= latest}
+
+    def end(self, cut: Cut) -> None:
+        """Handle the end of the stream before a step; warn if the stream's ``len()`` is wrong.
+
+        Raises:
+            Refused: the stream has no samples, or too few for one step with ``drop_last``.
+        """
+        steps = cut.place.step - cut.place.begin
+        if steps == 0 and self._drop_last:
+            raise Refused(
+                f"the training stream has fewer samples than global_batch_size={self.plan.global_batch}, and its "
+                "loader drops the last batch; use a smaller global_batch_size"
+            )
+        if steps == 0:
+            raise Refused("the training stream has no samples")
+        if self.is_sized and self.rank == 0:
+            log.warning(
+                "a training stream has ended after %d samples, but its len() is %d: correct its dataset's __len__",
+                self.epoch_samples if self._short else steps * self.plan.global_batch, self.samples,
+            )  # fmt: skip
+
+
+class StreamRounds(Sampler[Any]):
+    """Batch sampler of an evaluation over a stream: yields the places of its rounds until the stream ends.
+
+    Args:
+        samples: the stream's ``len()``; None if it is unknown.
+        plan: plan of a round, without accumulation.
+    """
+
+    def __init__(self, samples: int | None, plan: BatchPlan) -> None:
+        self._samples = samples
+        self.plan = plan
+        self.batch_size = plan.micro_batch
+        self._turn = 0
+        self._own: dict[int, int] = {}  # samples of this rank's last batches, which a loader makes ahead
+
+    def __len__(self) -> int:
+        if self._samples is None:
+            raise TypeError("the length of the stream is unknown")
+        size, replicas = self.plan.global_batch, self.plan.replicas
+        whole = max(0, (self._samples - replicas) // size)
+        return whole + _last_rounds(self._samples - whole * size, size, replicas)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._turn += 1
+        for step in range(_ENDLESS):
+            yield Place(self._turn, 0, 0, 0, step, 0)
+
+    def note(self, cut: Cut) -> None:
+        """Record the number of samples of a batch, which counts with it in an evaluation."""
+        check_shared(cut.samples, self.plan.replicas)
+        self._own = {step: own for step, own in self._own.items() if step > cut.place.step - _UNFINISHED_STEPS}
+        self._own[cut.place.step] = cut.own_samples
+
+    def samples_in(self, batch_idx: int) -> int:
+        """Return the number of samples of a batch that is being evaluated."""
+        return self._own[batch_idx]
+
+    def end(self, cut: Cut) -> None:
+        """Do nothing: all ranks have made the same number of batches."""
+
+
 class IndexedStream(StandIn, Dataset[Any]):
-    """Map-style dataset over a stream, indexed by `Place`, because torch sends indices also to persistent workers."""
+    """Map-style dataset over a stream, indexed by `Place`."""
 
     def __init__(self, dataset: Any, cursor: Cursor) -> None:
         self._cursor, self.given = cursor, dataset
@@ -123,8 +311,8 @@ class Cursor:
         self._holder: Any = None  # dataset or iterator with a state dict
         self._next_state_seconds = 0.0
         self._skip: Resume | None = None
+        self._digest: int | None = None  # of the first samples of the pass, until they are sent
         self._is_new = True  # whether nothing of the pass has been read
-        self._digest: int | None = None
 
     def cut(self, dataset: Any, place: Place) -> Cut:
         """Return this rank's samples of a micro-batch, with information about its step."""
@@ -143,8 +331,7 @@ class Cursor:
         return Cut(place._replace(resume=None), chosen, samples, state, digest, skipped)
 
     def _start(self, dataset: Any, place: Place) -> None:
-        self._pass = (place.turn, place.key)
-        self._is_new = True
+        self._pass, self._is_new = (place.turn, place.key), True
         seed_generators(mix(self.seed, place.key))
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
             set_epoch(place.epoch)
@@ -156,7 +343,7 @@ class Cursor:
 
     def _opened(self, dataset: Any, resume: Resume | None) -> tuple[Iterator[Any], int]:
         """Return an iterator over the stream, and the step of the pass at which it begins."""
-        state = None if resume is None else unpacked(resume.state)
+        state = None if resume is None else resume.state
         if state is not None and _is_stateful(dataset):
             dataset.load_state_dict(state)
         samples = iter(dataset)
@@ -184,14 +371,12 @@ class Cursor:
         now = perf_counter()
         if self._holder is None or now < self._next_state_seconds:
             return None
-        try:
-            return packed(self._holder.state_dict())
-        except TypeError as error:
+        state = _copied(self._holder.state_dict())
+        if isinstance(state, UnsavableState):
             self._holder = None
-            return UnsavableState(str(error))
-        finally:
-            seconds = perf_counter() - now
-            self._next_state_seconds = now + seconds / _STATE_SHARE
+        seconds = perf_counter() - now
+        self._next_state_seconds = now + seconds / _STATE_SHARE
+        return state
 
 
 def _seeded(samples: Iterator[Any], every_samples: int, block: int, seed: int, key: int) -> Iterator[Any]:
@@ -232,33 +417,108 @@ def _loses_a_buffer(part: Any) -> bool:
     return known or any(_loses_a_buffer(one) for one in inner if one is not None)
 
 
-def packed(state: Any) -> Any:
-    """Return a copy of a state in plain types and tensors.
-
-    Raises:
-        TypeError: the state holds an object of another type, whose name is the message.
-    """
-    if state is None or type(state) in _PLAIN:
+def _copied(state: Any) -> Any:
+    """Return a copy of a state, or UnsavableState with the type of a part that is neither plain nor a tensor."""
+    if type(state) in _PLAIN:
         return state
     if isinstance(state, torch.Tensor):
         return state.detach().cpu().clone()
-    if isinstance(state, np.generic):
-        return state.item()
-    if isinstance(state, np.ndarray) and state.dtype.kind in "biuf" and state.dtype.isnative:
-        return {_ARRAY: torch.from_numpy(state.copy()), "dtype": state.dtype.str}
+    if type(state) not in (dict, list, tuple):
+        return UnsavableState(type(state).__name__)
+    parts = [*map(_copied, [*state, *state.values()] if isinstance(state, dict) else state)]
+    if (lost := next((part for part in parts if isinstance(part, UnsavableState)), None)) is not None:
+        return lost
     if isinstance(state, dict):
-        return {packed(key): packed(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(packed(value) for value in state)
-    raise TypeError(type(state).__name__)
+        return dict(zip(parts[: len(state)], parts[len(state) :], strict=True))
+    return type(state)(parts)
 
 
-def unpacked(state: Any) -> Any:
-    """Return the state that `packed` has converted."""
-    if isinstance(state, dict):
-        if state.keys() == {_ARRAY, "dtype"}:
-            return state[_ARRAY].numpy().astype(state["dtype"])
-        return {key: unpacked(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(unpacked(value) for value in state)
-    return state
+class StreamLoader(DataLoader[Any]):
+    """Mixin for a DataLoader whose readers send information about the stream with each batch."""
+
+    received: StreamReceiver
+
+    def __iter__(self) -> Any:
+        return self.received.batches(super().__iter__())
+
+
+class StreamCollate:
+    """Collate function for the samples of a `Cut`, whose other fields stay unchanged.
+
+    The generators that the function keeps get the seed that the cursor has just given the global ones.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+        self._kept = KeptGenerators(collate)
+
+    def __call__(self, cut: Cut) -> Cut:
+        if not cut.samples:
+            return cut
+        batch = self._kept.seeded(self._collate, [cut.batch], [torch.initial_seed()], cut.place.turn)[0]
+        return cut._replace(batch=batch, own_samples=len(cut.batch))
+
+
+class StreamReceiver:
+    """Receiver of the cuts that a loader's readers send: it yields the batches and records the other fields.
+
+    Args:
+        gather: returns the numbers of all ranks; called at the first batch.
+    """
+
+    def __init__(self, slices: StreamSlices | StreamRounds, gather: Callable[[int], list[int]]) -> None:
+        self._slices = slices
+        self._gather = gather
+        self._digests: dict[tuple[int, int], int] = {}  # of the current pass
+        self._told: set[str] = set()
+
+    def batches(self, cuts: Iterator[Cut]) -> Iterator[Any]:
+        """Yield batches until the stream ends."""
+        for cut in cuts:
+            if not cut.samples:
+                self._slices.end(cut)
+                return
+            if cut.digest is not None:
+                self._compare(cut.digest, (cut.place.turn, cut.place.key))
+            if cut.skipped is not None:
+                self._report(
+                    f"skipped    {cut.skipped[0]:,} samples of a stream in {cut.skipped[1]:.1f} s, to resume at the "
+                    "same sample; a dataset with state_dict and load_state_dict resumes at once"
+                )
+            if isinstance(cut.state, UnsavableState):
+                self._report(
+                    f"the stream's state contains a {cut.state.kind}, which a checkpoint can't store: a resumed run "
+                    "reads the stream again up to its position"
+                )
+                cut = cut._replace(state=None)
+            self._slices.note(cut)
+            yield cut.batch
+
+    def _compare(self, digest: int, of_pass: tuple[int, int]) -> None:
+        """Check that all readers begin with the same samples: all ranks once, and this rank's workers in each pass.
+
+        Raises:
+            Refused: the samples differ.
+        """
+        known = self._digests.get(of_pass)
+        self._digests = {of_pass: digest}
+        if known is not None:
+            others, which = [known, digest], "the workers of a data loader read"
+        elif "compared" not in self._told:
+            self._told.add("compared")
+            others, which = self._gather(digest), "the ranks read"
+        else:
+            return
+        if len(set(others)) > 1:
+            raise Refused(
+                f"{which} different samples of a stream that they should share: if its dataset splits itself, type "
+                "data.sharded_by=dataset; otherwise, let it draw from the global generators of torch, NumPy and "
+                "Python, or from one that set_epoch seeds"
+            )
+
+    @rank_zero_only
+    def _report(self, line: str) -> None:
+        key = line.split()[0]
+        if key not in self._told:
+            self._told.add(key)
+            log.info("%s", line)

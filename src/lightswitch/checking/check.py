@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightswitch.checking.comparison import EPS_32, Compared, Comparison
-from lightswitch.checking.probe import FORWARD, MODEL
+from lightswitch.checking.probe import FORWARD
 from lightswitch.checking.runs import ShortRun, export_problem
 from lightswitch.errors import listed
 from lightswitch.monitoring.display import aligned
@@ -19,8 +19,8 @@ from lightswitch.regular_files import linked
 log = logging.getLogger(__name__)
 
 KINDS = ("logged", "parameters", "buffers", "optimizer")
-RANKS, STARTS, RESUMED, IN_ONE, EXPORTED = "all ranks", "two starts", "resumed", "in one", "exported"
-PROMISES = (*KINDS, RANKS, STARTS, RESUMED, IN_ONE, EXPORTED)  # the columns of the table
+STARTS, RESUMED, IN_ONE, EXPORTED = "two starts", "resumed", "in one", "exported"
+PROMISES = (*KINDS, STARTS, RESUMED, IN_ONE, EXPORTED)  # the columns of the table
 REMEDIES = {
     "batch norm": "type trainer.sync_batchnorm=true on GPUs, use a norm over a sample's own features (GroupNorm, "
     "LayerNorm), or give the same micro_batch_size everywhere",
@@ -109,7 +109,7 @@ class Row:
 def holds(rows: Mapping[str, Row]) -> bool:
     """Return whether no promise is broken, and a way beside the single process could be checked."""
     cells = [cell for row in rows.values() for cell in row.cells.values()]
-    is_tried = any(row.cells[RANKS].status == "holds" for row in rows.values())
+    is_tried = any(row.cells["parameters"].status == "holds" for row in rows.values())
     return is_tried and not any(cell.is_broken for cell in cells)
 
 
@@ -174,14 +174,14 @@ class Check:
         log.info("checks     %s, %d device%s", way.name, way.ranks, "s" if way.ranks > 1 else "")
         whole = self.run(way)
         if whole.code:
-            is_refused = whole.is_refused and not whole.steps
-            return Row(dict.fromkeys(PROMISES, Cell("refused" if is_refused else "failed", whole.problem)))
-        is_one = way == SINGLE
-        cells = dict.fromkeys((*KINDS, RANKS), Cell("none")) if is_one else dict(self._same_run(whole))
+            return Row(dict.fromkeys(PROMISES, Cell("refused" if whole.is_refused else "failed", whole.problem)))
+        cells = dict.fromkeys(KINDS, Cell("none"))
+        if way != SINGLE:
+            cells = {kind: _cell(self._comparison.of_kind(kind, whole.states)) for kind in KINDS}
         cells |= self._starts(way)
         problem = export_problem(whole.run_dir)
         cells[EXPORTED] = Cell("failed", problem) if problem else Cell("holds")
-        is_different = any(cells[promise].status == "differs" for promise in (*KINDS, RANKS))
+        is_different = any(cells[kind].status == "differs" for kind in KINDS)
         # if one process does not repeat itself, no other way does
         return Row(cells, *self._first(way)) if is_different and self._comparison.is_repeated else Row(cells)
 
@@ -199,17 +199,6 @@ class Check:
 
     def _killed(self, way: Way) -> ShortRun:
         return self.run(way, "killed", kill_after_step=self._steps // 2 + 1)
-
-    def _same_run(self, whole: ShortRun) -> Iterator[tuple[str, Cell]]:
-        """Yield the cells that compare a way's whole run with one process's, and its ranks with one another."""
-        yield from ((kind, _cell(self._comparison.of_kind(kind, whole.states))) for kind in KINDS)
-        for (step, _), state in sorted(whole.states.items(), key=lambda one: one[0]):
-            for name in state.unequal.keys() & set(whole.moments[0]["parameters"]):
-                ranks = listed([str(rank) for rank in state.unequal[name]])
-                reason = f"{name.removeprefix(MODEL)} on rank {ranks} differs from rank 0 after step {step}"
-                yield RANKS, Cell("differs", reason)
-                return
-        yield RANKS, Cell("holds")
 
     def _starts(self, way: Way) -> dict[str, Cell]:
         """Return the cells of a run that kills itself, and of those that go on from its checkpoint."""
@@ -235,12 +224,10 @@ class Check:
         logged = self._comparison.of_kind("logged", whole).differing
         metrics = [replace(different, moment=(different.moment[0], FORWARD)) for different in logged]
         tensors = self._comparison.of_kind("tensors", whole).differing
-        moment = min((different.moment for different in [*metrics, *tensors]), default=None)
-        if moment is None:
-            return "", {}
+        moment = min(different.moment for different in [*metrics, *tensors])
         first = [different for different in [*metrics, *tensors] if different.moment == moment]
         named, causes = [different.name for different in first], dict[str, str]()
-        if first[0] in metrics and one.states[moment].draws:
+        if first[0] in metrics and moment in one.states and one.states[moment].draws:
             causes["noise by rank"] = f"the training step draws random numbers, and its {named[0]} differs"
         if norms := [norm for norm in one.moments[0]["batch_norms"] if f"{norm}.running_mean" in named]:
             causes["batch norm"] = f"{listed(norms)} computes its statistics over a micro batch"

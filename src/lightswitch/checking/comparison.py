@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -29,12 +29,10 @@ class State:
 
     Attributes:
         digests: of tensors and metrics, by name.
-        unequal: ranks whose copy of a tensor differs, by tensor name.
         draws: whether the training step has drawn random numbers.
     """
 
     digests: Mapping[str, Digest]
-    unequal: Mapping[str, list[int]] = field(default_factory=dict)
     draws: bool = False
 
 
@@ -43,10 +41,7 @@ States = Mapping[Moment, State]
 
 def states(lines: Iterable[Mapping[str, Any]]) -> dict[Moment, State]:
     """Return the states that a probe has recorded, by moment."""
-    return {
-        (one["moment"][0], one["moment"][1]): State(one["digests"], one["unequal"], one.get("draws", False))
-        for one in lines
-    }
+    return {(one["moment"][0], one["moment"][1]): State(one["digests"], one.get("draws", False)) for one in lines}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightswitch import patches
-from lightswitch.batches.generators import generator_states
+from lightswitch.batches.seeds import generator_states
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.shards import Piece, Stored, local
@@ -119,10 +119,9 @@ class Probe(Callback):
         ranks = [shards(tensors)] * trainer.world_size
         if trainer.world_size > 1:
             dist.all_gather_object(ranks, ranks[0])
-        digests, unequal = merged(ranks)
         if trainer.is_global_zero:
             self._folder.mkdir(parents=True, exist_ok=True)
-            line = {"moment": moment, "digests": {**digests, **(logged or {})}, "unequal": unequal, **facts}
+            line = {"moment": moment, "digests": merged(ranks) | dict(logged or {}), **facts}
             with (self._folder / FILE).open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -184,18 +183,14 @@ def shards(tensors: Mapping[str, Stored]) -> dict[str, Shard]:
     return {name: _shard(tensor) for name, tensor in tensors.items()}
 
 
-def merged(ranks: Sequence[Mapping[str, Shard]]) -> tuple[dict[str, Digest], dict[str, list[int]]]:
-    """Return the digest of each whole tensor, and the ranks whose copy of a shard differs from the first one."""
+def merged(ranks: Sequence[Mapping[str, Shard]]) -> dict[str, Digest]:
+    """Return the digest of each whole tensor, from the first copy of each of its shards."""
     digests: dict[str, Digest] = {}
-    unequal: dict[str, list[int]] = {}
     for name in dict.fromkeys(name for rank in ranks for name in rank):
-        copies: dict[tuple[int, int], Digest] = {}
-        for number, rank in enumerate(ranks):
-            first, count, digest = rank.get(name, (0, 0, []))
-            if count and norm(minus(copies.setdefault((first, count), digest), digest)) != 0:
-                unequal.setdefault(name, []).append(number)
+        held = [rank[name] for rank in reversed(ranks) if name in rank]
+        copies = {(first, count): digest for first, count, digest in held if count}
         digests[name] = [math.fsum(sums) for sums in zip(*copies.values(), strict=True)] or [0.0] * LENGTH
-    return digests, unequal
+    return digests
 
 
 def norm(digest: Digest) -> float:

@@ -128,3 +128,17 @@ def is_module() -> bool:
     """Return whether Python runs the script as a module: `python -m train`, but not `python -m cProfile train.py`."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.origin == os.path.abspath(sys.argv[0])
+
+
+# The environment variables that reports may show: no others, because they may hold passwords.
+_REPORTED = re.compile(
+    r"((LOCAL_|GROUP_|NODE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(CUDA|GLOO|MKL|NCCL|OMP|PYTORCH|SLURM|TORCH|TORCHELASTIC)_"
+    r"(?!\w*(AUTH|CRED|JWT|KEY|PASS|SECRET|TOKEN))\w+)"
+)
+_PLAIN = re.compile(r"(?!.*://)[\w.,:;=/+*^()\[\] -]{0,200}")  # names, numbers and lists of them: no URL, no user@host
+
+
+def reported_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that are set, with `(not shown)` for values that may be URLs or logins."""
+    found = {name: environ[name] for name in sorted(environ) if _REPORTED.fullmatch(name)}
+    return {name: value if _PLAIN.fullmatch(value) else "(not shown)" for name, value in found.items()}

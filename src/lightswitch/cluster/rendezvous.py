@@ -1,40 +1,45 @@
-"""The store through which the processes of a run meet, and their handshake before they form a process group."""
+"""The store through which the processes of a run meet before they form a process group, and what they compare there."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
+import hashlib
 import json
 import logging
 import os
+import platform
 import secrets
 import socket
 import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
-from lightswitch.cluster import consistency
-from lightswitch.cluster.consistency import Evidence
-from lightswitch.cluster.sealed import Sealed, Values
-from lightswitch.errors import Refused
+from lightswitch import versions
+from lightswitch.errors import Refused, listed
 
 log = logging.getLogger(__name__)
 
 _BACKLOG = 4096  # all processes may connect at once
+_LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
 _POLL_SECONDS = 0.01
 _NOTICE_SECONDS = 30.0
 _JUDGING_SECONDS = 60.0  # added to the store's timeout: rank 0 may start last, and waits as long
 _LAG_SECONDS = 10.0  # until a shared file system shows a file that another node wrote
 _NAMED_SECONDS = 15.0  # for ranks that were started later to learn the id of a run that rank 0 is about to end
 _PARTING_SECONDS = 30.0  # for live ranks to read the verdict, before this process ends, and the store with it
+_FIX = "check the address and port of this process, and that rank 0 is running"
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,9 @@ class MeetingPoint:
     rank: int
     world_size: int
     timeout_seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -81,8 +89,7 @@ def agree_on_id(point: MeetingPoint, own: str) -> tuple[str, Meeting | None]:
     if point.rank == 0:
         store.set("id", own)
     found = store.get("id").decode()
-    if point.rank:
-        store.add("named", 1)
+    store.add("named", int(point.rank > 0))
     return found, Meeting(store, point)
 
 
@@ -122,15 +129,15 @@ def _take_place(store: Store, point: MeetingPoint) -> None:
     _wait_until(lambda: store.check(["world"]), point.timeout_seconds)
     if not store.check(["world"]):
         raise Refused(_unreached(point, "the server there is not the store of a run"))
-    where, other = f"{point.address}:{point.port}", "if that is another run, set another port for every process of this"
+    other = "if that is another run, set another port for every process of this"
     if (world := int(store.get("world"))) != point.world_size:
         raise Refused(
-            f"{_who(point)} is one of {point.world_size}, but rank 0 at {where} is one of {world}; start all with the "
+            f"{_who(point)} is one of {point.world_size}, but rank 0 at {point} is one of {world}; start all with the "
             f"same number, or, {other}"
         )
     if store.add(f"place {point.rank}", 1) > 1:
         raise Refused(
-            f"{_who(point)}: a rank {point.rank} has joined the run at {where} already; start each once, or, {other}"
+            f"{_who(point)}: a rank {point.rank} has joined the run at {point} already; start each once, or, {other}"
         )
 
 
@@ -168,15 +175,14 @@ def _lead_to(port: int) -> None:
     os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
 
 
-def _joined(point: MeetingPoint) -> Store:
-    _reach(point)
-    return _answered(point)
-
-
 def _served(point: MeetingPoint) -> TCPStore:
+    loopback, is_dual = _LOOPBACK.get(point.address), socket.has_dualstack_ipv6()
+    is_dual = is_dual and loopback is None
+    family = socket.AF_INET6 if is_dual or loopback == "::1" else socket.AF_INET
     try:
-        with contextlib.closing(_listener(point)) as listener:
-            return _tcp_store(replace(point, port=listener.getsockname()[1]), listener.detach())
+        listener = socket.create_server(
+            (loopback or "", point.port), family=family, dualstack_ipv6=is_dual, backlog=_BACKLOG
+        )
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
@@ -184,21 +190,8 @@ def _served(point: MeetingPoint) -> TCPStore:
             f"port {point.port} of {socket.gethostname()} is in use; set another for every process: "
             f"cluster.main_port={point.port + 1} with cluster=manual, else MASTER_PORT={point.port + 1}"
         ) from error
-
-
-def _listener(point: MeetingPoint) -> socket.socket:
-    """Listen at the configured address, or at all of this node's if it is a name or not one of them."""
-    with contextlib.suppress(ValueError):
-        address = ipaddress.ip_address("127.0.0.1" if point.address == "localhost" else point.address)
-        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-        try:
-            return socket.create_server((str(address), point.port), family=family, backlog=_BACKLOG)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:  # not this node's, as the network translates it
-                raise
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", point.port), family=family, dualstack_ipv6=both, backlog=_BACKLOG)
+    with contextlib.closing(listener):
+        return _tcp_store(replace(point, port=listener.getsockname()[1]), listener.detach())
 
 
 def _tcp_store(point: MeetingPoint, listener: int | None = None) -> TCPStore:
@@ -214,13 +207,13 @@ def _tcp_store(point: MeetingPoint, listener: int | None = None) -> TCPStore:
     )
 
 
-def _reach(point: MeetingPoint) -> None:
-    """Wait until the address accepts a connection: torch would retry until its own timeout, and not report why."""
+def _joined(point: MeetingPoint) -> Store:
+    """Connect once the address accepts: torch would retry until its own timeout, and not report why."""
     end = time.monotonic() + point.timeout_seconds
     while True:
         try:
             socket.create_connection((point.address, point.port), max(0.1, end - time.monotonic())).close()
-            return
+            return _answered(point)
         except socket.gaierror as error:
             raise Refused(
                 f"{_who(point)} can't resolve the host name {point.address}: {error.strerror}; {_FIX}"
@@ -229,20 +222,6 @@ def _reach(point: MeetingPoint) -> None:
             if time.monotonic() > end:
                 raise Refused(_unreached(point, error.strerror or str(error))) from error
         time.sleep(_POLL_SECONDS)
-
-
-_FIX = "check the address and port of this process, and that rank 0 is running"
-
-
-def _who(point: MeetingPoint) -> str:
-    return f"rank {point.rank} on {socket.gethostname()}"
-
-
-def _unreached(point: MeetingPoint, reason: str) -> str:
-    return (
-        f"{_who(point)} could not reach rank 0 at {point.address}:{point.port} in {point.timeout_seconds:g} s: "
-        f"{reason}; {_FIX}, or wait longer: meet_timeout_seconds={2 * point.timeout_seconds:g}"
-    )
 
 
 def _answered(point: MeetingPoint) -> Store:
@@ -261,6 +240,17 @@ def _answered(point: MeetingPoint) -> Store:
     return found[0]
 
 
+def _who(point: MeetingPoint) -> str:
+    return f"rank {point.rank} on {socket.gethostname()}"
+
+
+def _unreached(point: MeetingPoint, reason: str) -> str:
+    return (
+        f"{_who(point)} could not reach rank 0 at {point} in {point.timeout_seconds:g} s: "
+        f"{reason}; {_FIX}, or wait longer: meet_timeout_seconds={2 * point.timeout_seconds:g}"
+    )
+
+
 def missing(store: Store, point: MeetingPoint) -> list[int]:
     """Return the ranks that have not set their key, which is their number, before the timeout."""
     waiting = list(range(point.world_size))
@@ -276,84 +266,149 @@ def missing(store: Store, point: MeetingPoint) -> list[int]:
     return [rank for rank in waiting if not store.check([str(rank)])]
 
 
-def agree(
-    store: Store, point: MeetingPoint, evidence: Evidence, values: Values, run_dir: Path, tell: bool, refusal: str = ""
-) -> str:
-    """Compare the processes, and return in each the same line about how they differ, or an empty string if they agree.
+def _wait_until(condition: Callable[[], bool], timeout_seconds: float) -> None:
+    end = time.monotonic() + timeout_seconds
+    while not condition() and time.monotonic() <= end:
+        time.sleep(_POLL_SECONDS)
 
-    The store holds versions, code digests and one keyed digest of all values; rank 0 deletes them if they agree.
+
+# What a process has, by kind, as text by name. The store is open to whoever reaches its port: put no secrets in it.
+Evidence = Mapping[str, Mapping[str, str]]
+
+_FIXES = {  # by kind: the wording of a value, and what the user can do about a difference
+    "versions": ("{name} {value}", "install the same version on every node"),
+    "code": ("another {name}", "use the same code on every node"),
+    "config": ("{name}={value}", "give every process the same overrides"),
+}
+_BY_CLOCK = "each process reads its clock, so type the value, or export it and type ${oc.env:NAME}"
+
+
+def compare(
+    store: Store, point: MeetingPoint, own: Evidence, run_dir: Path, tell: bool = False, refusal: str = ""
+) -> str:
+    """Wait for all processes, and return the reason why they can't start, the same in each; an empty string if none.
+
+    Each compares what it has with what rank 0 has, and tells rank 0 the differences.
 
     Args:
-        values: the resolved config, which is never written to the store.
+        run_dir: in which every process has to see what rank 0 writes.
         tell: whether rank 0 prints the line before the others read it: the first process to exit may end all others.
-        refusal: the reason why rank 0 may not continue, which all ranks return; ignored in other ranks.
+        refusal: the reason why rank 0 may not continue; ignored in other ranks.
     """
-    own = replace(evidence, rank=point.rank, node=socket.gethostname(), run_dir=str(run_dir.absolute()))
-    verdict = (
-        _judge(store, point, own, values, run_dir, tell, refusal)
-        if point.rank == 0
-        else _submit(store, own, values, run_dir)
-    )
-    if store.add("heard", 1) == point.world_size and not verdict:  # the last rank deletes the keys
-        store.delete_key("verdict")
-        store.delete_key("heard")
+    who = {"rank": point.rank, "node": socket.gethostname(), "run_dir": str(run_dir.absolute())}
+    if point.rank == 0:
+        return _judge(store, point, {**own, **who}, run_dir, tell, refusal)
+    of_first = json.loads(store.get("0"))
+    differing = {kind: _differing(values, of_first[kind]) for kind, values in own.items()}
+    mark = run_dir / os.path.basename(of_first["mark"])
+    _wait_until(
+        mark.exists, _LAG_SECONDS
+    )  # not before it is written: a file system that lags caches that it is missing
+    store.set(str(point.rank), json.dumps({**who, **differing, "sees_mark": mark.exists()}))
+    verdict = store.get("verdict").decode()
+    store.add("heard", 1)
     return verdict
 
 
-def _judge(
-    store: Store, point: MeetingPoint, own: Evidence, values: Values, run_dir: Path, tell: bool, refusal: str
-) -> str:
-    sealed = Sealed.make(run_dir, values)
-    try:
-        own = replace(own, config=sealed.digest)
-        store.set("config", own.config)
-        store.set("folder", sealed.folder.name)
-        store.set("0", _as_json(own))
-        absent = missing(store, point)
-        verdict = refusal or (_not_joined(absent, point) if absent else _difference(store, point, sealed))
-    finally:
-        sealed.remove()
+def _differing(values: Mapping[str, str], of_first: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the values that differ from those of rank 0; None for one that only rank 0 has."""
+    return {name: values.get(name) for name in {**of_first, **values} if values.get(name) != of_first.get(name)}
+
+
+def _judge(store: Store, point: MeetingPoint, own: Mapping[str, Any], run_dir: Path, tell: bool, refusal: str) -> str:
+    mark = run_dir / f".meeting_{secrets.token_hex(8)}"
+    mark.touch()
+    store.set("0", json.dumps({**own, "mark": mark.name}))
+    absent = missing(store, point)
+    mark.unlink(missing_ok=True)
+    verdict = refusal or (_not_joined(absent, point) if absent else "")
+    if not verdict:
+        others = store.multi_get([str(rank) for rank in range(1, point.world_size)])
+        verdict = difference(own, [json.loads(one) for one in others])
     if verdict and tell:
         print(f"error: {verdict}", file=sys.stderr, flush=True)
-    if not verdict:
-        for key in ("config", "folder", *map(str, range(point.world_size))):
-            store.delete_key(key)
     store.set("verdict", verdict)
     if verdict:  # this process may serve the store
         _wait_until(lambda: store.add("heard", 0) + len(absent) + 1 >= point.world_size, _PARTING_SECONDS)
     return verdict
 
 
-def _difference(store: Store, point: MeetingPoint, sealed: Sealed) -> str:
-    sent = store.multi_get([str(rank) for rank in range(point.world_size)])
-    return consistency.difference([Evidence(**json.loads(one)) for one in sent], sealed.read) or ""
-
-
-def _submit(store: Store, own: Evidence, values: Values, run_dir: Path) -> str:
-    # a file system that lags caches that a file is missing, so look for it only after it is written
-    sealed = Sealed.find(run_dir, store.get("folder").decode(), values, _LAG_SECONDS)
-    if sealed is not None:
-        own = replace(own, config=sealed.digest)
-        if own.config != store.get("config").decode():
-            sealed.leave()
-    store.set(str(own.rank), _as_json(replace(own, sees_run_directory=sealed is not None)))
-    return store.get("verdict").decode()
-
-
-def _as_json(evidence: Evidence) -> str:
-    return json.dumps(asdict(evidence))
-
-
-def _not_joined(missing: list[int], point: MeetingPoint) -> str:
-    ranks = f"rank {missing[0]}" if len(missing) == 1 else f"{len(missing)} ranks, from rank {missing[0]} on,"
+def _not_joined(absent: list[int], point: MeetingPoint) -> str:
+    ranks = f"rank {absent[0]}" if len(absent) == 1 else f"{len(absent)} ranks, from rank {absent[0]} on,"
     return (
-        f"{ranks} of {point.world_size} did not connect to {point.address}:{point.port} "
+        f"{ranks} of {point.world_size} did not connect to {point} "
         f"in {point.timeout_seconds:g} s; check that all were started, and read their output, or wait longer: "
         f"meet_timeout_seconds={2 * point.timeout_seconds:g}"
     )
 
 
-def _wait_until(condition: Callable[[], bool], timeout_seconds: float) -> None:
-    end = time.monotonic() + timeout_seconds
-    while not condition() and time.monotonic() <= end:
-        time.sleep(_POLL_SECONDS)
+def difference(first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
+    """Return one line with the first difference to rank 0 and the ranks that have it; an empty string if there is none.
+
+    Args:
+        first: what rank 0 has.
+        others: of every other rank, the values that differ from those of rank 0.
+    """
+    of_first = f"rank 0 on {first['node']}"
+    for kind, (form, fix) in _FIXES.items():
+        differing = [one for one in others if one.get(kind)]
+        if not differing:
+            continue
+        values = differing[0][kind]
+        who = _named([one for one in differing if one[kind] == values])
+        theirs = _listed(form, values)
+        if kind == "code":
+            return f"{who} {theirs} than {of_first}; {fix}"
+        of_rank_0 = _listed(form, {name: first[kind].get(name) for name in values})
+        return f"{who} {theirs}, {of_first} has {of_rank_0}; {_BY_CLOCK if '${now:' in theirs else fix}"
+    blind = [one for one in others if not one["sees_mark"]]
+    if not blind:
+        return ""
+    where, of_rank_0 = blind[0]["run_dir"], first["run_dir"]
+    return (
+        f"{_named(blind)} {where} without what {of_first} writes to {of_rank_0}; put runs/ where all nodes can read "
+        "it, and start every process in the same folder, with the same run_id"
+    )
+
+
+def _named(processes: Sequence[Mapping[str, Any]]) -> str:
+    """Name processes, as in `rank 3 on node2 has` or `8 ranks on node2, node4 have`."""
+    if len(processes) == 1:
+        return f"rank {processes[0]['rank']} on {processes[0]['node']} has"
+    nodes = list(dict.fromkeys(one["node"] for one in processes))
+    return f"{len(processes)} ranks on {listed(nodes, 'nodes')} have"
+
+
+def _listed(form: str, values: Mapping[str, str | None]) -> str:
+    texts = [f"no {name}" if text is None else form.format(name=name, value=text) for name, text in values.items()]
+    return listed(texts, "others")
+
+
+def software(on_gpu: bool) -> dict[str, str]:
+    """Return the versions that all processes must share: Python, torch, Lightning, DeepSpeed and, on GPUs, NCCL."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found |= versions.of(("lightning", "deepspeed"))
+    if on_gpu:
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # untyped in torch
+    return found
+
+
+def digests(roots: Iterable[Path]) -> dict[str, str]:
+    """Return digests of the Python and YAML files in some folders, by path relative to the folder's parent."""
+    found = {}
+    for root in roots:
+        for path in [root] if root.is_file() else sorted((*root.rglob("*.py"), *root.rglob("*.yaml"))):
+            with contextlib.suppress(OSError):  # a link to nothing, such as an editor's lock, or removed by now
+                digest = hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+                found[os.path.relpath(path, root.parent)] = digest
+    return found
+
+
+def source_folders(target: str) -> list[Path]:
+    """Return the folders, or the file, of a dotted name's package; nothing if it was installed, or is missing."""
+    spec = find_spec(target.partition(".")[0])
+    if spec is None:
+        return []
+    installed = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
+    paths = list(spec.submodule_search_locations or [str(spec.origin)])
+    return [Path(path) for path in paths if not path.startswith(installed)]

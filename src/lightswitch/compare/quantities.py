@@ -136,4 +136,8 @@ def _settings(runs: Sequence[Run]) -> Rows:
     keys = sorted({key for run in runs for key in run.config if key not in _NO_SETTINGS})
     rows = {key: [run.config.get(key, NOTHING) for run in runs] for key in keys}
     known = [at for at, run in enumerate(runs) if run.config]
-    return {key: cells for key, cells in rows.items() if len({cells[at] for at in known}) > 1}
+    rows = {key: cells for key, cells in rows.items() if len({cells[at] for at in known}) > 1}
+    classes = {
+        key: [cell.rpartition(".")[2] for cell in cells] for key, cells in rows.items() if key.endswith("_target_")
+    }
+    return rows | {key: names for key, names in classes.items() if len({*names}) > 1}

@@ -239,7 +239,11 @@ def choice(group: str, name: str) -> str | None:
 
 
 # Names that classes had in the version before, and have now
-MOVED = {"lightswitch.monitoring.metrics.MLflowRun": "lightswitch.monitoring.trackers.MLflowRun"}
+MOVED = {
+    "lightswitch.monitoring.grad_norm.GradNorm": "lightswitch.monitoring.throughput.GradNorm",
+    "lightswitch.monitoring.trackers.MLflowRun": "lightning.pytorch.loggers.MLFlowLogger",
+    "lightswitch.monitoring.trackers.WandbRun": "lightswitch.monitoring.metrics.WandbRun",
+}
 _LEFT_OUT_IF_NULL = ("auto_wrap_policy", "activation_checkpointing_policy")  # Lightning's defaults, and the engine's
 
 

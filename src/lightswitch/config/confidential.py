@@ -10,7 +10,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from lightswitch.cluster.sealed import Values
 from lightswitch.config.hydra_versions import register_resolver
 
 _MASK = "***"
@@ -93,16 +92,15 @@ def masked_keys(node: Any) -> list[str]:
     return [key for key, leaf in _flat(node) if leaf == _MASK]
 
 
-def values(cfg: DictConfig, without: tuple[str, ...] = ()) -> Values:
-    """Return all values of a config as text, by dotted key, and the keys of those that no message shows.
+def values(cfg: DictConfig, without: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return the values of a config as a run writes them, as text by dotted key: none of the environment, no secret.
 
     Args:
         without: prefixes of keys to leave out.
     """
-    flat = {key: leaf for key, leaf in _flat(OmegaConf.to_container(cfg, resolve=True)) if not key.startswith(without)}
-    written, times = dict(_flat(public(cfg))), of_the_clock(cfg)
-    texts = {key: f"{leaf} of {times[key]}" if key in times else str(leaf) for key, leaf in flat.items()}
-    return Values(texts, frozenset(key for key in flat if key not in written or written[key] != flat[key]))
+    written, times = _flat(public(cfg)), of_the_clock(cfg)
+    texts = {key: f"{leaf} of {times[key]}" if key in times else str(leaf) for key, leaf in written}
+    return {key: text for key, text in texts.items() if not key.startswith(without)}
 
 
 def of_the_clock(cfg: DictConfig) -> dict[str, str]:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.utils import collect_env
 
-from lightswitch.cluster import consistency, environments, rendezvous, variables
+from lightswitch.cluster import environments, rendezvous
+from lightswitch.cluster.placement import reported_variables
 from lightswitch.cluster.rendezvous import MeetingPoint
 from lightswitch.errors import ExitCode, listed
 
@@ -101,7 +102,7 @@ def _print_machines(everyone: Sequence[Findings], problems: list[str]) -> None:
             print_line("" if number else one["node"], line)
         problems += [f"{one['node']}: {problem}" for problem in one["problems"]]
     print_line("versions", ", ".join(f"{name} {value}" for name, value in everyone[0]["versions"].items()))
-    for number, (name, value) in enumerate(variables.shown().items()):
+    for number, (name, value) in enumerate(reported_variables().items()):
         print_line("" if number else "environment", f"{name}={value}")
 
 
@@ -131,8 +132,8 @@ def _findings(rank: int, local_rank: int) -> Findings:
         "rank": rank,
         "local_rank": local_rank,
         "gpus": torch.cuda.device_count() if dist.is_nccl_available() else 0,  # that NCCL can use
-        "versions": consistency.software(on_gpu=torch.cuda.is_available()),
-        "code": consistency.digests([path.resolve() for path in map(Path, CODE) if path.exists()]),
+        "versions": rendezvous.software(on_gpu=torch.cuda.is_available()),
+        "code": rendezvous.digests([path.resolve() for path in map(Path, CODE) if path.exists()]),
         "lines": lines,
         "problems": problems,
     }

@@ -16,27 +16,29 @@ import select
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import traceback
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import takewhile
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.cluster.placement import Placement
-from lightswitch.errors import ExitCode, Failure, LostRank, Refused, shown
+from lightswitch.errors import ExitCode, Failure, LostRank, Refused
 from lightswitch.process import Process, ended_by
 from lightswitch.runs import claim
 
-_LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters sent to the hub: an error message can have any length
+_LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters in the store: an error message can have any length
 # Errors of a rank that has lost its connection to another rank, from gloo, NCCL and the rendezvous store
 _FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to host|socket|timed? ?out", re.IGNORECASE)
 _OF_DEVICES = re.compile(r"AcceleratorError|(CUDA|HIP) error")
@@ -53,18 +55,15 @@ _OF_DISKS = {  # errors of reading and writing files that the user can fix
     errno.EROFS: "the disk is read-only",
     errno.EACCES: "a permission is missing",
 }
-_SAMPLER = "torch.utils.data.sampler"  # raises for an empty dataset when a shuffling DataLoader is created
-_LOADERS = (_SAMPLER, "torch.utils.data.dataloader")
-_SEVERAL_OPTIMIZERS = "_validate_multiple_optimizers_support"  # Lightning's: it steps only one by itself
-_CHECKS_LOADER = "_check_dataloader_iterable"  # Lightning's, of what the dataloader hooks return
-_OF_LIGHTNING = "MisconfigurationException"  # by its name, because this is imported before torch
-_INTERVAL = "val_check_interval"  # checked by Lightning's fit loop once it knows the number of batches
-_SCHEDULES = "torch.optim.lr_scheduler"  # some schedulers have a fixed number of steps
-_RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
-_LIBRARIES = (_RESTORING.partition(".")[0], "torch", "packaging", __name__.partition(".")[0])
-_OF_ODD_STATE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_LOADERS = ("torch.utils.data.sampler", "torch.utils.data.dataloader")
+_DATA_CONNECTOR = (
+    "lightning.pytorch.trainer.connectors.data_connector"  # refuses loaders, also of a test after training
+)
 _ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)
 _WORKER_END_SECONDS = 2.0
+_ENGINE = str(Path(__file__).parents[1])
+_PYTHON = sysconfig.get_paths()["stdlib"]
+_INSTALLED = {"site-packages", "dist-packages"}  # of this environment, or of the system's, which it may include
 _LAST_FRAME = re.compile(r'.*^  File "(.+?)", line (\d+), in ', re.MULTILINE | re.DOTALL)
 
 
@@ -99,62 +98,37 @@ def failure(error: BaseException, cfg: DictConfig, rank: Rank, steps_have_begun:
 def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -> list[str]:
     """Return a line for each problem that the user can fix, or an empty list for a bug.
 
-    The engine reports such problems by `Refused`. The code of the model and the data reports them by a `raise`
-    statement with a ValueError, FileNotFoundError or ModuleNotFoundError: the model's before the first step, the data's
-    at any time, since it may read files later. Every other error is a bug.
+    The engine reports such problems by `Refused`. Lightning reports them by any error of its own before the first step.
+    The code of the model and the data reports them by a `raise` statement with a ValueError, FileNotFoundError or
+    ModuleNotFoundError: the model's before the first step, the data's at any time, since it may read files later. Every
+    other error is a bug.
     """
     if isinstance(error, Refused):
         return error.problems
-    if isinstance(error, OSError) and is_of_disk(error):
-        return [f"{_OF_DISKS[error.errno or 0]}: {error.strerror}: {_file_of(error)}; fix it, then start the run again"]
+    if is_of_disk(error):
+        file = _file_of(error)
+        named = f": {file}" if file else ""
+        return [f"{_OF_DISKS[error.errno or 0]}: {error.strerror}{named}; fix it, then start the run again"]
     if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
         return ["stdout was closed by its reader, as after `| head`; redirect it to a file, then start the run again"]
-    frame = raised_in(error)
-    if frame is not None and frame.f_code.co_name == _SEVERAL_OPTIMIZERS:
-        return [
-            f"model: {type(frame.f_locals['model']).__name__} has several optimizers, but Lightning steps only one "
-            "automatically; set self.automatic_optimization = False in its constructor, and step them in training_step"
-        ]
-    if frame is not None and frame.f_code.co_name == _CHECKS_LOADER:
-        source, found = frame.f_locals["source"], type(frame.f_locals["dataloader"]).__name__
-        hook = f"{type(source.instance).__name__}.{source.name}()"
-        return [f"data: {hook} returned a {found}, expected data loaders; return [] if there are none"]
-    if type(error).__name__ == _OF_LIGHTNING and not steps_have_begun:
-        return [" ".join(str(error).split())]
-    if frame is not None and frame.f_code.co_name == "setup_data" and _INTERVAL in str(error):
-        interval = OmegaConf.select(cfg, f"trainer.{_INTERVAL}")
-        return [
-            f"trainer.{_INTERVAL}={interval} is more steps than an epoch has; type fewer, or "
-            "trainer.check_val_every_n_epoch=null, which counts steps across epochs"
-        ]
-    if frame is not None and frame.f_globals.get("__name__") == _SCHEDULES and "total steps" in str(error):
-        schedule = frame.f_locals["self"]
-        return [
-            f"{type(schedule).__name__} was created for {schedule.total_steps} steps; to continue, start a new run "
-            "with init_from=PATH of its last checkpoint and another run_id"
-        ]
-    if not steps_have_begun and (checkpoint := _restored_by_libraries(error)) is not None:
-        return [
-            f"{checkpoint} can't be read as a checkpoint: {one_line(error)}; start over with resume=never, or resume "
-            "another one with resume=PATH"
-        ]
+    frame, is_before = raised_in(error), not steps_have_begun
+    module, text = str(frame.f_globals.get("__name__")) if frame is not None else "", " ".join(str(error).split())
+    if module.startswith("lightning.") and (is_before or module == _DATA_CONNECTOR):
+        return [text]
     if type(error) not in _ON_PURPOSE:
         return []
-    if frame is not None and frame.f_globals.get("__name__") == _SAMPLER and str(error).endswith("num_samples=0"):
-        return ["data: a DataLoader that shuffles has no samples, because its dataset is empty"]
-    if frame is not None and frame.f_globals.get("__name__") in _LOADERS and not steps_have_begun:
-        return [f"data: {error}"]
-    in_worker = _raised_by_worker(error)
-    module, text = in_worker or (str(frame.f_globals.get("__name__")) if frame is not None else "", str(error))
+    if is_before and module in _LOADERS:
+        empty = "; its dataset is empty" if text.endswith("num_samples=0") else ""
+        return [f"data: {text}{empty}"]
+    module, text = _raised_by_worker(error) or (module, text)
     node = _owner(module, cfg, {type(owner).__name__ for owner in _owners(error)}) if module else None
-    if node is None or (steps_have_begun and node != "data"):
-        return []
-    return [f"{node}: {' '.join(text.split())}"]
+    return [f"{node}: {text}"] if node == "data" or (node and is_before) else []
 
 
-def is_of_disk(error: BaseException) -> bool:
-    """Return whether an error comes from the disk and its file is known; other OSErrors may be bugs."""
-    return isinstance(error, OSError) and error.errno in _OF_DISKS and _file_of(error) is not None
+def is_of_disk(error: BaseException) -> TypeGuard[OSError]:
+    """Return whether an error comes from the disk; a missing permission may be of something else than a file."""
+    is_of_file = isinstance(error, OSError) and (error.errno != errno.EACCES or _file_of(error) is not None)
+    return isinstance(error, OSError) and error.errno in _OF_DISKS and is_of_file
 
 
 def keep_disk_errors_of_threads(process: Process, run_dir: Path) -> None:
@@ -175,12 +149,11 @@ def keep_disk_errors_of_threads(process: Process, run_dir: Path) -> None:
 
 
 def _file_of(error: OSError) -> str | None:
-    """Return the file that an error concerns: the file it names, or an open file of the innermost frame with one."""
+    """Return the file that an error names, or the open file of the innermost frame with one."""
     if error.filename:
-        return os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
+        return os.fsdecode(error.filename)
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        owner = frame.f_locals.get("self")
-        for value in (*frame.f_locals.values(), *getattr(owner, "__dict__", {}).values()):
+        for value in (*frame.f_locals.values(), *getattr(frame.f_locals.get("self"), "__dict__", {}).values()):
             name = getattr(value, "name", None) if isinstance(value, io.IOBase) else None
             if isinstance(name, str | bytes) and not os.fsdecode(name).startswith("<"):  # TensorBoard's are bytes
                 return os.fsdecode(name)
@@ -191,23 +164,6 @@ def _stdout_has_no_reader() -> bool:
     looking = select.poll()
     looking.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in looking.poll(0))
-
-
-def _restored_by_libraries(error: BaseException) -> str | None:
-    """Return the checkpoint that Lightning, torch or the engine failed to restore; None for any other error.
-
-    Errors of user code that restores its state, such as the module's `on_load_checkpoint`, do not count.
-    """
-    if not isinstance(error, _OF_ODD_STATE):
-        return None
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
-    if _RESTORING not in modules:
-        return None
-    first = modules.index(_RESTORING)
-    path = getattr(getattr(frames[first].f_locals.get("self"), "trainer", None), "ckpt_path", None)
-    is_theirs = all(module.partition(".")[0] in _LIBRARIES for module in modules[first:])
-    return shown(Path(path)) if path and is_theirs and "dump" not in frames[first].f_code.co_name else None
 
 
 def raised_in(error: BaseException) -> FrameType | None:
@@ -240,6 +196,9 @@ def failure_of(rank: Rank, error: BaseException) -> Failure:
     while isinstance(cause, InstantiationException) and cause.__cause__ is not None:  # Hydra wraps the error
         cause = cause.__cause__
     line = _cause_of_worker(cause) or one_line(cause)
+    is_killed = any(worker.exitcode == -signal.SIGKILL for worker in _workers(_owners(error)))
+    if is_killed and oom_kills() > _OOM_KILLS:
+        line += f"; {rank.node} ran out of memory"
     if _MIXES_TENSORS in line:
         line += "; in a training step, a parameter is unsharded only during its module's forward pass; "
         line += "compute with it in a hook such as on_train_batch_end, or use strategy=ddp"
@@ -269,7 +228,7 @@ def full_traceback(error: BaseException) -> str:
 
 
 def shortened(failure: Failure) -> Failure:
-    """Return a failure that fits into a message to the hub: the middle of long texts is cut out."""
+    """Return a failure that fits into the store: the middle of long texts is cut out."""
     return replace(failure, line=_cut(failure.line, _LONGEST_LINE), details=_cut(failure.details, _LONGEST_DETAILS))
 
 
@@ -277,21 +236,39 @@ def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest // 2]} [...] {text[len(text) - longest // 2 :]}"
 
 
-def rank_of(cfg: DictConfig, placement: Placement) -> Rank:
+def rank_of(placement: Placement) -> Rank:
     """Return this process's rank from its environment, before the process group exists."""
     if placement.is_external:
-        world = placement.uneven or placement.nodes * (placement.devices_per_node or 1)
-        return Rank(placement.rank, world, node_name(), os.getpid())
-    world, node, local = (
-        int(os.environ.get(name, least)) for name, least in {"WORLD_SIZE": 1, "NODE_RANK": 0, "LOCAL_RANK": 0}.items()
-    )
-    per_node = world // cfg.trainer.num_nodes if world > 1 else 0  # a rank that rank 0 started has the final config
-    return Rank(node * per_node + local, world, node_name(), os.getpid())
+        number, world = placement.rank, placement.uneven or placement.nodes * (placement.devices_per_node or 1)
+    else:
+        number, world = (int(os.environ.get(name, of)) for name, of in (("RANK", placement.rank), ("WORLD_SIZE", 1)))
+    return Rank(number, world, node_name(), os.getpid())
 
 
 def node_name() -> str:
     """Return this machine's host name, as shown in messages."""
     return socket.gethostname()
+
+
+def is_of_engine(file: str) -> bool:
+    """Return whether a file of code is the engine's."""
+    return file.startswith(_ENGINE)
+
+
+@lru_cache
+def is_of_others(file: str) -> bool:
+    """Return whether a file of code is the engine's, the script's, an installed package's or Python's."""
+    is_installed = not _INSTALLED.isdisjoint(Path(file).parts)
+    return is_installed or file.startswith((_PYTHON, _ENGINE, os.path.abspath(sys.argv[0]), "<"))
+
+
+def oom_kills() -> int:
+    """Return how many processes Linux has killed for lack of memory, in any cgroup; 0 on other systems."""
+    try:
+        counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    except OSError:
+        return 0
+    return int(counts.get("oom_kill", 0))
 
 
 def _cause_of_worker(error: BaseException) -> str | None:
@@ -314,9 +291,6 @@ def _raised_by_worker(error: BaseException) -> tuple[str, str] | None:
     """Return the module whose `raise` statement raised a worker's error of a builtin class, and the error's text.
 
     torch passes on the worker's traceback only as text; the worker has the same modules as this process.
-
-    Returns:
-        None if no worker raised the error, or if Python itself or a C function raised it.
     """
     wrapper = _wrapper_of_worker(error)
     frame = _LAST_FRAME.match(str(wrapper.exc_msg)) if wrapper is not None else None
@@ -324,12 +298,7 @@ def _raised_by_worker(error: BaseException) -> tuple[str, str] | None:
         return None
     modules = [name for name, module in list(sys.modules.items()) if getattr(module, "__file__", None) == frame[1]]
     text = str(wrapper.exc_msg)[frame.end() :].partition(f"\n{wrapper.exc_type.__name__}: ")[2]
-    return (modules[0], text.strip()) if modules else None
-
-
-def worker_was_killed(error: BaseException) -> bool:
-    """Return whether a worker behind the error was killed by SIGKILL, the kernel's signal when memory runs out."""
-    return any(worker.exitcode == -signal.SIGKILL for worker in _workers(_owners(error)))
+    return (modules[0], " ".join(text.split())) if modules else None
 
 
 def _wrapper_of_worker(error: BaseException) -> Any:
@@ -344,9 +313,9 @@ def _owners(error: BaseException) -> list[Any]:
 
 
 def _workers(owners: list[Any]) -> list[BaseProcess]:
-    return list(dict.fromkeys(worker for owner in owners for worker in _workers_of(owner)))
+    lists = (inspect.getattr_static(owner, "_workers", None) for owner in owners)  # calls no __getattr__ of the user's
+    found = (worker for one in lists if isinstance(one, list) for worker in one)
+    return list(dict.fromkeys(worker for worker in found if isinstance(worker, BaseProcess)))
 
 
-def _workers_of(owner: Any) -> Iterator[BaseProcess]:
-    found = inspect.getattr_static(owner, "_workers", None)  # calls no __getattr__ of the user's, which may raise
-    return (worker for worker in found if isinstance(worker, BaseProcess)) if isinstance(found, list) else iter(())
+_OOM_KILLS = oom_kills()  # when this process has started

@@ -6,25 +6,25 @@ The crash report is a folder in the run directory with the first failure and eac
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import logging
 import os
 import platform
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 
 from lightswitch import regular_files, versions
-from lightswitch.cluster import variables
+from lightswitch.cluster.placement import reported_variables
 from lightswitch.context import RunContext
-from lightswitch.errors import ExitCode, Failure, Refused, printable
+from lightswitch.errors import ExitCode, Failure, printable
 from lightswitch.failures.classify import Rank, one_line
-from lightswitch.failures.stacks import all_stacks
 from lightswitch.process import ignore_signals
-from lightswitch.regular_files import make_tree, remove_tree
 from lightswitch.runs import log as run_log
 
 _FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -70,25 +70,18 @@ class CrashReport:
         self.log(text)
         return failure.exit_code
 
-    @property
-    def _is_of_earlier_run(self) -> bool:
-        """Whether the run directory holds a run's record, from this start or an earlier one."""
-        return (self.folder.parent.parent / "config.yaml").exists()
-
     def log_details(self, traceback: str) -> None:
         """Log the traceback behind a problem, unless the log belongs to an earlier run that is not resumed."""
-        if traceback and (run_log.has_begun() or not self._is_of_earlier_run):
+        if traceback and (run_log.has_begun() or not (self.run.run_dir / "config.yaml").exists()):
             self.log(traceback)
 
     def log(self, text: str) -> None:
         """Write text to the run's log files but not to the terminal, even before the run has begun."""
-        for path in self.logs:
-            with contextlib.suppress(OSError):  # an exiting rank has removed the empty run directory
-                path.parent.mkdir(parents=True, exist_ok=True)
         run_log.begin()
         record = logging.LogRecord(__name__, logging.ERROR, __file__, 0, text.rstrip(), (), None)
         for path in self.logs:
             with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)  # an exiting rank has removed the empty run directory
                 descriptor = regular_files.open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
                 with open(descriptor, "a") as file:
                     file.write(_FORMAT.format(record) + "\n")
@@ -96,9 +89,14 @@ class CrashReport:
     def add_rank(self, rank: Rank, location: str, own: Failure | None) -> None:
         """Write a rank's file (its location in training, error, stacks and environment) and its NCCL trace, if any."""
         parts = [str(rank), f"process {rank.pid}", location, "", *([own.line, own.details] if own else [])]
-        text = "\n".join([*parts, all_stacks(), _environment()])
+        with tempfile.TemporaryFile("w+") as stacks:
+            faulthandler.dump_traceback(stacks)
+            stacks.seek(0)
+            text = "\n".join([*parts, stacks.read(), _environment()])
         self._write(f"rank_{rank.number}.txt", text.encode(errors="backslashreplace"))
-        if recorded := _flight_recorder():
+        # this rank's last collectives, in the format that `torchfrtrace` reads; torch without NCCL has no recorder
+        dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace", None)
+        if dump is not None and (recorded := dump()):
             self._write(f"nccl_trace_rank_{rank.number}", recorded)
 
     def _write(self, name: str, content: bytes, flag: int = os.O_TRUNC) -> None:
@@ -125,15 +123,8 @@ def write_for_torchrun(failure: Failure) -> None:
 def _environment() -> str:
     lines = [f"python {platform.python_version()}, {platform.platform()}"]
     lines += [f"{name} {version}" for name, version in versions.of(_PACKAGES).items()]
-    lines += [f"{name}={value}" for name, value in variables.shown().items()]
+    lines += [f"{name}={value}" for name, value in reported_variables().items()]
     return "\n".join(["environment:", *lines]) + "\n"
-
-
-def _flight_recorder() -> bytes | None:
-    """Return this rank's last collectives in the format that `torchfrtrace` reads; None without NCCL."""
-    c10d = sys.modules.get("torch._C._distributed_c10d")
-    dump = getattr(c10d, "_dump_nccl_trace", None)
-    return dump() if dump is not None else None
 
 
 def add_report(error: BaseException, own: Failure, rank: Rank, location: str, report: CrashReport) -> None:
@@ -154,57 +145,46 @@ def add_report(error: BaseException, own: Failure, rank: Rank, location: str, re
 def print_once(lines: str, is_alone: bool = False) -> bool:
     """Print lines to stderr unless another process of the same start has printed them; return whether this one did.
 
-    The first process creates a folder in the working directory and waits until the others have seen it: as soon as a
-    process ends, its launcher kills the others, and their exit codes are lost.
+    The process that is first to write into a folder of the working directory prints, and removes the folder once all
+    are in it: as soon as a process ends, its launcher kills the others, and their exit codes are lost.
 
     Args:
         is_alone: whether no launcher has started other processes, although the variables of a rank are exported.
     """
-    lines, processes = printable(lines), None if is_alone else _started_together(os.environ)
-    if processes is None:
+    lines, together, count = printable(lines), *(("", 1) if is_alone else _started_together(os.environ))
+    if count == 1:
         print(lines, file=sys.stderr, flush=True)
         return True
     ignore_signals()
-    together, count = processes
     folder = Path(f".lightswitch_{blake2b(together.encode(), digest_size=8).hexdigest()}")
     end = time.monotonic() + _OTHERS_SECONDS
     with contextlib.suppress(OSError):  # no write permission here: each process prints the lines
-        if not _is_first(folder) and _has_printed(folder, end):
-            return False
+        folder.mkdir(exist_ok=True)
+        try:
+            (folder / "printed").touch(exist_ok=False)
+        except FileExistsError:
+            (folder / f"{socket.gethostname()}_{os.getpid()}").touch()
+            while folder.exists() and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
+            if not folder.exists():  # otherwise its first process was killed, and may not have printed
+                return False
     print(lines, file=sys.stderr, flush=True)
-    with contextlib.suppress(OSError, Refused):
-        # the marker file of make_tree counts for this process
+    with contextlib.suppress(OSError):
         while len(list(folder.iterdir())) < count and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-        remove_tree(folder)
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
     return True
 
 
-def _is_first(folder: Path) -> bool:
-    try:
-        make_tree(folder)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _has_printed(folder: Path, end: float) -> bool:
-    """Return whether the first process removes its folder in time; if not, it was killed and may not have printed."""
-    (folder / str(os.getpid())).touch()
-    while folder.exists():
-        if time.monotonic() > end:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
-
-
-def _started_together(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return a text that identifies the processes started by one command, and their number; None for one process."""
+def _started_together(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return a text that identifies the processes started by one command, and their number."""
     if "TORCHELASTIC_RUN_ID" in environ:
         together, count = f"{socket.gethostname()} {os.getppid()}", environ.get("LOCAL_WORLD_SIZE", "")
     elif "SLURM_STEP_ID" in environ:
         names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
         together, count = " ".join(environ.get(name, "") for name in names), environ.get("SLURM_STEP_NUM_TASKS", "")
     else:  # processes that were started one by one may have a terminal each
-        return None
-    return (together, int(count)) if count.isdecimal() and int(count) > 1 else None
+        return "", 1
+    return together, int(count) if count.isdecimal() else 1

@@ -1,4 +1,4 @@
-"""Callbacks that save a run between two steps, and end it: on a signal, or because a loss is not finite."""
+"""The callback by which a run survives: it saves between steps, and ends on a signal or a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -22,6 +22,7 @@ from lightswitch.checkpoints.boundary import StepBoundary
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import LostRank, NotFinite, Stopped, UnwrittenCheckpoint
+from lightswitch.failures.watchdog import Watchdog
 from lightswitch.process import REQUEUED, Signals
 
 log = logging.getLogger(__name__)
@@ -31,28 +32,34 @@ _ROUND_SECONDS = 0.25
 _MOST_STEPS = 16  # in a round: later steps may take longer
 
 
-class Preemption(StepBoundary):
+class Survival(StepBoundary):
     """Callback that, between steps, saves what is due, and ends training with `Stopped` once a rank has got a signal.
 
     All ranks agree on the step and the signal, since they save a checkpoint together: after the step in which the
-    signal arrived, or the next one, or within half a second if steps are shorter. It is one step later if the strategy
-    would lose what a training step writes to the weights, and has not checked the last step for such writes.
+    signal arrived, or the next one, or within half a second if steps are shorter.
 
     A signal also ends a validation. That is no moment to save: the next start goes on from the last checkpoint.
+
+    Args:
+        watchdog: is told of each batch that begins, and of an error before the teardown.
+        losses: checks losses and weights; None if losses may have any value.
     """
 
-    def __init__(self, signals: Signals) -> None:
+    def __init__(self, signals: Signals, watchdog: Watchdog | None = None, losses: LossCheck | None = None) -> None:
         super().__init__()
         self._signals = signals
+        self.watchdog = watchdog
+        self._losses = losses
         self._ranks: dist.ProcessGroup | None = None
         self._rounds: Rounds
         self._common_batches = 0  # validation batches left that all ranks have
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        self._begin_batch(is_step=False)  # preparing the data may take long
         self._signals.catch(trainer.is_global_zero)
         # Lightning saves and broadcasts in signal handlers
-        patches.replace(trainer._signal_connector, "register_signal_handlers", _nothing)
+        patches.replace(trainer._signal_connector, "register_signal_handlers", lambda: None)
         if self._ranks is None and trainer.world_size > 1:
             timeout = getattr(trainer.strategy, "_timeout", None)
             self._ranks = dist.new_group(backend="gloo", timeout=timeout)
@@ -61,6 +68,10 @@ class Preemption(StepBoundary):
         super().on_train_start(trainer, pl_module)
         self._signals.defer()
         self._rounds = Rounds(self._ranks)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._begin_batch()
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def end_if_asked(self, trainer: Trainer) -> None:
         """Save a checkpoint and end training if the ranks have agreed on a signal.
@@ -80,9 +91,24 @@ class Preemption(StepBoundary):
                 log.error("%s; the run will resume from the previous checkpoint", failure)
         _finish_saving_and_stop(trainer, asked)
 
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._losses is not None:
+            self._losses.take(trainer, loss)
+
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._losses is not None:
+            self._losses.skip_bad_step(trainer, optimizer)
         if not trainer.fit_loop._should_accumulate():
             self._rounds.begin(self._asked)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        if self._losses is not None:
+            self._losses.end_batch(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
+        self._begin_batch(is_step=False)
+        if self._losses is not None:
+            self._losses.refuse_bad_weights(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         batches = sum(trainer.num_val_batches)
@@ -92,6 +118,7 @@ class Preemption(StepBoundary):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
+        self._begin_batch(is_step=not trainer.sanity_checking)
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and self._common_batches > 0:
             self._common_batches -= 1
             if asked := self._most(self._asked):
@@ -99,8 +126,23 @@ class Preemption(StepBoundary):
                     log.info("stops      in a validation: the next start goes on from the last checkpoint")
                 _finish_saving_and_stop(trainer, asked)
 
+    def on_test_batch_start(self, *_: Any) -> None:
+        self._begin_batch()
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        self._begin_batch()
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._signals.obey()  # everything is saved; what follows can be repeated
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        if self.watchdog is not None:
+            self.watchdog.report(exception, trainer)
+
+    def _begin_batch(self, is_step: bool = True) -> None:
+        if self.watchdog is not None:
+            self.watchdog.begin_batch(is_step)
 
     @property
     def _asked(self) -> int:
@@ -124,10 +166,6 @@ def _finish_saving_and_stop(trainer: Trainer, asked: float) -> None:
     signalled = _RANKING[int(asked)]
     assert signalled is not None
     raise Stopped(signalled)
-
-
-def _nothing() -> None:
-    return
 
 
 class Rounds:
@@ -180,8 +218,8 @@ _ADVICE = (
 )
 
 
-class FiniteLoss(Callback):
-    """Callback that checks before each backward pass whether the loss is finite.
+class LossCheck:
+    """Check of each loss before its backward pass, and of the weights before they are saved.
 
     On a GPU, where each check would synchronize, `stop` checks the losses together, at each logged step and before a
     checkpoint is saved. A checkpoint with weights that are not finite is never saved.
@@ -192,7 +230,7 @@ class FiniteLoss(Callback):
             finite on any rank.
 
     Raises:
-        NotFinite: in any hook, on the rank with the bad loss or weights.
+        NotFinite: in any method, on the rank with the bad loss or weights.
     """
 
     def __init__(self, batch: GlobalBatch, on_nan: Literal["stop", "skip"]) -> None:
@@ -202,7 +240,8 @@ class FiniteLoss(Callback):
         self._is_bad = False  # whether a loss of this step on this rank is not finite
         self._skipped_steps = 0
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+    def take(self, trainer: Trainer, loss: Tensor) -> None:
+        """Check a loss, or keep it for later."""
         if self._skips:
             self._is_bad |= not math.isfinite(loss.item())
         elif loss.device.type == "cpu":
@@ -212,47 +251,44 @@ class FiniteLoss(Callback):
             kept = loss.detach().clone()  # the next step of a CUDA graph overwrites the loss
             self._waiting.append((f"in step {trainer.global_step}", kept))
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def skip_bad_step(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        """Leave out this step of the optimizer if a loss was not finite on any rank. Collective under `skip`."""
         if not self._skips:
             return
         bad = torch.tensor(float(self._is_bad), device=trainer.strategy.root_device)
         if trainer.world_size > 1:
             dist.all_reduce(bad, dist.ReduceOp.MAX)
-        if pl_module.automatic_optimization:
+        if trainer.lightning_module.automatic_optimization:
             self._is_bad = False
         if not bad.item():
             return
-        self._tell_skipped(trainer)
-        if getattr(trainer.precision_plugin, "scaler", None) is not None:  # it skips such a step itself
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None  # an optimizer skips a parameter without a gradient
-
-    def _tell_skipped(self, trainer: Trainer) -> None:
         self._skipped_steps += 1
         if trainer.is_global_zero and self._skipped_steps & (self._skipped_steps - 1) == 0:  # the 1st, 2nd, 4th, 8th…
             count = "" if self._skipped_steps == 1 else f", {self._skipped_steps} such steps so far"
             log.warning("skips      step %d, whose loss is not finite%s", trainer.global_step, count)
+        if getattr(trainer.precision_plugin, "scaler", None) is None:  # else that skips such a step itself
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None  # an optimizer skips a parameter without a gradient
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        if not pl_module.automatic_optimization:  # several optimizers may step with the same loss
+    def end_batch(self, trainer: Trainer) -> None:
+        """Forget the batch, and check the losses kept if this step is logged."""
+        if not trainer.lightning_module.automatic_optimization:  # several optimizers may step with the same loss
             self._is_bad = False
         if self._waiting and trainer._logger_connector.should_update_logs:
-            self._look(trainer)
+            self._check_waiting(trainer)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
-        self._look(trainer)
-        if name := _not_finite(pl_module):
+    def refuse_bad_weights(self, trainer: Trainer) -> None:
+        """Check the losses kept and the weights, before a checkpoint is saved."""
+        self._check_waiting(trainer)
+        if name := _not_finite(trainer.lightning_module):
             where = self._batch.describe_position(trainer, most_samples=8)
             raise NotFinite(f"{name} is not finite, so no checkpoint is saved, {where}; {_ADVICE}")
 
-    def _look(self, trainer: Trainer) -> None:
+    def _check_waiting(self, trainer: Trainer) -> None:
         """Check the stored losses, which synchronizes with the device."""
         waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return
-        values = torch.stack([loss.float() for _, loss in waiting]).tolist()
+        values = torch.stack([loss.float() for _, loss in waiting]).tolist() if waiting else []
         for (where, _), value in zip(waiting, values, strict=True):
             if not math.isfinite(value):
                 raise self._error(trainer, value, where)

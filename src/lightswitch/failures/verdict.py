@@ -1,15 +1,14 @@
-"""The watchdog's rules: from what ranks have told the hub, which one failed first, hangs, or waits for others."""
+"""The watchdog's rules: from what the ranks report, which one failed first, hangs, or waits for others."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from lightswitch.errors import Failure
 from lightswitch.failures.classify import Rank
-from lightswitch.failures.stacks import ThreadPosition
 
-_SETTLE_SECONDS = 0.5  # ranks that end together reach the hub one by one
+_SETTLE_SECONDS = 0.5  # ranks that end together are found one by one
 ANSWER_SECONDS = 15.0  # within which a live rank answers, even on a busy machine or while a call holds the GIL
 _MOST_NUMBERS = 8  # of ranks in a message
 WITHOUT_MESSAGE = "ended without an error message: it was killed, or crashed outside of Python"
@@ -29,21 +28,36 @@ class Timeouts:
     hung_after_seconds: float
 
 
+@dataclass(frozen=True)
+class Position:
+    """Where a rank's main thread is.
+
+    Args:
+        location: file, line, function and source line, of the user's code if the stack has any.
+        waits: whether it is in code of torch that may wait for other ranks.
+        collectives: number of collectives that the rank has entered, by process group.
+    """
+
+    location: str
+    waits: bool
+    collectives: Mapping[str, int] = field(default_factory=dict)
+
+
 @dataclass
 class RankState:
-    """State of a rank as known to the hub; times are in seconds of the hub's clock."""
+    """State of a rank as known to rank 0; times are in seconds of rank 0's clock."""
 
     rank: Rank
-    at: float  # time of the last message
+    at: float  # when its report last changed
     progress: int = 0  # batches begun
     moved: float = 0  # when `progress` last changed
-    oom_kills: int = 0  # on its node when it joined
     failure: Failure | None = None
     failed: float = 0
-    gone: float | None = None  # when its connection closed before the rank had finished
-    ended: str | None = None  # how its process ended, in words, if this process started it
+    gone: float | None = None  # when its process was found to have ended
+    how: str = WITHOUT_MESSAGE  # its process ended, in words
+    lacks_memory: bool = False  # whether its node has killed processes for lack of memory
     left: bool = False  # it has finished
-    position: ThreadPosition | None = None  # its answer to the last request
+    position: Position | None = None  # its answer to the last request
 
 
 def suspicious(ranks: Collection[RankState], now: float, timeouts: Timeouts) -> bool:
@@ -65,7 +79,7 @@ def verdict(ranks: Collection[RankState], asked: float | None, now: float, timeo
             return rank.failure
     gone = [rank for rank in ranks if rank.gone is not None]
     if gone and now - min(rank.gone or now for rank in gone) > _SETTLE_SECONDS:
-        return _died(gone, ranks)
+        return _died(min(gone, key=lambda rank: rank.gone or 0))
     present = present_ranks(ranks)
     silent = [rank for rank in present if now - rank.at > timeouts.lost_after_seconds]
     if silent:
@@ -81,15 +95,13 @@ def verdict(ranks: Collection[RankState], asked: float | None, now: float, timeo
 
 
 def standstill(present: Sequence[RankState], seconds: float) -> str | None:
-    """Return a notice if all ranks wait for others at different lines; None if one works, or all wait at one line."""
-    if any(rank.position is None or not rank.position.waits for rank in present):
-        return None
+    """Return a notice if the ranks are at different lines; None if all are at one line, or one has not answered."""
     lines = _lines_of(present)
-    if "\n" not in lines:
+    if "\n" not in lines or any(rank.position is None for rank in present):
         return None
     return (
-        f"waiting    for {seconds:.0f} s without a batch: the ranks wait for one another at different lines; some "
-        f"may have called what all must call, such as self.log with sync_dist=True\n{lines}"
+        f"waiting    for {seconds:.0f} s without a batch, with ranks at different lines; some may have called what "
+        f"all must call, such as self.all_gather\n{lines}"
     )
 
 
@@ -109,18 +121,9 @@ def _hang(ranks: Collection[RankState], now: float, timeouts: Timeouts) -> bool:
     return idle_seconds(ranks, now) > timeouts.hung_after_seconds
 
 
-def _died(gone: Sequence[RankState], ranks: Collection[RankState]) -> Failure:
-    first = min(gone, key=lambda rank: rank.gone or 0)
-    whole = [rank for rank in ranks if rank.rank.node == first.rank.node]
-    how = first.ended or WITHOUT_MESSAGE
-    lacks_memory = any(rank.position and rank.position.oom_kills > rank.oom_kills for rank in whole)
-    if lacks_memory:
-        how = f"was killed because {first.rank.node} ran out of memory"
-    if len(whole) > 1 and all(rank in gone for rank in whole):
-        return Failure(
-            f"{first.rank.node} was lost: all its processes, {_numbers(whole)}, ended without an error message"
-        )
-    return Failure(f"{first.rank} failed: process {first.rank.pid} {how}", lacks_memory=lacks_memory)
+def _died(first: RankState) -> Failure:
+    how = f"was killed because {first.rank.node} ran out of memory" if first.lacks_memory else first.how
+    return Failure(f"{first.rank} failed: process {first.rank.pid} {how}", lacks_memory=first.lacks_memory)
 
 
 def _lost(silent: Sequence[RankState], seconds: float) -> Failure:

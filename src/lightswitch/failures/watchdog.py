@@ -1,53 +1,67 @@
 """The watchdog over the ranks of a run: if one fails, hangs or is lost, all end soon, with a message that names it.
 
-A thread in each rank communicates with the hub in rank 0 (hub.py) over a separate socket: the process group's store
-and collectives may block forever when a rank fails. The rules are pure functions in verdict.py.
+Two threads in each rank use the store of the process group, over connections of their own: the main thread may block
+in a collective for ever. Each rank keeps a report there (batches begun, its error, which ranks of its node have ended);
+rank 0 reads all reports, decides by the rules in verdict.py, and answers with numbered orders that every rank follows.
+Rank 0 serves the store, so a rank whose connection to it closes knows that rank 0 has ended.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from threading import Event, Thread, Timer
-from typing import Any, TypeVar
+from threading import Event, Lock, Thread, Timer
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from omegaconf import DictConfig
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, ExitCode, Failure, Stopped
 from lightswitch.failures import classify, crash_report
-from lightswitch.failures.classify import Rank, node_name, shortened
+from lightswitch.failures.classify import Rank, is_of_engine, is_of_others, node_name, oom_kills, shortened
 from lightswitch.failures.crash_report import CrashReport
-from lightswitch.failures.hub import LONGEST_LINE_BYTES, Clock, Hub, OwnSockets, Route, listen, route_to
-from lightswitch.failures.stacks import oom_kills, thread_position
-from lightswitch.failures.verdict import ANSWER_SECONDS, WITHOUT_MESSAGE, Timeouts
-from lightswitch.process import Process, stopped_with
+from lightswitch.failures.verdict import (
+    ANSWER_SECONDS,
+    WITHOUT_MESSAGE,
+    Position,
+    RankState,
+    Timeouts,
+    idle_seconds,
+    present_ranks,
+    standstill,
+    suspicious,
+    verdict,
+)
+from lightswitch.process import Process, has_ended, stopped_with
 from lightswitch.runs import starts
 
 log = logging.getLogger(__name__)
-_REACH_SECONDS = 10.0
-T = TypeVar("T")
-_CONNECT_SECONDS = 30.0
-_RETRY_SECONDS = 0.1
-_VERDICT_SECONDS = 5.0  # to wait for the hub's verdict after ANSWER_SECONDS
-_PARTING_SECONDS = 1.0  # for the other ranks to disconnect at the end of the run
+_TICK_SECONDS = 0.25
+_LOOK_SECONDS = 60.0  # without a batch begun, after which rank 0 asks whether the ranks wait for one another
+_VERDICT_SECONDS = 5.0  # to wait for the verdict after ANSWER_SECONDS
+_PARTING_SECONDS = 5.0  # for the other ranks to read rank 0's last order, before the store ends with it
 _GRACE_SECONDS = 10.0  # for a rank to end by itself: it may be writing a checkpoint or a logger's file
+_WAITING = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/", "/torch/cuda/")  # for other ranks
 
 
-class Watchdog(Callback):
-    """Callback that joins the watchdog, counts the batches begun, and reports an error before the teardown.
+class Watchdog:
+    """The watchdog as the callback of a run sees it: joins it, counts the batches begun, and reports an error.
 
     A run of one process has no watchdog, only a crash report.
 
@@ -65,108 +79,68 @@ class Watchdog(Callback):
     ) -> None:
         self.cfg = cfg
         self.run = run
-        self.report = CrashReport(run)
+        self.crash = CrashReport(run)
         self.batch = batch
         self.timeouts = timeouts
         self.advise = advise
         self._own: Failure | None = None
-        self._oom_kills = oom_kills()
+        self._member: Member | None = None
         self._trainer: Trainer
 
     def join(self, trainer: Trainer) -> None:
-        """Connect this rank to the hub. Collective: call it once the process group exists, before user code."""
+        """Start watching. Collective: call it once the process group exists, before user code."""
         self._trainer = trainer
         if self._member is not None:
             return
         rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
+        namespace = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
         member = Member(rank, self.timeouts, self.run.process, self._answer)
-        strategy: Any = trainer.strategy
-        environment = strategy.cluster_environment
-        self.run.process.hosts[:], routes = _hosts_and_routes(trainer, environment.main_address, environment.main_port)
-        at = (rank, *member.open_hub(routes), self.report.folder) if trainer.is_global_zero else None
-        first, address, port, token, self.run.process.crash_folder = strategy.broadcast(at)
-        try:
-            member.join(first, address or environment.main_address, port, token)
-        except (OSError, TimeoutError) as error:
-            log.warning("%s can't reach the watchdog in rank 0, and runs without it: %s", rank, error)
-            return
+        everyone: list[Any] = [None] * trainer.world_size
+        torch.distributed.all_gather_object(everyone, (rank, namespace, trainer.local_rank, self.crash.folder))
+        mates = [one for one, other, *_ in everyone if (one.node, other) == (rank.node, namespace) and one != rank]
+        self.run.process.hosts[:] = [one.node for one, _, local_rank, _ in everyone if local_rank == 0]
+        self.run.process.crash_folder = everyone[0][3]
+        member.start([one for one, *_ in everyone], mates)
+        self._member = member
         self.run.process.join_watchdog(member)
-        if isinstance(strategy, PortableCheckpoints):
-            strategy.has_lost_a_rank = self.run.process.has_lost_a_rank
+        if isinstance(trainer.strategy, PortableCheckpoints):
+            trainer.strategy.has_lost_a_rank = self.run.process.has_lost_a_rank
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._moved()  # preparing the data may take long
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, Stopped) and self.run.signals.is_deferred:  # all ranks have agreed to stop
+    def report(self, error: BaseException, trainer: Trainer) -> None:
+        """Report what ends the Trainer, before the teardown."""
+        if isinstance(error, Stopped) and self.run.signals.is_deferred:  # all ranks have agreed to stop
             self.run.process.leave_watchdog()
-        elif isinstance(exception, Stopped):
-            self.run.process.stop_all_ranks(exception)
-        elif self._member is not None and not isinstance(exception, Ended):
-            self.failure(exception, trainer)
+        elif isinstance(error, Stopped):
+            self.run.process.stop_all_ranks(error)
+        elif self._member is not None and not isinstance(error, Ended):
+            self._own = self._failure(error, self._member.rank)
+            self._member.fail(self._own)
         elif trainer.world_size == 1:
-            self._report(exception, trainer)  # launch/ending does the rest, and Python prints the traceback
+            self._report(error, trainer)  # launch/ending does the rest, and Python prints the traceback
 
-    def failure(self, error: BaseException, trainer: Trainer) -> Failure:
-        """Report this rank's error to the hub, and return the run's first failure, which may be another rank's."""
-        member = self._member
-        if member is None:
-            return self._report(error, trainer)
-        self._own = self._failure(error, member.rank)
-        return member.fail(self._own)
-
-    @property
-    def _member(self) -> Member | None:
-        watchdog = self.run.process.watchdog
-        return watchdog if isinstance(watchdog, Member) else None
-
-    def _report(self, error: BaseException, trainer: Trainer) -> Failure:
-        """Write the crash report of a rank that has no connection to the hub, and return its failure."""
+    def _report(self, error: BaseException, trainer: Trainer) -> None:
+        """Write the crash report of a run of one process."""
         rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
         own = self._failure(error, rank)
         if own.lacks_memory:
             own = replace(own, line=f"{own.line}\n{self.advise(trainer)}")
         if own.exit_code == ExitCode.FAILED:
             self._note_reached(trainer)
-            crash_report.add_report(error, own, rank, self.batch.describe_position(trainer), self.report)
-        return own
+            crash_report.add_report(error, own, rank, self.batch.describe_position(trainer), self.crash)
 
     def _note_reached(self, trainer: Trainer) -> None:
         if trainer.training:
             starts.note_reached(self.run.run_dir, trainer.global_step)
 
     def _failure(self, error: BaseException, rank: Rank) -> Failure:
-        own = classify.failure(error, self.cfg, rank, self.run.process.steps_have_begun.is_set())
-        if own.exit_code == ExitCode.FAILED and classify.worker_was_killed(error) and oom_kills() > self._oom_kills:
-            return replace(own, line=f"{own.line}; {rank.node} ran out of memory")
-        return own
+        return classify.failure(error, self.cfg, rank, self.run.process.steps_have_begun.is_set())
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._step()
-
-    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.sanity_checking:
-            self._moved()
-        else:
-            self._step()
-
-    def on_test_batch_start(self, *_: Any) -> None:
-        self._step()
-
-    def on_predict_batch_start(self, *_: Any) -> None:
-        self._step()
-
-    def on_save_checkpoint(self, *_: Any) -> None:
-        self._moved()
-
-    def _step(self) -> None:
-        if not self.run.process.steps_have_begun.is_set():  # `set` takes a lock; avoid that in each step
+    def begin_batch(self, is_step: bool) -> None:
+        """Count a batch; with its first step, a run has begun."""
+        if is_step and not self.run.process.steps_have_begun.is_set():  # `set` takes a lock; avoid that in each step
             self.run.process.steps_have_begun.set()
-        self._moved()
-
-    def _moved(self) -> None:
-        if (member := self._member) is not None:
-            member.progress += 1
+        if self._member is not None:
+            self._member.progress += 1
 
     def _answer(self, failure: Failure) -> None:
         member = self._member
@@ -177,24 +151,16 @@ class Watchdog(Callback):
         if failure.exit_code == ExitCode.FAILED:
             self._note_reached(self._trainer)
             advice = f"{self.advise(self._trainer)}\n" if failure.lacks_memory else ""
-            self.report.print_failure(replace(failure, details=advice + failure.details))
-            self.report.add_rank(member.rank, self.batch.describe_position(self._trainer), self._own)
+            self.crash.print_failure(replace(failure, details=advice + failure.details))
+            self.crash.add_rank(member.rank, self.batch.describe_position(self._trainer), self._own)
         elif failure.rank == member.rank.number and not (self.run.is_first and stopped_with(failure.exit_code)):
             self.run.process.note_failure(failure.line)
             print(failure.line, file=sys.stderr, flush=True)
-            self.report.log_details(failure.details)
-
-
-def _hosts_and_routes(trainer: Trainer, address: str, port: int) -> tuple[list[str], list[Route | None]]:
-    """Return the host name of every node, and the route from every other rank to rank 0. Collective."""
-    of_ranks: list[Any] = [None] * trainer.world_size
-    own = None if trainer.is_global_zero else route_to(address, port, _REACH_SECONDS)
-    torch.distributed.all_gather_object(of_ranks, (node_name(), trainer.local_rank, own))
-    return [host for host, local_rank, _ in of_ranks if local_rank == 0], [route for *_, route in of_ranks[1:]]
+            self.crash.log_details(failure.details)
 
 
 class Member:
-    """A rank's connection to the hub, served by a separate thread.
+    """A rank's part in the watchdog. Its report is in the store from the beginning.
 
     Args:
         process: of this rank.
@@ -204,47 +170,45 @@ class Member:
     def __init__(self, rank: Rank, timeouts: Timeouts, process: Process, answer: Callable[[Failure], None]) -> None:
         self.rank = rank
         self.process = process
-        self._own = OwnSockets()
-        self.timeouts = timeouts
         self.progress = 0  # batches begun
         self.verdict: Failure | None = None
+        self._timeouts = timeouts
         self._answer = answer
-        self._done = Event()
-        self._hub: Hub | None = None
+        self._oom_kills = oom_kills()
+        self._is_over = Event()
+        self._is_done = Event()
+        self._beats = 0
         self._timer: Timer | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name="watchdog", daemon=True)
-        self._thread.start()
+        self._writing, self._ending = Lock(), Lock()
+        self._gone: dict[int, tuple[str, bool]] = {}  # ranks of this node whose processes have ended, and how
+        self._report: dict[str, Any] = {}
+        self._judge: Judge | None = None
+        self._store = _connection()
+        self._say()
 
-    def open_hub(self, routes: Sequence[Route | None]) -> tuple[str | None, int, str]:
-        """Open the hub in this rank; return its address (None: all addresses of this node), its port and its token.
-
-        Args:
-            routes: from every other rank to this one.
-        """
-        listener, address = listen(routes)
-        self._hub = Hub(self.timeouts, len(routes) + 1, self.process.how_ended, self._own)
-        self._do(self._hub.open(listener))
-        return address, listener.getsockname()[1], self._hub.auth.token
-
-    def join(self, first: Rank, address: str, port: int, token: str) -> None:
-        """Connect to the hub, and start sending this rank's progress to it.
+    def start(self, ranks: Sequence[Rank], mates: Sequence[Rank]) -> None:
+        """Start watching, once every rank has a report.
 
         Args:
-            first: rank 0, which runs the hub.
-
-        Raises:
-            OSError, TimeoutError: the hub can't be reached.
+            ranks: all ranks, in order.
+            mates: the other ranks of this node, whose processes this one can see.
         """
-        self._first = first
-        self._do(self._join(address, port, token))
+        self._first, self._mates = ranks[0], mates
+        if self.rank == self._first:
+            self._judge = Judge(ranks, self._timeouts, self._store)
+        self._threads = [
+            Thread(target=self._follow, name="watchdog", daemon=True),
+            Thread(target=self._watch, name="watchdog's clock", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def fail(self, failure: Failure) -> Failure:
         """Report this rank's failure, and return the run's first failure, which may be another rank's."""
-        self._do(self._say(failure=asdict(shortened(failure))))
-        if not self._done.wait(ANSWER_SECONDS + _VERDICT_SECONDS):
-            self._loop.call_soon_threadsafe(self._end, Failure(f"{self._first} was lost: it does not answer"))
-            self._done.wait(_VERDICT_SECONDS)
+        self._say(failure=asdict(shortened(failure)))
+        if not self._is_done.wait(ANSWER_SECONDS + _VERDICT_SECONDS):
+            self._lose("was lost: it does not answer")
+            self._is_done.wait(_VERDICT_SECONDS)
         return self.verdict or failure
 
     def leave(self) -> None:
@@ -253,15 +217,12 @@ class Member:
         Raises:
             Ended: the run has failed.
         """
-        self._do(self._say(leaves=True, progress=self.progress))
-        if self._hub is not None:
-            asyncio.run_coroutine_threadsafe(self._hub.all_left(), self._loop)
-        self._done.wait()
+        self._say(left=True)
+        self._is_done.wait()
         if self.verdict is not None:
             raise Ended(self.verdict.exit_code)
-        self._do(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def stop(self, stopped: Stopped) -> None:
         """End all ranks for a signal that possibly only this rank has received."""
@@ -270,83 +231,76 @@ class Member:
         if self._timer is not None:  # this rank ends by itself
             self._timer.cancel()
 
-    def _do(self, what: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(what, self._loop).result(2 * _CONNECT_SECONDS)
+    def _say(self, **news: Any) -> None:
+        """Write this rank's report, with some news."""
+        with self._writing:
+            self._report |= {"beats": self._beats, "progress": self.progress, "gone": self._gone} | news
+            with contextlib.suppress(DistError):  # `_follow` detects that the store is gone
+                self._store.set(str(self.rank.number), json.dumps(self._report))
 
-    async def _join(self, address: str, port: int, token: str) -> None:
-        end = time.monotonic() + _CONNECT_SECONDS
-        while not await self._is_welcome(address, port, token):  # dropped among too many strangers
-            if time.monotonic() > end:
-                raise ConnectionError(f"no answer from the watchdog at {address}:{port}")
-            await asyncio.sleep(_RETRY_SECONDS)
-        self._clock, self._heard = Clock(self.timeouts), 0.0
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
-
-    async def _is_welcome(self, address: str, port: int, token: str) -> bool:
-        opened = asyncio.open_connection(address, port, limit=LONGEST_LINE_BYTES)
-        self._reader, self._writer = await asyncio.wait_for(opened, _CONNECT_SECONDS)
-        self._own.keep(self._writer.get_extra_info("socket"))
-        self._writer.write(token.encode())
-        await self._say(rank=asdict(self.rank), oom_kills=oom_kills())
-        with contextlib.suppress(OSError):
-            if await asyncio.wait_for(self._reader.readline(), _CONNECT_SECONDS):
-                return True
-        self._writer.close()
-        return False
-
-    async def _say(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # `_listen` detects that the hub is unreachable
-            self._writer.write(json.dumps(message).encode() + b"\n")
-            await self._writer.drain()
-
-    async def _close(self) -> None:
-        """Disconnect, and end all tasks: Python warns of tasks left pending when the loop has stopped."""
-        for task in self._tasks:
-            task.cancel()
-        self._writer.close()
-        if others := asyncio.all_tasks() - {asyncio.current_task()}:
-            _, pending = await asyncio.wait(others, timeout=_PARTING_SECONDS)
-            for task in pending:  # of ranks that have not hung up
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
-
-    async def _beat(self) -> None:
-        silence_seconds = 1.5 * self.timeouts.lost_after_seconds  # if the network fails, rank 0 reports first
-        while True:
-            await asyncio.sleep(self.timeouts.lost_after_seconds / 8)
-            if self._clock.now() - self._heard > silence_seconds:
-                self._lose(f"was lost: nothing heard for {silence_seconds:g} s")
-            await self._say(progress=self.progress)
-
-    async def _listen(self) -> None:
-        lost = WITHOUT_MESSAGE
+    def _follow(self) -> None:
+        """Send this rank's progress, and follow the orders of rank 0. Blocks while rank 0 is stopped or cut off."""
+        store = _connection()
+        beat_at, orders_read, gone = 0.0, 0, self._gone
         try:
-            while line := await self._reader.readline():
-                self._heard = self._clock.now()
-                message = json.loads(line)
-                if "ask" in message:
-                    await self._say(position=asdict(thread_position()), progress=self.progress)
-                if "over" in message:
-                    self._done.set()
+            while not self._is_over.wait(_TICK_SECONDS):
+                if time.monotonic() > beat_at + self._timeouts.lost_after_seconds / 8 or gone is not self._gone:
+                    beat_at, gone = time.monotonic(), self._gone
+                    self._beats += 1
+                    self._say()
+                if not store.check([f"order {orders_read}"]):  # a wait would log each time that it is over
+                    continue
+                order = json.loads(store.get(f"order {orders_read}"))
+                orders_read += 1
+                if "ask" in order:
+                    self._say(asked=order["ask"], position=asdict(position()))
+                    continue
+                self._is_over.set()
+                store.add("heard", 1)
+                if "verdict" in order:
+                    self._end(Failure(**order["verdict"]))
+                else:
+                    self._part()
+        except DistError:
+            self._lose(WITHOUT_MESSAGE)
+
+    def _watch(self) -> None:
+        """Look every moment at the processes of this node, and for a sign of rank 0; in rank 0, judge all ranks.
+
+        Never waits for the store of another process.
+        """
+        silence_seconds = 1.5 * self._timeouts.lost_after_seconds  # if the network fails, rank 0 reports first
+        now = heard_at = 0.0
+        before, beats = time.monotonic(), 0
+        while not self._is_over.wait(_TICK_SECONDS):
+            # the time for which this process was suspended is nobody's silence
+            now += min(time.monotonic() - before, self._timeouts.lost_after_seconds / 4)
+            before = time.monotonic()
+            for mate in self._mates:
+                if mate.number not in self._gone and has_ended(mate.pid):
+                    how = self.process.how_ended(mate.pid) or WITHOUT_MESSAGE
+                    self._gone = {**self._gone, mate.number: (how, oom_kills() > self._oom_kills)}
+            if self._judge is not None:
+                try:
+                    self._judge.judge(now)
+                except DistError:  # this process ends
                     return
-                if "verdict" in message:
-                    self._end(Failure(**message["verdict"]))
-                    return
-        except ConnectionResetError:  # the other process ended with unread data in its socket
-            pass
-        except OSError as error:
-            lost = f"was lost: {error.strerror}"
-        except ValueError as error:
-            lost = f"has sent what is no message: {error}"
-        self._lose(lost)
+            elif self._first.number in self._gone:
+                self._lose(WITHOUT_MESSAGE)
+            if self._beats != beats:
+                beats, heard_at = self._beats, now
+            elif now - heard_at > silence_seconds:
+                self._lose(f"was lost: nothing heard for {silence_seconds:g} s")
 
     def _lose(self, how: str) -> None:
         self._end(Failure(f"{self._first} failed: process {self._first.pid} {how}"))
 
     def _end(self, failure: Failure) -> None:
-        if self.verdict is not None:
-            return
-        self.verdict = failure
+        with self._ending:
+            if self.verdict is not None or self._is_done.is_set():
+                return
+            self.verdict = failure
+        self._is_over.set()
         self.process.has_failed.set()
         if failure.rank is None:  # no rank has raised it
             self.process.has_lost_a_rank.set()
@@ -354,7 +308,6 @@ class Member:
         self._timer = timer = Timer(_GRACE_SECONDS, self.process.leave_now, [failure.exit_code])
         timer.daemon = True
         timer.start()
-        # in a separate thread: in rank 0, this thread serves the hub
         Thread(target=self._report_verdict, name="crash report", daemon=True).start()
 
     def _report_verdict(self) -> None:
@@ -362,4 +315,130 @@ class Member:
         try:
             self._answer(self.verdict)
         finally:
-            self._done.set()
+            self._part()
+
+    def _part(self) -> None:
+        """Let the main thread go on; in rank 0, once the other ranks have read the last order."""
+        end = time.monotonic() + _PARTING_SECONDS
+        if self._judge is not None:
+            while self._store.add("heard", 0) < self._judge.present_count and time.monotonic() < end:
+                time.sleep(_TICK_SECONDS / 5)
+        self._is_done.set()
+
+
+class Judge:
+    """Rank 0's view of all ranks, from which it decides.
+
+    Args:
+        store: has every rank's report.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], timeouts: Timeouts, store: PrefixStore) -> None:
+        self._states = [RankState(rank, at=0.0) for rank in ranks]
+        self._reports = [b""] * len(ranks)
+        self._timeouts = timeouts
+        self._store = store
+        self._orders = 0
+        self._asked: float | None = None
+        self._look_after = self._first_look = min(_LOOK_SECONDS, timeouts.hung_after_seconds / 4)
+
+    @property
+    def present_count(self) -> int:
+        """How many ranks have not ended without a word."""
+        return sum(state.gone is None for state in self._states)
+
+    def judge(self, now: float) -> None:
+        """Read all reports, and give an order if they call for one.
+
+        Args:
+            now: in seconds.
+        """
+        self._read(now)
+        states, timeouts = self._states, self._timeouts
+        if all(state.left for state in states):
+            self._order(over=True)
+            return
+        idle = idle_seconds(states, now)
+        if idle < self._first_look:
+            self._look_after = self._first_look
+        is_suspicious = suspicious(states, now, timeouts)
+        if self._asked is None and (is_suspicious or idle > self._look_after):
+            self._asked = now
+            self._order(ask=self._orders)
+        if (failure := verdict(states, self._asked, now, timeouts)) is not None:
+            self._order(verdict=asdict(shortened(failure)))
+        elif self._asked is not None and not is_suspicious:
+            self._look(present_ranks(states), idle, is_late=now - self._asked > ANSWER_SECONDS)
+
+    def _read(self, now: float) -> None:
+        reports = self._store.multi_get([str(state.rank.number) for state in self._states])
+        for state, before, report in zip(self._states, self._reports, reports, strict=True):
+            if report == before:
+                continue
+            said, state.at = json.loads(report), now
+            if said["progress"] != state.progress:
+                state.progress, state.moved = said["progress"], now
+            if "failure" in said and state.failure is None:
+                state.failure, state.failed = Failure(**said["failure"]), now
+            state.left = "left" in said
+            state.position = Position(**said["position"]) if said.get("asked") == self._orders - 1 else None
+            for number, (how, lacks_memory) in said["gone"].items():
+                other = self._states[int(number)]
+                if other.gone is None and not other.left:
+                    other.gone, other.how, other.lacks_memory = now, how, lacks_memory
+        self._reports = reports
+
+    def _look(self, present: Sequence[RankState], seconds: float, is_late: bool) -> None:
+        """Log once, from the answers of the ranks, that they wait for one another; look again at twice the time."""
+        if seconds >= self._first_look:
+            if not is_late and any(rank.position is None for rank in present):
+                return
+            if (notice := standstill(present, seconds)) is not None:
+                log.warning("%s", notice)
+            self._look_after = 2 * seconds
+        self._asked = None
+
+    def _order(self, **order: Any) -> None:
+        self._store.set(f"order {self._orders}", json.dumps(order))
+        self._orders += 1
+        for state in self._states:
+            state.position = None
+
+
+def _connection() -> PrefixStore:
+    """Return the process group's store over a new connection, so that no call waits for another thread's."""
+    store: Any = _get_default_store()
+    while not isinstance(store, TCPStore):
+        store = store.underlying_store
+    return PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]  # torch's stub lacks it
+
+
+def position() -> Position:
+    """Return the main thread's position. Can be called in any thread."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    stack = traceback.extract_stack(frame)
+    waits = any(part in frame.f_code.co_filename for part in _WAITING)
+    entered = (at for at, frame in enumerate(stack) if is_of_engine(frame.filename) and frame.filename != __file__)
+    within_run = stack[next(entered, 0) :]  # a script may have called the run
+    own = [frame for frame in within_run if not is_of_others(frame.filename)]
+    at = (own or stack)[-1]
+    within = f", in {stack[-1].name}" if waits and at is not stack[-1] else ""
+    return Position(f"{at.filename}:{at.lineno} in {at.name}: {at.line}{within}", waits, collectives_entered())
+
+
+def collectives_entered() -> dict[str, int]:
+    """Return the number of collectives that this process has entered, by the name of the process group.
+
+    NCCL is asynchronous: a rank enters a collective and continues until an operation needs the result. So a rank that
+    the others wait for has entered fewer collectives than they have. The numbers are those of torch's flight recorder;
+    reading them does not wait for a device.
+    """
+    found: dict[str, int] = {}
+    for group in list(_world.pg_map):
+        try:
+            backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
+            counts = [one._get_sequence_number_for_group() for one in backends.values()]  # type: ignore[attr-defined]  # torch's stub lacks it
+        except RuntimeError:  # a backend that does not count collectives
+            continue
+        found[group.group_name] = sum(counts)
+    return found

@@ -18,15 +18,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.batches.generators import (
-    generator_states,
-    generators_of,
-    mix,
-    restore_generators,
-    restoring,
-    seed_generators,
-)
 from lightswitch.batches.plan import BatchPlan, Position, scaled_learning_rate
+from lightswitch.batches.seeds import generators_of, mix, restoring, seed_generators, seeded
 from lightswitch.checkpoints.finetuning import Freezing
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.checkpoints.portable import InitialWeights, TransientBuffers
@@ -35,7 +28,7 @@ from lightswitch.cluster import environments
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.failures.launchers import install_launcher
-from lightswitch.failures.stopping import FiniteLoss, Preemption
+from lightswitch.failures.stopping import LossCheck, Survival
 from lightswitch.failures.verdict import Timeouts
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy, hooked
@@ -46,7 +39,7 @@ from lightswitch.loop.hooks import skip_empty_hooks
 from lightswitch.loop.loops import replace_loops
 from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.monitored import BestCheckpoint
-from lightswitch.monitoring.notices import ModelSize, StepsAreCounted, StepsByHand
+from lightswitch.monitoring.notices import Notices
 from lightswitch.monitoring.progress import Progress
 from lightswitch.monitoring.step_timer import StepTimer
 from lightswitch.preflight import devices, root_keys
@@ -162,11 +155,8 @@ def _data(cfg: DictConfig, refusals: list[Refused], position: Position | None) -
     """Return the data module, whose constructor draws from the seed itself, whatever the model before it has drawn."""
     if position is not None and not position.splits_by_seed:
         return instantiated(cfg, "data", refusals)
-    before = generator_states(torch.device("cpu"))
-    seed_generators(cfg.seed)
-    data = instantiated(cfg, "data", refusals)
-    restore_generators(before, torch.device("cpu"))
-    return data
+    with seeded(cfg.seed):
+        return instantiated(cfg, "data", refusals)
 
 
 def _seed_of_data(cfg: DictConfig, position: Position | None) -> int:
@@ -241,17 +231,14 @@ def callbacks_of_engine(
 ) -> list[Callback]:
     """Return the engine's callbacks in the order in which their hooks run.
 
-    The record of the run comes first, then the watchdog, then the division of batches (docs/architecture.md has the
-    reasons).
+    The record of the run comes first, then the division of batches (docs/architecture.md has the reasons).
     """
-    engine: list[Callback] = [record, watchdog, batch]
-    engine += [Preemption(run.signals)]
-    engine += [PredictionWriter(), ModelSize(), Freezing(), TransientBuffers(), Reconfiguration()]
+    engine: list[Callback] = [record, batch]
+    losses = None if cfg.on_nan == "ignore" else LossCheck(batch, cfg.on_nan)
+    engine.append(Survival(run.signals, watchdog, losses))
+    engine += [PredictionWriter(), Notices(), Freezing(), TransientBuffers(), Reconfiguration()]
     agreement = Agreement() if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1 else None
     engine += [PublicHyperparameters(cfg), StrategyCallback(cfg.matmul_precision, compilation, agreement)]
-    engine += [StepsByHand(), StepsAreCounted()]
-    if cfg.on_nan != "ignore":
-        engine.append(FiniteLoss(batch, cfg.on_nan))
     if cfg.init_from:
         engine.append(InitialWeights(cfg.init_from, cfg.get("init_names")))
     return engine

@@ -118,7 +118,7 @@ def _report(error: BaseException, cfg: DictConfig, run: RunContext) -> int | Non
         assert isinstance(member, Member)
         agreed = member.verdict or member.fail(classify.failure(error, cfg, member.rank, has_begun))
         return agreed.exit_code
-    rank = classify.rank_of(cfg, run.placement)
+    rank = classify.rank_of(run.placement)
     first = classify.failure(error, cfg, rank, has_begun)
     if first.exit_code == ExitCode.REFUSED:
         process.note_failure(first.line)

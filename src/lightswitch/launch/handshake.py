@@ -14,10 +14,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig
 from torch._C._distributed_c10d import Store
 
-from lightswitch.cluster import consistency, rendezvous
-from lightswitch.cluster.consistency import Evidence
-from lightswitch.cluster.rendezvous import Meeting, MeetingPoint, agree
-from lightswitch.cluster.sealed import Values
+from lightswitch.cluster import rendezvous
+from lightswitch.cluster.rendezvous import Evidence, Meeting, MeetingPoint
 from lightswitch.config import confidential
 from lightswitch.context import RunContext
 from lightswitch.errors import LostRank, Refused, ReportedElsewhere
@@ -42,7 +40,6 @@ def arrange_handshake(
             trainer.num_nodes,
             run,
             _evidence(cfg, run, trainer),
-            confidential.values(cfg, (*_DIFFERS_BY_DESIGN, *(_OF_LAUNCHER if run.placement.is_external else ()))),
             cfg.meet_timeout_seconds,
             watchdog,
         )
@@ -50,11 +47,12 @@ def arrange_handshake(
 
 def _evidence(cfg: DictConfig, run: RunContext, trainer: Trainer) -> Evidence:
     conf = [Path(source.path) for source in run.hydra.runtime.config_sources if source.schema == "file"]
-    code = [Path(sys.argv[0]).resolve(), *conf, *consistency.source_folders(__name__)]
+    code = [Path(sys.argv[0]).resolve(), *conf, *rendezvous.source_folders(__name__)]
     for node in filter(None, (cfg.get("model"), cfg.get("data"))):
-        code += consistency.source_folders(node._target_)
-    versions = consistency.software(on_gpu=isinstance(trainer.accelerator, CUDAAccelerator))
-    return Evidence(versions, consistency.digests(code))
+        code += rendezvous.source_folders(node._target_)
+    config = confidential.values(cfg, (*_DIFFERS_BY_DESIGN, *(_OF_LAUNCHER if run.placement.is_external else ())))
+    versions = rendezvous.software(on_gpu=isinstance(trainer.accelerator, CUDAAccelerator))
+    return {"versions": versions, "code": rendezvous.digests(code), "config": config}
 
 
 @dataclass
@@ -66,7 +64,6 @@ class Handshake:
     nodes: int
     run: RunContext
     evidence: Evidence
-    values: Values
     timeout_seconds: float
     watchdog: Watchdog
     is_over: bool = False
@@ -101,14 +98,8 @@ class Handshake:
         point = self._meeting_point()
         met = self.run.process.take_meeting()
         store = rendezvous.open_store(point, "meeting", met if isinstance(met, Meeting) else None)
-        verdict = agree(
-            store,
-            point,
-            self.evidence,
-            self.values,
-            self.run.run_dir,
-            tell=True,
-            refusal=self.run.process.refusal,
+        verdict = rendezvous.compare(
+            store, point, self.evidence, self.run.run_dir, tell=True, refusal=self.run.process.refusal
         )
         if verdict:
             raise ReportedElsewhere(verdict) if self._shares_a_terminal(point.rank) else Refused(verdict)

@@ -69,6 +69,8 @@ class Entry:
         """
         # Threads that spin while they wait slow a run on shared cores down tenfold; sleeping threads cost nothing.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        # torch would print C++ stacks when rank 0, which serves the store, has ended; the watchdog says so in a line
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints bugs in its own way, and exits with 1
         self.signals.catch(is_first=False)  # the rank is not known yet
         logging.getLogger("torch").setLevel(logging.WARNING)  # as torch does on import, which may not happen
@@ -96,9 +98,9 @@ class Entry:
         self.signals.catch(is_first=found.rank == 0)
         register_resolvers(found, self.process)
         if found.launcher == "local" and placement.is_child():
-            self.process.follow_parent()
+            self.process.follow_parent(is_child=True)
         if found.launcher == "torchrun" or sys._xoptions.get("follows") == str(os.getppid()):
-            self.process.end_with_parent()
+            self.process.follow_parent(is_child=False)
         folder = Path(inspect.getfile(self.main)).parent.resolve() / config_path
         if (about := asks_for_help(sys.argv[1:])) is not None:
             from lightswitch.reference.choices import help_text
@@ -175,13 +177,13 @@ class _Hydra(hydra._internal.hydra.Hydra):
     composed: DictConfig | None = None
 
     def get_mode(self, config_name: str | None, overrides: list[str], **parsed: Any) -> Any:
-        """Return whether a run or a sweep is asked for, and keep the config of a run.
+        """Return whether the config asks for a run or a sweep, and keep the config of a run.
 
         Args:
             parsed: the overrides once more, parsed by Hydra 1.4.
         """
-        if asks_for_a_sweep(sys.argv[1:]):  # even with a single job
-            return RunMode.MULTIRUN
+        if asks_for_a_sweep(sys.argv[1:]):  # even with a single job; Hydra then overrides the mode of the jobs
+            return None
         cfg = self.compose_config(config_name, overrides, RunMode.RUN, with_log_configuration=True)
         check_names(cfg)
         if cfg.hydra.mode != RunMode.MULTIRUN:

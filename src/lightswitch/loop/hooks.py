@@ -8,19 +8,25 @@ User hooks, which may write to weights, run in a context in which the strategy p
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer import call
 
 from lightswitch import patches
-from lightswitch.loop import first_steps
+from lightswitch.errors import NeedsValues, Refused
+from lightswitch.failures.classify import is_of_another_rank_or_device, raised_in
 from lightswitch.mixins import callbacks_of
+from lightswitch.strategies.sharded import first_name
 from lightswitch.strategies.weights import WatchedWeights
 
 _call_callbacks, _call_module, _call_strategy = (
@@ -38,6 +44,12 @@ _OTHERS_WITH_WEIGHTS = ("optimizer_step", "optimizer_zero_grad", "configure_grad
 _EMPTY_OF_MODULE = {getattr(LightningModule, name) for name in _EMPTY}
 _EVALUATION = ("validation_step", "test_step", "predict_step")
 _EMPTY_OF_STRATEGY = {Strategy.on_train_batch_start}
+STEPS = 3  # number of a process's steps that count as its first
+_KINDS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, KeyError)
+_OTHERS = (torch.OutOfMemoryError, torch.distributed.DistError, NeedsValues)  # reported with messages of their own
+_SKIPPED = "by returning"  # in Lightning's errors about a step that returns None
+_READY_TWICE = "Expected to mark a variable ready only once"  # in torch's error about a gradient
+_LIBRARIES = ("torch", "deepspeed", "lightning")
 
 
 def skip_empty_hooks() -> None:
@@ -75,7 +87,7 @@ class _CallbackHooks:
         if monitoring_callbacks is not None:  # Lightning calls these after the others
             called = [one for one in called if isinstance(one, EarlyStopping | Checkpoint) == monitoring_callbacks]
         if is_observed(trainer):
-            users = [callback for callback in called if is_users(getattr(callback, hook_name))]
+            users = [callback for callback in called if callback in having.users]
             with _around(trainer, users[0], hook_name) if users else nullcontext():
                 _call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
             return
@@ -83,10 +95,10 @@ class _CallbackHooks:
         before, known["_current_fx_name"] = known["_current_fx_name"], hook_name
         for callback in called:
             hook = getattr(callback, hook_name)
-            if is_users(hook):
+            if callback in having.users:
                 with _around(trainer, callback, hook_name):
                     hook(trainer, module, *args, **kwargs)
-            elif callable(hook):
+            else:
                 hook(trainer, module, *args, **kwargs)
         known["_current_fx_name"] = before
 
@@ -96,6 +108,7 @@ class _Having:
 
     Attributes:
         callbacks: those that override it, in the Trainer's order.
+        users: those of them whose hook is code of neither Lightning nor the engine.
     """
 
     def __init__(self, hook_name: str, among: list[Callback]) -> None:
@@ -106,6 +119,7 @@ class _Having:
             for callback in among
             if getattr(type(callback), hook_name, None) is not empty or hook_name in vars(callback)
         ]
+        self.users = [callback for callback in self.callbacks if is_users(getattr(callback, hook_name))]
         self._others = [vars(callback) for callback in among if callback not in self.callbacks]
 
     def fits(self, callbacks: list[Callback]) -> bool:
@@ -133,7 +147,12 @@ def _call_lightning_module_hook(
 
 def is_users(hook: Any) -> bool:
     """Return whether a hook is code of neither Lightning nor the engine."""
-    return callable(hook) and str(getattr(hook, "__module__", "")).partition(".")[0] not in _KNOWN
+    return not _is_known(getattr(hook, "__module__", ""))
+
+
+@cache
+def _is_known(module: object) -> bool:
+    return str(module).partition(".")[0] in _KNOWN
 
 
 def _around(trainer: Trainer, owner: Callback | LightningModule, hook_name: str) -> AbstractContextManager[None]:
@@ -144,17 +163,12 @@ def _around(trainer: Trainer, owner: Callback | LightningModule, hook_name: str)
     name = type(owner).__name__.removeprefix("FSDP")  # a prefix that fully_shard adds
     whole_weights = strategy.around_hook(f"{hook_name} of {name}")
     steps = getattr(trainer.fit_loop.epoch_loop, "begun", 0)  # an attribute of EpochLoop
-    return whole_weights if steps >= first_steps.STEPS else _in_first_steps(whole_weights, trainer, steps)
-
-
-@contextmanager
-def _in_first_steps(whole_weights: AbstractContextManager[None], trainer: Trainer, steps: int) -> Iterator[None]:
-    with first_steps.refusing(trainer, steps), whole_weights:
-        yield
+    return whole_weights if steps >= STEPS else refusing(trainer, steps, whole_weights)
 
 
 def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-    with first_steps.refusing_in_evaluation(trainer) if hook_name in _EVALUATION else nullcontext():
+    loop: Any = trainer._active_loop if hook_name in _EVALUATION else None  # whose first batches count as first steps
+    with nullcontext() if loop is None else refusing(trainer, loop.batch_progress.current.ready - 1):
         if is_observed(trainer):
             return _call_strategy(trainer, hook_name, *args, **kwargs)
         hook = getattr(trainer.strategy, hook_name)
@@ -175,3 +189,100 @@ def _call(hook: Any, module: LightningModule, name: str, args: tuple[Any, ...], 
     returned = hook(*args, **kwargs)
     known["_current_fx_name"] = before
     return returned
+
+
+@contextmanager
+def refusing(trainer: Trainer, steps: int, within: AbstractContextManager[None] | None = None) -> Iterator[None]:
+    """Context manager around a module's step or hook that reports errors caused by the strategy in one line.
+
+    Args:
+        steps: the number of steps that this process has made before.
+        within: another context to enter; None for none.
+
+    Raises:
+        Refused: the strategy has caused an error.
+    """
+    try:
+        with within or nullcontext():
+            yield
+    except Exception as error:
+        if (line := _refused(error, trainer, steps)) is not None:
+            raise line from error
+        raise
+
+
+def _refused(error: Exception, trainer: Trainer, steps: int) -> Refused | None:
+    """Return the refusal for an error of a step; None if the strategy is not the cause.
+
+    The strategy is not the cause if it keeps parameters whole, after the first steps, if the error tells of another
+    rank or of the device, or if code outside of torch, DeepSpeed and Lightning raises it by a `raise` statement. A
+    `training_step` that returns None in automatic optimization is refused in any case.
+    """
+    name = first_name(trainer.lightning_module)
+    if _SKIPPED in str(error) and isinstance(error, RuntimeError | MisconfigurationException):
+        return _told(
+            error,
+            f"{name}.training_step returns None in automatic optimization, but all devices have to train on each "
+            "batch; return a loss (to skip a batch, 0 times its loss), or set self.automatic_optimization = False if "
+            "it steps manually",
+        )
+    if _is_of_reentrant_checkpoint(error) and trainer.world_size > 1:
+        is_ddp = isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
+        return _told(
+            error,
+            f"the backward pass of {name} computes gradients several times, as reentrant checkpoints do, and "
+            f"{type(trainer.strategy).__name__} expects each once; call torch.utils.checkpoint.checkpoint with "
+            "use_reentrant=False" + (", or type trainer.strategy.static_graph=true" if is_ddp else ""),
+        )
+    is_whole = isinstance(trainer.strategy, SingleDeviceStrategy) or (
+        isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
+    )
+    if is_whole or steps >= STEPS or not isinstance(error, _KINDS) or isinstance(error, _OTHERS):
+        return None
+    if is_of_another_rank_or_device(error):  # a killed rank must not be told as what a strategy can't do
+        return None
+    frame = raised_in(error)
+    if frame is not None and _package(frame.f_globals.get("__name__")) not in _LIBRARIES:
+        return None
+    message = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+    gathers_parts = getattr(trainer.strategy, "gather", None) == "parts"  # of fsdp
+    return _told(
+        error,
+        f"{name} fails in its first steps under {type(trainer.strategy).__name__}, which shards parameters over "
+        f"devices{_place(error)}: {message}; {'type trainer.strategy.gather=step, or ' if gathers_parts else ''}"
+        "use strategy=ddp, which does not shard them. If it also fails there, the "
+        "error is in the module. The traceback is in train.log",
+    )
+
+
+def _is_of_reentrant_checkpoint(error: Exception) -> bool:
+    """Return whether a backward pass within another has failed, which `use_reentrant=True` starts for each block."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    places = {(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in frames}
+    return _READY_TWICE in str(error) or (
+        isinstance(error, RuntimeError | AssertionError)
+        and ("torch.utils.checkpoint", "backward") in places
+        and _package(frames[-1].f_globals.get("__name__")) in _LIBRARIES
+        and not is_of_another_rank_or_device(error)
+        and not isinstance(error, _OTHERS)
+    )
+
+
+def _told(error: Exception, line: str) -> Refused:
+    refusal = Refused(line)
+    refusal.details = "".join(traceback.format_exception(error))
+    return refusal
+
+
+def _place(error: Exception) -> str:
+    """Return the function and line of the innermost frame outside of libraries, as text."""
+    frames = [(frame, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    own = [at for at in frames if _package(at[0].f_globals.get("__name__")) not in (*_LIBRARIES, "lightswitch")]
+    if not own:
+        return ""
+    frame, number = own[-1]
+    return f", in {frame.f_code.co_name} ({frame.f_code.co_filename.rpartition('/')[2]}:{number})"
+
+
+def _package(module: object) -> str:
+    return str(module).partition(".")[0]

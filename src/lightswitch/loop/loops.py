@@ -13,22 +13,19 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightswitch import patches
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.loop import first_steps
-from lightswitch.loop.hooks import is_observed
+from lightswitch.loop.hooks import is_observed, refusing
 from lightswitch.monitoring.step_results import Results, is_logged
 
 log = logging.getLogger(__name__)
@@ -94,7 +91,6 @@ class EpochLoop(_TrainingEpochLoop):
         super().__init__(trainer, min_steps, max_steps)
         self._explains = explains
         self._results: Results = Results(training=True)
-        self.automatic_optimization = Optimization(trainer)
         self.manual_optimization = OptimizationByHand(trainer)
         self._step: Callable[..., Any] | None = None
         self._takes_index = False
@@ -129,7 +125,8 @@ class EpochLoop(_TrainingEpochLoop):
         batch = self._moved(batch)
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
-        with first_steps.refusing(trainer, self.begun) if self._explains else nullcontext():
+        self._results.start_batch()
+        with refusing(trainer, self.begun) if self._explains else nullcontext():
             output, ends_epoch = self._trained(batch, batch_idx)
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
@@ -208,22 +205,6 @@ class EpochLoop(_TrainingEpochLoop):
             return True
         counted = self.total_batch_idx if trainer.check_val_every_n_epoch is None else self.batch_idx
         return (counted + 1) % every_n_batches == 0
-
-
-class StepOutput(ClosureResult):
-    """Output of a training step, whose loss is not divided if gradient accumulation is 1."""
-
-    @classmethod
-    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
-        if normalize == 1 and isinstance(training_step_output, Tensor):
-            return cls(training_step_output)
-        return super().from_training_step_output(training_step_output, normalize)
-
-
-class Optimization(_AutomaticOptimization):
-    """Automatic optimization that returns a `StepOutput`."""
-
-    output_result_cls = StepOutput
 
 
 class OptimizationByHand(_ManualOptimization):

@@ -1,4 +1,8 @@
-"""The engine's own logger: metrics.csv, a table of all metrics of a run with one row per step."""
+"""The engine's loggers: metrics.csv, a table of all metrics with a row per step, and one for Weights & Biases.
+
+A run that goes back to an earlier step is one curve in each: rows of metrics.csv are dropped, TensorBoard gets a mark,
+and Weights & Biases, which can't remove what it has received, gets another run with the rows before.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ import io
 import itertools
 import logging
 import os
-import shutil
+import re
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
@@ -25,6 +29,7 @@ log = logging.getLogger(__name__)
 
 WORLD = "world"  # the number of devices, logged at the first step after a change
 FIRST_COLUMNS = ("step", "samples", "epoch")
+_OF_WANDB = re.compile(r"(?:offline-)?run-(\d+_\d+)-(.+)")  # the folder of a W&B run: its start and its id
 
 
 class MetricsFile(Logger):
@@ -96,16 +101,21 @@ class _Nothing:
 
 
 class Table:
-    """CSV file keyed by the column `step`, optimized for updates of the last row."""
+    """CSV file keyed by the column `step`: the last row is updated in place, any other change writes a new file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._columns: list[str] = []
         self._last: dict[str, str] = {}
-        self._own: dict[str, str] = {}  # this process's values in the latest row that it wrote
         self._last_start = self._end = self._size = 0  # offsets in the file, in bytes
-        _set_damaged_aside(path)
-        self._load()
+        try:
+            self._load()
+        except (ValueError, KeyError, csv.Error):
+            aside = (path.with_name(f"{path.stem}_damaged_{number}{path.suffix}") for number in itertools.count(1))
+            kept = next(other for other in aside if not other.exists())
+            path.rename(kept)
+            log.warning("%s has lines that can't be read; renamed it to %s, and began a new file", path, kept.name)
+            self._load()
 
     @property
     def last_step(self) -> int:
@@ -118,29 +128,25 @@ class Table:
             if not self._path.exists():
                 raise Refused(f"{shown(self._path)} was removed while the run wrote to it; start the run again")
             self._load()  # another process has written since
-        if self._own.get("step") != str(step):
-            self._own = {"step": str(step)}
-        self._own.update(values)
         if step < self.last_step:
             self._put_earlier(step, values)
             return
         if self._last.get("step") != str(step):
-            self._append(step)
+            self._last = {"step": str(step), "samples": self._last.get("samples", "")}
+            self._last_start = self._end
         self._last.update(values)
-        if any(name not in self._columns for name in self._last):
-            self._widen()
-        self._write_last()
+        if self._last.keys() <= set(self._columns):
+            self._write_last()
+        else:
+            rows = self._rows()
+            self._replace([*(rows if self._last_start == self._end else rows[:-1]), self._last])
 
     def drop_after(self, step: int) -> None:
-        """Drop the rows of later steps, except for the values that this process has put into its latest row."""
+        """Drop the rows of later steps."""
         rows = self._rows()
         kept = [row for row in rows if int(row["step"]) <= step]
-        if len(kept) == len(rows):
-            return
-        own = self._own
-        self._replace(kept)
-        if int(own.get("step", -1)) > step:
-            self.put(int(own["step"]), own)
+        if len(kept) < len(rows):
+            self._replace(kept)
 
     def _put_earlier(self, step: int, values: Mapping[str, str]) -> None:
         """Merge values into a row before the last one, as for the evaluation of an older checkpoint, or insert it."""
@@ -152,24 +158,7 @@ class Table:
         else:
             rows.insert(place, {"step": str(step)})
         rows[place].update(values)
-        self._add_columns(rows[place])
         self._replace(rows)
-
-    def _append(self, step: int) -> None:
-        self._last = {"step": str(step), "samples": self._last.get("samples", "")}
-        self._last_start = self._end
-
-    def _widen(self) -> None:
-        last, appended = self._last, self._last_start == self._end
-        self._add_columns(last)
-        self._replace(self._rows())
-        self._last = last
-        if appended:
-            self._last_start = self._end
-
-    def _add_columns(self, names: Iterable[str]) -> None:
-        added = [name for name in names if name not in self._columns]
-        self._columns = sorted([*self._columns, *added], key=_column_rank)
 
     def _write_last(self) -> None:
         # A merged row is nearly always longer than the row it replaces. Then a single call writes it, and if the
@@ -184,67 +173,31 @@ class Table:
                 written += file.write(line[written:])
         self._end = self._size = self._last_start + len(line)
 
-    def _replace(self, rows: Iterable[Mapping[str, str]]) -> None:
-        header = dict(zip(self._columns, self._columns, strict=True))
+    def _replace(self, rows: Sequence[Mapping[str, str]]) -> None:
+        """Write a file with these rows, and a column for each value in them."""
+        columns = sorted(dict.fromkeys(itertools.chain(self._columns, *rows)), key=_column_rank)
         if not self._size:  # of a run in progress, a directory that is missing was removed
             self._path.parent.mkdir(parents=True, exist_ok=True)
-        regular_files.write_text(self._path, _csv(self._columns, [header, *rows]))
+        regular_files.write_text(self._path, _csv(columns, [dict(zip(columns, columns, strict=True)), *rows]))
         self._load()
 
     def _load(self) -> None:
         lines = self._whole_lines()
-        reader = csv.DictReader(line.decode() for line in lines)
-        rows = list(reader)
-        self._columns = list(reader.fieldnames or [])
+        self._columns = next(csv.reader(line.decode() for line in lines[:1]), [])
+        rows = self._rows()
+        if any(None in row or None in row.values() or not row["step"].isdecimal() for row in rows):
+            raise ValueError("a line that is no row")
         self._last = rows[-1] if rows else {}
         self._size = _size(self._path)
         self._end = sum(map(len, lines))  # less than the size if the last line is incomplete
         self._last_start = self._end - len(lines[-1]) if rows else self._end
 
     def _rows(self) -> list[dict[str, str]]:
-        return list(csv.DictReader(line.decode() for line in self._whole_lines()))
+        return list(csv.DictReader((line.decode() for line in self._whole_lines()[1:]), self._columns))
 
     def _whole_lines(self) -> list[bytes]:
         lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
         return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
-
-
-def _set_damaged_aside(path: Path) -> None:
-    """Copy a file that has damaged lines to a new name, and retain only the intact rows in the file."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    if lines and not lines[-1].endswith(b"\n"):  # the run was killed while it wrote the last line
-        lines.pop()
-    columns = _fields(lines[0]) if lines else []
-    rows = [line for line in lines[1:] if _is_row(_fields(line), columns)] if "step" in columns else []
-    if len(rows) == len(lines[1:]) and ("step" in columns or not lines):
-        return
-    aside = (path.with_name(f"{path.stem}_damaged_{number}{path.suffix}") for number in itertools.count(1))
-    kept = next(other for other in aside if not other.exists())
-    shutil.copyfile(path, kept)
-    log.warning("%s has lines that can't be read; saved a copy as %s and removed those lines", path, kept.name)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(b"".join([lines[0], *rows] if "step" in columns else []))
-    os.replace(temporary, path)
-
-
-def _fields(line: bytes) -> list[str]:
-    try:
-        return next(csv.reader([line.decode()]), [])
-    except (UnicodeDecodeError, csv.Error):
-        return []
-
-
-def _is_row(fields: list[str], columns: list[str]) -> bool:
-    return len(fields) == len(columns) and fields[columns.index("step")].isdecimal() and all(map(_is_whole, fields))
-
-
-def _is_whole(field: str) -> bool:
-    """Return whether a field is empty, a number, or a text that does not begin like one: `1.5.25` is of two rows."""
-    try:
-        float(field or 0)
-    except ValueError:
-        return field.isprintable() and field[0] not in "+-.0123456789"
-    return True
 
 
 def _is_training(metrics: Mapping[str, Any]) -> bool:
@@ -287,3 +240,38 @@ def rows_before(run_dir: Path, step: int) -> list[tuple[int, dict[str, float]]]:
         ]
     except (OSError, ValueError, KeyError, csv.Error):
         return []
+
+
+def purge(logger: Logger, step: int) -> None:
+    """Remove what earlier starts have logged from a step on, if the logger is TensorBoard."""
+    if isinstance(logger, TensorBoardLogger):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        # what SummaryWriter(purge_step=step) writes: a reader drops what comes before it and has no lower step
+        start = Event(step=step, session_log=SessionLog(status=SessionLog.START))
+        logger.experiment.file_writer.add_event(start)
+
+
+class WandbRun(WandbLogger):
+    """Weights & Biases logger that continues the newest W&B run of its directory.
+
+    Args:
+        id: id of the first W&B run; those of branches have a number behind it.
+        save_dir: directory of the run, which has the folder `wandb`.
+        options: arguments of Lightning's WandbLogger.
+    """
+
+    def __init__(self, id: str, save_dir: str, **options: Any) -> None:
+        pattern = re.compile(rf"{re.escape(id)}(-\d+)?")
+        folders = (_OF_WANDB.fullmatch(path.name) for path in Path(save_dir, "wandb").glob("*run-*"))
+        self._earlier = sorted((found[1], found[2]) for found in folders if found and pattern.fullmatch(found[2]))
+        self._first = id
+        super().__init__(id=self._earlier[-1][1] if self._earlier else id, save_dir=save_dir, **options)
+
+    def branch(self) -> None:
+        self._id = f"{self._first}-{len({run for _, run in self._earlier})}"
+        self._wandb_init.update(id=self._id)
+
+    def log_rows(self, rows: Iterable[tuple[int, dict[str, float]]]) -> None:
+        for step, metrics in rows:
+            self.log_metrics(metrics, step)

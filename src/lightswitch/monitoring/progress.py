@@ -5,20 +5,28 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
+from contextlib import ExitStack, redirect_stdout
+from shutil import get_terminal_size
+from threading import RLock
 from time import perf_counter
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
+from tqdm import tqdm
+from tqdm.contrib import DummyTqdmFile
+from tqdm.contrib.logging import logging_redirect_tqdm
 
-from lightswitch.monitoring.display import Line, clock, compact
+from lightswitch.monitoring.display import clock, compact, leave_terminal
 from lightswitch.monitoring.step_results import batches
 from lightswitch.monitoring.throughput import Meter
 
 log = logging.getLogger(__name__)
 
+tqdm.monitor_interval = 0  # no thread beside training
+tqdm.set_lock(RLock())  # not its lock of processes, which a loader worker that is killed may hold
 
 REDRAW_SECONDS = 0.2
 LOG_LINES_A_RUN = 10
@@ -43,8 +51,9 @@ class Progress(ProgressBar):
         self._unit = "samples" if tokens_per_sample is None else "tokens"
         self._units_per_sample = tokens_per_sample or 1
         self.count(samples_per_step)
-        self._enabled = True
-        self._line: Line | None = None
+        self.is_shown = True
+        self._bar: tqdm[Any] | None = None  # on a terminal
+        self._terminal = ExitStack()
         self._meter = Meter(window=150)  # 30 s of redraws, or 150 steps if a step takes longer than a redraw
         self._unit_of_progress = "step"
         self._total: int | None = None
@@ -52,28 +61,25 @@ class Progress(ProgressBar):
         self._next = self._next_seconds = math.inf
         self._validation: dict[str, float] = {}
         self._evaluated_batches = 0
-        self._next_evaluation_seconds = math.inf
 
     def count(self, samples_per_step: int) -> None:
         """Set the number of samples per step, for a data loader that determines its batches itself."""
         self._units_per_step = samples_per_step * self._units_per_sample
 
     def enable(self) -> None:
-        self._enabled = True
+        self.is_shown = True
 
     def disable(self) -> None:
-        self._enabled = False
+        self.is_shown = False
 
     @property
     def is_enabled(self) -> bool:  # `LightningModule.print` reads it
-        return self._enabled
+        return self.is_shown
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        print(*args, **kwargs)
+    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
+        tqdm.write(sep.join(map(str, args)), **kwargs)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._enabled:
-            return
         self._open()
         by_batches = not pl_module.automatic_optimization and trainer.max_steps == -1
         self._unit_of_progress = "batch" if by_batches else "step"
@@ -87,7 +93,7 @@ class Progress(ProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._enabled:
+        if not self.is_shown:
             return
         if self._meter.is_warming_up:
             self._meter.update(batches(trainer))
@@ -100,61 +106,83 @@ class Progress(ProgressBar):
         self._meter.pause()  # until the next batch starts
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._enabled and (self._line is not None or self._done(trainer) != self._shown):
+        if self.is_shown and (self._bar is not None or self._done(trainer) != self._shown):
             self._show_training(trainer)
         self._close()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._meter.pause()
-        self._start_evaluation()
-
-    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        if not trainer.sanity_checking:
-            self._count_evaluation("validate", trainer.num_val_batches)
+        self.on_test_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._enabled or trainer.sanity_checking:
+        if not self.is_shown or trainer.sanity_checking:
             return
         if trainer.state.fn != TrainerFn.FITTING:
-            self._end_evaluation()
+            self._close(leaves=False)
             return
         metrics = trainer.callback_metrics
         self._validation = {name: float(metrics[name]) for name in metrics if name.startswith("val")}
-        if self._line is not None:
+        if self._bar is not None:
             self._show_training(trainer)
         elif self._validation:
             values = "".join(f" · {name} {_short(value)}" for name, value in self._validation.items())
             log.info("%s %s%s", self._unit_of_progress, _of_total(self._done(trainer), self._total), values)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start_evaluation()
+        self._open()
+        self._evaluated_batches = 0
+        self._next_seconds = perf_counter() + (LOG_EVALUATION_SECONDS if self._bar is None else REDRAW_SECONDS)
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        self._count_evaluation("test", trainer.num_test_batches)
+        self._evaluated_batches += 1
+        if not self.is_shown or perf_counter() < self._next_seconds or trainer.sanity_checking:
+            return
+        stage = trainer.state.stage
+        assert stage is not None
+        batches = sum(getattr(trainer, f"num_{stage.dataloader_prefix}_batches"))
+        total = int(batches) if batches < math.inf else None
+        if self._bar is None:
+            log.info("%s %s", stage.value, _of_total(self._evaluated_batches, total))
+        else:
+            self._draw(stage.value, self._evaluated_batches, total, "")
+        self._next_seconds = perf_counter() + (LOG_EVALUATION_SECONDS if self._bar is None else REDRAW_SECONDS)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_evaluation()
+        self._close(leaves=False)
 
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start_evaluation()
-
-    def on_predict_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        self._count_evaluation("predict", trainer.num_predict_batches)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_evaluation()
+    on_predict_start, on_predict_end = on_test_start, on_test_end
+    on_validation_batch_end = on_predict_batch_end = on_test_batch_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close()
 
     def _open(self) -> None:
-        if self._line is None and sys.stdout.isatty():
-            self._line = Line(sys.stdout)
+        if self._bar is None and self.is_shown and sys.stdout.isatty():
+            self._bar = tqdm(file=sys.stdout, bar_format=" ", nrows=2)
+            # what is logged or printed meanwhile appears above the bar
+            self._terminal.enter_context(logging_redirect_tqdm())
+            self._terminal.enter_context(redirect_stdout(DummyTqdmFile(sys.stdout)))
 
-    def _close(self) -> None:
-        if self._line is not None:
-            self._line.end()
-            self._line = None
+    def _close(self, leaves: bool = True) -> None:
+        if self._bar is not None:
+            self._bar.leave = leaves
+            self._bar.close()
+            self._bar = None
+            self._terminal.close()
+
+    def _draw(self, label: str, done: int, total: int | None, status: str) -> None:
+        assert self._bar is not None
+        columns = get_terminal_size().columns - 1  # some terminals wrap at the last column
+        room = columns - len(f"{label} 100% || {done}/{total}{status}")
+        bar = f" |{{bar:{min(20, room)}}}|" if room > 4 else ""
+        form = "{n_fmt}" if total is None else f"{{percentage:3.0f}}%{bar} {{n_fmt}}/{{total_fmt}}"
+        self._bar.bar_format = f"{label} {form}" + status.replace("{", "{{").replace("}", "}}")
+        self._bar.n, self._bar.total = done, total
+        self._bar.ncols = columns
+        try:
+            self._bar.refresh()
+        except OSError:
+            leave_terminal()
 
     def _done(self, trainer: Trainer) -> int:
         return batches(trainer) if self._unit_of_progress == "batch" else trainer.global_step
@@ -162,18 +190,18 @@ class Progress(ProgressBar):
     def _schedule(self, done: int) -> None:
         """Set the step and the time at which progress is shown next; the earlier counts."""
         self._shown = done
-        self._next_seconds = perf_counter() + (LOG_SECONDS if self._line is None else REDRAW_SECONDS)
-        if self._line is None and self._total is not None:
+        self._next_seconds = perf_counter() + (LOG_SECONDS if self._bar is None else REDRAW_SECONDS)
+        if self._bar is None and self._total is not None:
             stride = math.ceil(self._total / LOG_LINES_A_RUN)
             self._next = min((done // stride + 1) * stride, self._total)
 
     def _show_training(self, trainer: Trainer) -> None:
         done = self._done(trainer)
         status = "".join(f" · {part}" for part in self._status(trainer, done))
-        if self._line is None:
+        if self._bar is None:
             log.info("%s %s%s", self._unit_of_progress, _of_total(done, self._total), status)
         else:
-            self._line.draw("train", done, self._total, status)
+            self._draw("train", done, self._total, status)
         self._schedule(done)
 
     def _status(self, trainer: Trainer, done: int) -> list[str]:
@@ -181,11 +209,11 @@ class Progress(ProgressBar):
         parts = []
         if not trainer.lightning_module.automatic_optimization:
             parts.append(f"step {trainer.global_step}" if self._unit_of_progress == "batch" else f"batch {trained}")
-        shown: set[str] = set() if self._line is not None else {*self._validation}  # a log has a line for these
+        shown: set[str] = set() if self._bar is not None else {*self._validation}  # a log has a line for these
         if (loss := _loss(metrics, "train")) is not None:
-            parts.append(f"loss {_short(loss)}{self._of_step(trainer, trained, done)}")
+            parts.append(f"loss {_short(loss)}")
             shown |= {"train/loss", "train_loss", "loss"}  # names by which the module may log it
-        if self._line is not None and (loss := _loss(self._validation, "val")) is not None:
+        if self._bar is not None and (loss := _loss(self._validation, "val")) is not None:
             parts.append(f"val {_short(loss)}")
             shown |= {"val/loss", "val_loss"}
         parts += [f"{name} {_short(value)}" for name, value in _asked_for(metrics, shown)]
@@ -195,40 +223,6 @@ class Progress(ProgressBar):
             seconds = self._meter.seconds_for((self._total - done) * trained / max(1, done))
             parts += [] if seconds is None else [f"{clock(seconds)} left"]
         return parts
-
-    def _of_step(self, trainer: Trainer, trained: int, done: int) -> str:
-        """Return which step the loss is of, if not of this one: the mean over all devices is taken at logged steps."""
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set past Lightning's declaration
-        logged = trained // every * every if every else trained
-        stays = self._line is None or done == self._total  # a line that is redrawn has the next value soon
-        unit = "step" if trainer.lightning_module.automatic_optimization else "batch"
-        return f" of {unit} {logged}" if stays and logged < trained else ""
-
-    def _start_evaluation(self) -> None:
-        if self._enabled:
-            self._open()
-            self._evaluated_batches = 0
-            self._schedule_evaluation()
-
-    def _schedule_evaluation(self) -> None:
-        seconds = LOG_EVALUATION_SECONDS if self._line is None else REDRAW_SECONDS
-        self._next_evaluation_seconds = perf_counter() + seconds
-
-    def _count_evaluation(self, mode: str, batches: Sequence[int | float]) -> None:
-        self._evaluated_batches += 1
-        if not self._enabled or perf_counter() < self._next_evaluation_seconds:
-            return
-        total = int(sum(batches)) if sum(batches) < math.inf else None
-        if self._line is None:
-            log.info("%s %s", mode, _of_total(self._evaluated_batches, total))
-        else:
-            self._line.draw(mode, self._evaluated_batches, total, "")
-        self._schedule_evaluation()
-
-    def _end_evaluation(self) -> None:
-        if self._line is not None:
-            self._line.clear()
-        self._close()
 
 
 def _total(trainer: Trainer) -> int | None:

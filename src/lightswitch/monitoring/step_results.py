@@ -50,6 +50,10 @@ class Results(_ResultCollection):
         """Forget what the batch before has logged."""
         self._of_step, self.of_batch = None, {}
 
+    def count(self, samples: int) -> None:
+        """Weight what the current batch logs by its number of samples, which Lightning would guess."""
+        self.batch_size = samples
+
     def metrics(self, on_step: bool) -> _METRICS:
         if not on_step:
             return super().metrics(on_step)

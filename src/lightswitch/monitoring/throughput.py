@@ -1,17 +1,26 @@
-"""Speed and memory of training as metrics, and the meter of speed, which the progress bar uses too."""
+"""Speed, memory and the norm of gradients as metrics, and the meter of speed, which the progress bar uses too."""
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Iterable
 from time import perf_counter
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
 from lightswitch.monitoring.step_results import batches, is_logged
+
+log = logging.getLogger(__name__)
 
 
 class Throughput(Callback):
@@ -145,3 +154,43 @@ def peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     units_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * units_bytes
+
+
+class GradNorm(Callback):
+    """Callback that logs `grad_norm` at each logged step: the L2 norm over the optimizer's parameters, before clipping.
+
+    It is the norm of the complete gradient, without the loss scale of 16-mixed. Strategies that don't expose gradients
+    as tensors, DeepSpeed's and Lightning's FSDPStrategy, only get a warning.
+    """
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_exposed = not isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy)
+        if not self._is_exposed and trainer.is_global_zero:
+            name = type(trainer.strategy).__name__
+            log.warning("grad_norm is not logged under %s, which does not expose whole gradients", name)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if not self._is_exposed or not trainer._logger_connector.should_update_logs:
+            return
+        norm = gradient_norm(p for group in optimizer.param_groups for p in group["params"]).item()
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            norm /= float(scaler.get_scale())  # a fused optimizer divides by the loss scale only in its step
+        for logger in trainer.loggers:
+            logger.log_metrics({"grad_norm": norm}, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the L2 norm of all gradients together, a scalar tensor. Collective if parameters are sharded."""
+    norms = [get_total_norm([p.grad for p in those if p.grad is not None]) for those in by_mesh(parameters).values()]
+    return get_total_norm([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
+
+
+def by_mesh(parameters: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
+    """Group the parameters that have gradients by device mesh: torch can't combine DTensors of different meshes."""
+    found: dict[Any, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found[getattr(parameter.grad, "device_mesh", None)].append(parameter)
+    return found

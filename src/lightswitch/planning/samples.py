@@ -13,8 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightswitch.batches.combined import CYCLE, Combined
-from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
+from lightswitch.batches.loaders import CYCLE, Combined, evaluation_loader, obstacle, training_loader
 from lightswitch.batches.order import TrainingSlices
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.errors import Refused
@@ -138,7 +137,7 @@ def first_reads(loaders: Any, plan: BatchPlan, rank: int, seed: int, steps: int)
     found: list[Reads | TrainingSlices] = []
     for loader in _each(loaders):
         if (reason := obstacle(loader)) is not None:
-            combined.add_other(loader)
+            combined.others.append(loader)
             found.append(Reads(reason))
             continue
         slices = training_loader(loader, plan, rank, seed, start, combined).batch_sampler

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightswitch import patches
 from lightswitch.errors import NeedsValues, shown
-from lightswitch.failures.stacks import is_of_others
+from lightswitch.failures.classify import is_of_others
 
 _FLOATS, _INTEGERS, _BOOLS = (0.5, 0.0, -8.0, 8.0), (1, 0, 2, 3), (True, False, True, False)  # the first is the guess
 _MOST_ELEMENTS = 2**20  # largest tensor whose true values are computed

@@ -32,9 +32,8 @@ from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, shown
 from lightswitch.mixins import callbacks_of
-from lightswitch.monitoring.metrics import WORLD, rows_before
-from lightswitch.monitoring.notices import ModelSize
-from lightswitch.monitoring.trackers import Branching, purge
+from lightswitch.monitoring.metrics import WORLD, WandbRun, purge, rows_before
+from lightswitch.monitoring.notices import Notices
 from lightswitch.runs import claim, finished, saved, starts
 from lightswitch.runs import log as run_log
 from lightswitch.runs.starts import Start
@@ -143,7 +142,7 @@ class RunRecord(Callback):
             directory.try_out(self.run_dir / "checkpoints")
         step = _batch_of(trainer).first_logged_step(trainer)
         branching = (
-            [one for one in trainer.loggers if isinstance(one, Branching)] if own and self._branches(before) else []
+            [one for one in trainer.loggers if isinstance(one, WandbRun)] if own and self._branches(before) else []
         )
         for one in branching:
             one.branch()
@@ -214,7 +213,7 @@ def _batch_of(trainer: Trainer) -> GlobalBatch:
 
 def _sizes(trainer: Trainer, plan: BatchPlan) -> dict[str, int]:
     """Return the sizes of model, world and batch, which a config may leave to strategy=auto, the machine or null."""
-    (size,) = (callback for callback in callbacks_of(trainer) if isinstance(callback, ModelSize))
+    (size,) = (callback for callback in callbacks_of(trainer) if isinstance(callback, Notices))
     return {
         **size.counts,
         "nodes": trainer.num_nodes,

@@ -29,7 +29,7 @@ from lightswitch import patches
 from lightswitch.checkpoints import names
 from lightswitch.errors import Refused, listed
 from lightswitch.mixins import Mixin, with_mixin
-from lightswitch.monitoring.grad_norm import by_mesh, gradient_norm
+from lightswitch.monitoring.throughput import by_mesh, gradient_norm
 from lightswitch.strategies.weights import groups
 
 # Forward methods whose weights autocast rounds to 16 bits at each use: linear and convolution (torch, automatic mixed

@@ -22,7 +22,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightswitch.batches.loaders import obstacle, training_loader
 from lightswitch.batches.plan import BatchPlan, Position
-from lightswitch.batches.rank_loader import training_stream
 from lightswitch.errors import Refused
 
 SAMPLES = 61
@@ -92,7 +91,7 @@ def report(name: str, make: Callable[[], Any]) -> str:
 
     def shared(plan: BatchPlan = WHOLE, rank: int = 0, step: int = 0, **options: Any) -> Any:
         loader = kind(make(), 3, **options)
-        return training_stream(loader, plan, rank, 1, Position(step=step), lambda digest: [digest])
+        return training_loader(loader, plan, rank, 1, Position(step=step))
 
     whole = read(shared())
     first, second = (read(shared(CUT, rank)) for rank in range(2))

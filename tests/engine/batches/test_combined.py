@@ -87,7 +87,7 @@ def test_loaders_of_as_many_samples_are_shuffled_each_in_its_own_way(train: Trai
             ("data.mode=sequential",),
             "the training loaders are a CombinedLoader with mode=sequential, which the Trainer",
         ),
-        (("data.mode=null", "data.b=321"), "a training loader of 321 samples, one of several, ends with a batch of 1,"),
+        (("data.mode=null", "data.b=321"), "one of several training loaders ends with a batch of 1,"),
     ],
 )
 def test_what_can_not_be_combined_is_refused_in_a_line(arguments: tuple[str, ...], line: str, train: Train) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, random_split
 
-from lightswitch.batches.generators import mix, seed_generators
+from lightswitch.batches.seeds import mix, seed_generators
 from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.curves import largest_difference, predictions
 from tests.engine.plain import PlainData, PlainModel, Points

@@ -16,10 +16,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
+from lightswitch.batches.loaders import evaluation_loader, obstacle, takes_one, training_loader
 from lightswitch.batches.plan import BatchPlan, Position
-from lightswitch.batches.rank_loader import training_stream
-from lightswitch.batches.stand_ins import takes_one
 from lightswitch.errors import Refused
 
 DATA = TensorDataset(torch.arange(50))
@@ -164,7 +162,7 @@ class Counting(IterableDataset):
 
 def test_a_streams_loader_with_an_iterator_of_its_own_is_refused() -> None:
     with pytest.raises(Refused, match=r"Doubling, has an __iter__ of its own.* type data.sharded_by=dataset"):
-        training_stream(Doubling(Counting(), 2), PLAN, 1, 1, Position(), lambda digest: [digest])
+        training_loader(Doubling(Counting(), 2), PLAN, 1, 1, Position())
 
 
 def _nothing(worker: int) -> None:

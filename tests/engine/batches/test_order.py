@@ -8,12 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightswitch.batches.combined import Combined
-from lightswitch.batches.evaluation import shares
-from lightswitch.batches.order import TrainingSlices, epoch_order
+from lightswitch.batches.loaders import Combined
+from lightswitch.batches.order import EvaluationBatches, TrainingSlices, epoch_order
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.errors import BatchError, Refused
 
@@ -107,8 +106,8 @@ def test_a_random_sampler_draws_its_number_from_the_whole_set(drawn: int) -> Non
 def test_the_samples_of_passes_beside_a_longer_loader_are_counted() -> None:
     combined, plan = Combined(), BatchPlan(12, 12, 1, 1)
     TrainingSlices(RandomSampler(range(24)), 24, False, plan, 0, 1, 0, 0, combined)
-    combined.add_other(range(20))  # a loader of 20 batches that runs unchanged
-    assert combined.samples_before(20, 0) == 240
+    combined.others.append(range(20))  # a loader of 20 batches that runs unchanged
+    assert combined.longest.samples_before(20, 0) == 240
 
 
 def test_drawing_an_order_leaves_the_generator_of_torch_alone() -> None:
@@ -129,12 +128,12 @@ def test_a_loader_that_does_not_shuffle_keeps_its_order() -> None:
 def test_evaluation_reads_each_sample_once_in_equally_many_batches_a_rank(
     samples: int, replicas: int, batch: int
 ) -> None:
-    order = SequentialSampler(range(samples))
+    loader, plan = DataLoader(range(samples), batch), BatchPlan(90, 90, replicas, 1)
     if samples < replicas:
         with pytest.raises(Refused, match=f"{samples} samples of a set, which {replicas} devices can't share"):
-            shares(order, samples, batch, replicas, 0, seed=1)
+            EvaluationBatches(loader, plan, 0, seed=1)
         return
-    slices = [shares(order, samples, batch, replicas, rank, seed=1) for rank in range(replicas)]
+    slices = [EvaluationBatches(loader, plan, rank, seed=1) for rank in range(replicas)]
     ranks = [list(one) for one in slices]
     assert len({len(batches) for batches in ranks}) == 1
     assert [index for rank in ranks for part in rank for index in part] == list(range(samples))

@@ -4,7 +4,6 @@ import pickle
 import random
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, Subset, WeightedRandomSampler
 
-from lightswitch.batches.generators import mix, mix_each, own_generators, seed_generators
 from lightswitch.batches.loaders import training_loader
 from lightswitch.batches.plan import BatchPlan, Position
-from lightswitch.batches.stand_ins import SeededSamples
+from lightswitch.batches.seeds import SeededSamples, mix, mix_each, own_generators, seed_generators
 from tests.engine.conftest import PLAIN_DATA, Train
 from tests.engine.plain import PlainModel
 from tests.runs import context
@@ -86,7 +84,7 @@ class Keeping(Dataset):
     rng: np.random.RandomState | None = None
 
     def __init__(self) -> None:
-        self.transforms = {"train": [Transform(), partial(Transform())]}
+        self.transforms = {"train": Transform(), "val": Transform()}
         self.generator = torch.Generator()
 
     def __len__(self) -> int:
@@ -95,7 +93,7 @@ class Keeping(Dataset):
     def __getitem__(self, index: int) -> float:
         self.rng = self.rng or np.random.RandomState()
         value = torch.rand((), generator=self.generator).item() + self.rng.rand()
-        return sum(transform(value) for transform in self.transforms["train"])
+        return sum(transform(value) for transform in self.transforms.values())
 
 
 class Batched(Keeping):
@@ -103,7 +101,7 @@ class Batched(Keeping):
         return [self[index] for index in indices]
 
 
-@pytest.mark.parametrize("made", [Keeping, lambda: Subset(ConcatDataset([Keeping()]), range(20)), Batched])
+@pytest.mark.parametrize("made", [Keeping, lambda: Subset(Keeping(), range(20)), Batched])
 def test_generators_that_a_dataset_keeps_are_seeded_as_the_global_ones(made: Callable[[], Any]) -> None:
     """A resumed run, and each worker, has others, which have drawn another number of times."""
     samples = SeededSamples(made(), seed=3)
@@ -129,24 +127,32 @@ class OutOfReach(Noisy):
         return (*super().__getitem__(index)[:2], self.draw())
 
 
-@pytest.mark.parametrize(("dataset", "lines"), [(OutOfReach, 1), (Noisy, 0), (Keeping, 0), (Batched, 0)])
+class Deep(Keeping):
+    """Keeps a generator in a transform of a transform."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transforms = {"train": SimpleNamespace(inner=Transform())}
+
+    def __getitem__(self, index: int) -> float:
+        return self.transforms["train"].inner(0.0)
+
+
+@pytest.mark.parametrize(("dataset", "lines"), [(OutOfReach, 1), (Deep, 1), (Noisy, 0), (Keeping, 0), (Batched, 0)])
 def test_a_generator_that_is_out_of_reach_is_reported_once(
     dataset: type[Dataset], lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     samples = SeededSamples(dataset(), seed=3)
     for epoch in range(2):
         samples.__getitems__((epoch, 0, [4, 5]))
-    told = "OutOfReach draws from a random generator that is not seeded: "
+    told = f"{dataset.__name__} draws from a random generator that is not seeded: "
     assert [line.startswith(told) for line in caplog.messages] == [True] * lines
 
 
 def test_only_what_belongs_to_a_dataset_is_seeded() -> None:
     dataset = Keeping()
-    dataset.module, dataset.random, dataset.itself = PlainModel(), random._inst, dataset
-    dataset.module.rng = dataset.default = torch.default_generator
-    dataset.module.rng = random.Random()
+    dataset.random, dataset.itself, dataset.default = random._inst, dataset, torch.default_generator
     assert len(own_generators(dataset)) == 5
-    assert dataset.module.rng not in own_generators(dataset)
 
 
 class NoisyModel(PlainModel):

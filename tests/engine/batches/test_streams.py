@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -20,9 +19,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightswitch.batches.callback import GlobalBatch
+from lightswitch.batches.loaders import evaluation_loader, training_loader
 from lightswitch.batches.plan import BatchPlan, Position
-from lightswitch.batches.rank_loader import evaluation_stream, training_stream
-from lightswitch.batches.stream import packed, unpacked
 from lightswitch.errors import Refused
 from lightswitch.planning.samples import first_samples
 from tests.engine.batches.streams import SizedStream, StatefulStream, Stream, StreamData, WorkerSplit
@@ -42,12 +40,8 @@ class Unseeded(Stream):
         return iter(samples)
 
 
-def _alike(digest: int) -> list[int]:
-    return [digest]
-
-
 def _training(stream: Any, plan: BatchPlan, rank: int = 0, at: Position = ALONE, **arguments: Any) -> DataLoader:
-    return training_stream(DataLoader(stream, 3, **arguments), plan, rank, 1, at, _alike)
+    return training_loader(DataLoader(stream, 3, **arguments), plan, rank, 1, at)
 
 
 def _ids(loader: Any, count: int | None = None) -> list[list[int]]:
@@ -124,7 +118,7 @@ def test_an_evaluation_reads_each_sample_once_in_equally_many_batches_a_rank(
         return
     plan = BatchPlan(batch * replicas, batch, replicas, 1)
     loader = DataLoader(SizedStream(range(samples)), 9)
-    shared = [evaluation_stream(loader, plan, rank, 1, _alike) for rank in range(replicas)]
+    shared = [evaluation_loader(loader, plan, rank, 1) for rank in range(replicas)]
     ranks = [_ids(one) for one in shared]
     assert {len(batches) for batches in ranks} == {len(shared[0])}
     assert sorted(chain(*chain(*ranks))) == list(range(samples))
@@ -185,9 +179,8 @@ def test_a_skip_tells_what_it_has_cost(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_readers_that_begin_with_different_samples_are_refused() -> None:
-    loader = training_stream(
-        DataLoader(Stream(range(9)), 3), BatchPlan(4, 4, 1, 1), 0, 1, ALONE, lambda digest: [digest, digest + 1]
-    )
+    loader = DataLoader(Stream(range(9)), 3)
+    loader = training_loader(loader, BatchPlan(4, 4, 1, 1), 0, 1, ALONE, gather=lambda digest: [digest, digest + 1])
     with pytest.raises(Refused, match=r"the ranks read different samples .* type data.sharded_by=dataset"):
         next(iter(loader))
 
@@ -206,7 +199,7 @@ def test_workers_whose_worker_init_fn_splits_the_dataset_are_refused() -> None:
 
 
 def test_an_evaluation_set_smaller_than_the_world_is_refused() -> None:
-    loader = evaluation_stream(DataLoader(Stream(range(3)), 2), BatchPlan(4, 1, 4, 1), 0, 1, _alike)
+    loader = evaluation_loader(DataLoader(Stream(range(3)), 2), BatchPlan(4, 1, 4, 1), 0, 1)
     with pytest.raises(Refused, match="3 samples of a set, which 4 devices can't share"):
         next(iter(loader))
 
@@ -262,23 +255,6 @@ def test_a_stream_that_is_known_to_split_itself_is_left_as_it_is(tmp_path: Path)
     left = DataLoader(ByNode(range(9)), 3)
     assert trainer.strategy.process_dataloader(left) is left
     assert trainer.strategy.process_dataloader(DataLoader(Stream(range(9)), 3)) is not left
-
-
-def test_a_state_comes_back_as_it_was() -> None:
-    state = {
-        "file": 3,
-        "rng": np.random.RandomState(3).get_state(),
-        "seen": torch.arange(3),
-        "more": [None, (1.5, b"x")],
-    }
-    saved = io.BytesIO()
-    torch.save(packed(state), saved)
-    saved.seek(0)
-    found = unpacked(torch.load(saved, weights_only=True))
-    assert found["rng"][1].dtype == np.uint32
-    assert (found["rng"][1] == state["rng"][1]).all()
-    assert found["rng"][2:] == state["rng"][2:]
-    assert (found["file"], found["more"], found["seen"].tolist()) == (3, [None, (1.5, b"x")], [0, 1, 2])
 
 
 def test_the_buffer_that_a_hugging_face_dataset_shuffles_in_is_no_part_of_its_state() -> None:

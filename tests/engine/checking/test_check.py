@@ -13,7 +13,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lightswitch.checking.check import KINDS, PROMISES, RANKS, REMEDIES, RESUMED, SINGLE, STARTS
+from lightswitch.checking.check import KINDS, PROMISES, REMEDIES, RESUMED, SINGLE, STARTS
 from lightswitch.checking.comparison import Comparison, State, States
 from lightswitch.checking.probe import END, Digest, merged, minus, norm, shards
 from lightswitch.checking.runs import ShortRun
@@ -57,7 +57,7 @@ def test_a_good_module_keeps_all_promises(train: Train) -> None:
     finished = train(*CHECK, _module("Good"), "strategy=fsdp")
     rows, data = _rows(finished), json.loads((finished.run_dir / "check.json").read_text())
     assert list(rows) == ["strategy", "single", "fsdp"]
-    assert rows["single"] == ["-"] * 5 + ["0", "0", "-", "yes"]
+    assert rows["single"] == ["-"] * 4 + ["0", "0", "-", "yes"]
     assert "DIFFERS" not in finished.out
     assert "holds      8 steps, 2 devices: no promise is broken" in finished.out
     cells = {name: row["cells"] for name, row in data["ways"].items()}
@@ -151,17 +151,15 @@ def test_pieces_of_a_tensor_add_up_to_its_digest() -> None:
     whole = torch.randn(3000, 7)
     cuts = [0, 1, 1024, 5000, 5000, 20_999, 21_000]
     pieces = [Piece(whole.reshape(-1)[first:end].clone(), whole.shape, first) for first, end in pairwise(cuts)]
-    digests, unequal = merged([shards({"it": piece}) for piece in pieces])
+    digests = merged([shards({"it": piece}) for piece in pieces])
     assert digests["it"] == pytest.approx(_digest(whole), rel=1e-9)
-    assert not unequal
 
 
-def test_one_bit_is_seen_and_equal_copies_are_not() -> None:
+def test_one_bit_is_seen() -> None:
     one, other = torch.ones(100), torch.ones(100)
     other[17] = torch.nextafter(other[17], torch.tensor(2.0))
     assert 0 < norm(minus(_digest(other), _digest(one))) < 1e-6
-    ranks = [shards({"it": tensor, "odd": torch.tensor(torch.nan)}) for tensor in (one, other, one)]
-    assert merged(ranks)[1] == {"it": [1]}
+    assert norm(minus([math.nan], [math.nan])) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.complex64])
@@ -254,4 +252,3 @@ def test_a_good_module_has_no_difference(strategy: str, pool: Pool, tmp_path: Pa
     compared = {promise: cell for promise, cell in row.cells.items() if cell.largest is not None}
     assert [*compared] == ["logged", "parameters", "optimizer", STARTS, RESUMED, "in one"]
     assert all(cell.status == "holds" and cell.largest < 1e-5 for cell in compared.values())
-    assert row.cells[RANKS].status == "holds"

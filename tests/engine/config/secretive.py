@@ -30,27 +30,19 @@ class SecretData(PlainData):
 
 
 class Stranger(pl.Callback):
-    """Reads the whole store once rank 0 has told what it has, and waits for rank 1; and again in training."""
+    """Reads the whole store once rank 0 has told what it has, and waits for rank 1."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
         if os.environ.get("RANK") == "1":
-            store = _store()
+            place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, False)
+            store = TCPStore(*place, timedelta(seconds=300), wait_for_workers=False)
             store.wait(["meeting/0"])
-            self._keep("before", store)
+            held = "\n".join(f"{key} {store.get(key)!r}" for key in store.list_keys())
+            (self.folder / "before").write_text(held)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.global_rank == 1:
-            self._keep("after", _store())
-        else:
+        if trainer.is_global_zero:
             listening = [one.laddr for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN]
             port = int(os.environ["MASTER_PORT"])
             (self.folder / "served").write_text(" ".join(one.ip for one in listening if one.port == port))
-
-    def _keep(self, name: str, store: TCPStore) -> None:
-        (self.folder / name).write_text("\n".join(f"{key} {store.get(key)!r}" for key in store.list_keys()))
-
-
-def _store() -> TCPStore:
-    place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, False)
-    return TCPStore(*place, timedelta(seconds=300), wait_for_workers=False)

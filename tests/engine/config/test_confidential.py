@@ -6,19 +6,18 @@ import re
 import shlex
 import stat
 from pathlib import Path
-from socket import gethostname
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 import lightswitch
-from lightswitch.cluster import variables
+from lightswitch.cluster.placement import reported_variables
 from lightswitch.compare import run as compare
 from lightswitch.config.confidential import masked_override, public, values
 from lightswitch.errors import Refused
 from lightswitch.runs import saved
-from tests.engine.conftest import PLAIN, Finished, Train, runs_in
+from tests.engine.conftest import Finished, runs_in
 
 SECRET, TYPED = "hunter2-correct-horse", "swordfish-typed"
 KEY = "MIIEvQIBADANBgkqhkiG9w0"
@@ -72,14 +71,11 @@ def test_the_command_that_goes_on_does_not_show_what_was_typed(failed: Finished)
     assert not re.search(f"{SECRET}|{TYPED}|{KEY}", failed.out + failed.err)
 
 
-def test_ranks_meet_on_their_machine_alone_and_the_store_has_digests_until_they_have(
-    failed: Finished, seen: Path
-) -> None:
-    before, after = ((seen / name).read_text() for name in ("before", "after"))
+def test_ranks_meet_on_their_machine_alone_and_the_store_has_no_secret(failed: Finished, seen: Path) -> None:
+    store = (seen / "before").read_text()
     assert (seen / "served").read_text() == "127.0.0.1"
-    assert "meeting/0 " in before
-    assert not re.search(f"{SECRET}|API_TOKEN", before)
-    assert set(re.findall("meeting/[a-z]*", after)) <= {"meeting/place", "meeting/world"}  # which ranks are taken
+    assert "meeting/0 " in store
+    assert not re.search(f"{SECRET}|{TYPED}|{KEY}|{PIN}", store)
     assert not list(failed.run_dir.glob(".meeting_*"))
 
 
@@ -109,13 +105,6 @@ def test_the_model_has_what_its_files_do_not(failed: Finished, monkeypatch: pyte
         lightswitch.load(last, trust=True)
     (run,) = compare.read([failed.run_dir])  # which needs no value
     assert run.config["model.rank"] == "1"
-
-
-@pytest.mark.nightly
-def test_a_rank_with_another_secret_is_named_without_it(train: Train) -> None:
-    refused = train(*PLAIN, "strategy=ddp", "trainer.accelerator=cpu", "tags=[${oc.env:RANK}]", ranks=2, check=False)
-    assert refused.returncode == 2
-    assert f"rank 1 on {gethostname()} has another tags than rank 0 on {gethostname()}; " in refused.err
 
 
 def test_a_config_is_written_resolved_but_for_the_environment_and_secrets(
@@ -152,7 +141,7 @@ def test_a_config_is_written_resolved_but_for_the_environment_and_secrets(
     monkeypatch.setenv("TOKEN", SECRET)
     del cfg.length
     assert public(cfg) == {key: value for key, value in written.items() if key != "length"}
-    assert values(cfg).hidden >= {"one", "two", "three.four", "six.four", "api_key"}
+    assert (values(cfg)["two"], values(cfg)["api_key"]) == ("${oc.env:TOKEN}", "***")
 
 
 SECRETS = """
@@ -178,13 +167,6 @@ def test_what_is_named_like_a_secret_is_no_part_of_a_command_and_settings_are() 
         assert masked_override(f"+data.{override}") == f"+data.{override}"
 
 
-def test_numbers_that_differ_between_ranks_are_shown_and_texts_of_secrets_are_not() -> None:
-    cfg = OmegaConf.create(
-        {"max_tokens": 8, "eos_token": 2, "token": "12", "password": 34, "auth": None, "sort_key": "x"}
-    )
-    assert values(cfg).hidden == {"token", "password"}
-
-
 def test_variables_are_shown_by_name_alone() -> None:
     environ = dict.fromkeys([*HIDDEN, "SLURM_JOB_ID", "RANK"], "7")
-    assert variables.shown(environ) == {"RANK": "7", "SLURM_JOB_ID": "7"}
+    assert reported_variables(environ) == {"RANK": "7", "SLURM_JOB_ID": "7"}

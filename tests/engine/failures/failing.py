@@ -88,12 +88,12 @@ class LaggingModel(PlainModel):
 
 
 class LonelyModel(PlainModel):
-    """Rank 0 alone logs what all ranks have to log."""
+    """Rank 0 alone gathers what all ranks have to gather."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         if batch_idx == 2 and self.trainer.is_global_zero:
-            self.log("rare", loss, sync_dist=True, on_step=True)
+            self.all_gather(loss)
         return loss
 
 

@@ -178,7 +178,7 @@ def test_data_without_batches_are_told_in_a_line(data: tuple[str, ...], line: st
     _is_a_line(refused, f"data: {line}")
 
 
-NO_TEST = "data: FailingData.test_dataloader() returned a NoneType, expected data loaders; return [] if there are none"
+NO_TEST = "An invalid dataloader was returned from `FailingData.test_dataloader()`. Found None."
 LIMIT = "You requested to check 0.01 of the `val_dataloader` but 0.01 * 37 < 1."
 
 

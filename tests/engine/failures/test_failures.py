@@ -6,11 +6,7 @@ import os
 import re
 import signal
 import socket
-import time
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.engine.conftest import PLAIN_DATA, PLAIN_MODEL, Finished, Train
@@ -65,22 +61,6 @@ def test_the_command_returns_once_the_ranks_that_it_started_have_ended(train: Tr
     assert (run.folder / "has ended").exists()
 
 
-@pytest.mark.nightly
-def test_rank_0_that_is_stopped_is_killed_by_the_ranks_that_it_started(train: Train) -> None:
-    def stop(processes: list[BaseProcess]) -> None:
-        rank_0 = psutil.Process(processes[0].pid)
-        deadline = time.monotonic() + 300
-        while not list(Path(rank_0.cwd()).glob("runs/*/mine/metrics.csv")) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        rank_0.suspend()
-
-    slowly = ("model.step_seconds=0.5", "trainer.max_steps=1000", "trainer.log_every_n_steps=1", "model.how=trains")
-    started = ("strategy=ddp", "trainer.devices=2", "watch.lost_after_seconds=10")
-    failed = train(*RUN, *slowly, *started, check=False, meanwhile=stop, timeout_seconds=300)
-    assert failed.returncode == -signal.SIGKILL
-    assert re.match(r"rank 0 of 2 on \S+ failed: process \d+ was lost: nothing heard for 15 s", failed.err)
-
-
 @pytest.mark.parametrize("rank", [1, *at_night(0)])
 def test_a_rank_that_is_killed_is_named(rank: int, train: Train) -> None:
     fsdp = ("strategy=fsdp", "model.where='training_step 1'")  # whose first steps are refused for what it can't do
@@ -127,8 +107,8 @@ def test_a_rank_that_others_wait_for_is_found_wherever_they_stand(train: Train) 
 
 def test_ranks_that_wait_for_one_another_are_told_with_the_line_that_one_alone_has_called(train: Train) -> None:
     failed = train("model._target_=tests.engine.failures.failing.LonelyModel", *RUN[1:], HUNG, ranks=2, check=False)
-    line = r"\S+failing.py:\d+ in training_step: self\.log\(.*"
-    told = rf"waiting    for \d+ s without a batch: .*\nrank 0 at {line}\nrank 1 at "
+    line = r"\S+failing.py:\d+ in training_step: self\.all_gather\(.*"
+    told = rf"waiting    for \d+ s without a batch, .*\nrank 0 at {line}\nrank 1 at "
     assert re.search(told, failed.out + failed.err), failed.err
     assert re.search(rf"^rank 0 of 2 on \S+ hangs at {line}", failed.err, re.MULTILINE)
 
@@ -141,5 +121,5 @@ def test_the_crash_report_holds_what_each_rank_knows(train: Train) -> None:
         told = (report / f"rank_{rank}.txt").read_text()
         assert told.startswith(f"rank {rank} of 2 on ")
         assert "epoch 0, step 2, micro batch 0: samples " in told
-        assert "thread MainThread:" in told
+        assert "hread 0x" in told
         assert f"\nRANK={rank}\n" in told

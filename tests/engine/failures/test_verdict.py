@@ -1,21 +1,13 @@
-"""The rules by which the hub says what failed first, and what it hears of ranks for that."""
+"""The rules by which rank 0 says what failed first, and what it hears of ranks for that."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import linecache
 import pickle
-import queue
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from traceback import walk_stack
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -28,15 +20,15 @@ import lightswitch
 from lightswitch.errors import Failure
 from lightswitch.failures import stopping
 from lightswitch.failures.classify import Rank, failure_of
-from lightswitch.failures.stacks import ThreadPosition, collectives_entered, is_waiting, thread_position
 from lightswitch.failures.stopping import Rounds
-from lightswitch.failures.verdict import ANSWER_SECONDS, RankState, Timeouts, standstill, verdict
+from lightswitch.failures.verdict import ANSWER_SECONDS, Position, RankState, Timeouts, standstill, verdict
+from lightswitch.failures.watchdog import collectives_entered, position
 from tests.engine.monitoring.conftest import Clock
 from tests.pool import Pool
 
 TIMEOUTS = Timeouts(lost_after_seconds=60, hung_after_seconds=1000)
-WAITS = ThreadPosition("distributed.py:1 in all_reduce: wait()", True, 0)
-WORKS = ThreadPosition("model.py:7 in step: f()", False, 0)
+WAITS = Position("distributed.py:1 in all_reduce: wait()", waits=True)
+WORKS = Position("model.py:7 in step: f()", waits=False)
 CLOSED = Failure("rank 0 failed: RuntimeError: Connection closed by peer", follows=True)
 BUG = Failure("rank 1 failed: ValueError: a bug")
 
@@ -66,18 +58,14 @@ def test_an_error_that_follows_from_nothing_is_the_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gone", "oom_kills", "line"),
+    ("lacks_memory", "line"),
     [
-        ([1], 0, "rank 1 of 4 on node1 failed: process 101 ended without an error message: it was killed, or crashed "),
-        ([1], 3, "rank 1 of 4 on node1 failed: process 101 was killed because node1 ran out of memory"),
-        ([2, 3], 0, "node2 was lost: all its processes, ranks 2, 3, ended without an error message"),
+        (False, "rank 1 of 4 on node1 failed: process 101 ended without an error message: it was killed, or crashed "),
+        (True, "rank 1 of 4 on node1 failed: process 101 was killed because node1 ran out of memory"),
     ],
 )
-def test_what_ended_without_a_message_is_named(gone: list[int], oom_kills: int, line: str) -> None:
-    ranks = [
-        _state(number, 2, gone=2.0 if number in gone else None, position=replace(WAITS, oom_kills=oom_kills))
-        for number in range(4)
-    ]
+def test_what_ended_without_a_message_is_named(lacks_memory: bool, line: str) -> None:
+    ranks = [_state(number, 2, gone=2.0 if number == 1 else None, lacks_memory=lacks_memory) for number in range(4)]
     assert verdict(ranks, 2, 2.1, TIMEOUTS) is None
     told = verdict(ranks, 2, 3, TIMEOUTS)
     assert told is not None
@@ -112,7 +100,7 @@ ENTERED, LATE = {"0": 7, "3": 2}, {"0": 6, "3": 2}
     ],
 )
 def test_of_a_hang_the_rank_is_blamed_that_has_not_entered_a_collective(
-    positions: list[ThreadPosition | None], named: int
+    positions: list[Position | None], named: int
 ) -> None:
     ranks = [_state(number, 1001, moved=0, progress=5, position=at) for number, at in enumerate(positions)]
     told = verdict(ranks, 1001, 1002 + ANSWER_SECONDS, TIMEOUTS)
@@ -131,20 +119,17 @@ def test_a_rank_that_runs_ahead_of_its_device_is_not_blamed() -> None:
     assert told.line.startswith("rank 1 of 4 on ")
 
 
-def test_ranks_that_all_wait_at_different_lines_are_told_once_for_a_line() -> None:
-    elsewhere = replace(WAITS, location="model.py:9 in training_step: self.log(), in barrier")
-    ranks = [_state(number, 61, moved=0, position=elsewhere if number == 2 else WAITS) for number in range(12)]
+def test_ranks_at_different_lines_are_told_once_for_a_line() -> None:
+    ranks = [_state(number, 61, moved=0, position=WORKS if number == 2 else WAITS) for number in range(12)]
     told = standstill(ranks, 61)
     assert told is not None
     first, *lines = told.splitlines()
-    assert first.startswith("waiting    for 61 s without a batch: the ranks wait for one another")
-    assert lines == [f"ranks 0, 1, 3, 4, 5, 6, 7, 8 and 3 more at {WAITS.location}", f"rank 2 at {elsewhere.location}"]
+    assert first.startswith("waiting    for 61 s without a batch, with ranks at different lines; ")
+    assert lines == [f"ranks 0, 1, 3, 4, 5, 6, 7, 8 and 3 more at {WAITS.location}", f"rank 2 at {WORKS.location}"]
 
 
-@pytest.mark.parametrize("other", [WAITS, WORKS, None])
-def test_ranks_are_not_told_to_wait_for_one_another_where_one_works_or_all_wait_at_one_line(
-    other: ThreadPosition | None,
-) -> None:
+@pytest.mark.parametrize("other", [WAITS, None])
+def test_ranks_at_one_line_or_one_that_is_not_known_are_not_told(other: Position | None) -> None:
     assert standstill([_state(0, 61, position=WAITS), _state(1, 61, position=other)], 61) is None
 
 
@@ -160,103 +145,15 @@ def test_errors_of_connections_are_taken_for_those_that_follow() -> None:
 
 
 def test_a_position_names_the_line_of_the_code_that_called() -> None:
-    assert "test_verdict.py" in thread_position().location
-    assert not thread_position().waits
-
-
-# Where a rank stands is told by the user's own line, wherever the user's package lies, and whether it waits there
+    assert "test_verdict.py" in position().location
+    assert not position().waits
 
 
 def test_a_package_beside_the_engine_is_the_users_own() -> None:
     beside = str(Path(lightswitch.__file__).parents[1] / "birdsong/net.py")
-    names: dict[str, Any] = {"thread_position": thread_position}
-    exec(compile("def training_step():\n    return thread_position()\n", beside, "exec"), names)
+    names: dict[str, Any] = {"position": position}
+    exec(compile("def training_step():\n    return position()\n", beside, "exec"), names)
     assert names["training_step"]().location.startswith(f"{beside}:2 in training_step")
-
-
-class Loss:
-    """A tensor on a device that does not answer: its methods are C's, and return once it is freed."""
-
-    def __init__(self, freed: threading.Lock) -> None:
-        type(self).__bool__ = type(self).__float__ = type(self).item = type(self).tolist = freed.acquire
-
-    def __add__(self, other: object) -> Loss:
-        return self
-
-
-WAITING = (
-    "loss.item()",
-    "total = 1.0 + (loss + [len('ü')]).item()",
-    "rows = sorted(\n        loss\n        .tolist()\n    )",
-    "while loss:\n        break",
-    "if not loss:\n        total = 1",
-    "total = [value.item() for value in [loss]]",
-    "torch.nn.functional.relu(loss.item())",
-)
-WORKING = ("time.sleep(3600)", "jobs.get(timeout=3600)", "freed.acquire()")
-EXACT = (
-    "time.sleep(float(3600))",  # a wait's name in the same line
-    "freed.acquire(True, float(3600))",
-    "for number in range(10**9):\n        number += 1\n        if ended.is_set():\n            break",
-)
-
-
-@contextmanager
-def _standing(body: str) -> Iterator[FrameType]:
-    """The innermost frame of a thread that stands in a step."""
-    freed, ended = threading.Lock(), threading.Event()
-    freed.acquire()
-    names: dict[str, Any] = {"torch": torch, "time": time, "jobs": queue.Queue(), "freed": freed, "ended": ended}
-    source = f"def step(loss, total=0):\n    {body}\n"
-    linecache.cache["step.py"] = (len(source), None, source.splitlines(keepends=True), "step.py")
-    exec(compile(source, "step.py", "exec"), names)
-    thread = threading.Thread(target=_run, args=(names["step"], Loss(freed)), daemon=True)
-    thread.start()
-    try:
-        yield _frame_that_stands(thread)
-    finally:
-        ended.set()
-        freed.release()
-        names["jobs"].put(None)
-        if "sleep" not in body:  # one that sleeps ends with this process
-            thread.join()
-
-
-def _frame_that_stands(thread: threading.Thread) -> FrameType:
-    """Return a thread's innermost frame once the thread is in the step, and has not moved for a while, or is in a
-    loop."""
-    places: list[tuple[str, int]] = []  # in the step
-    while True:
-        frame = sys._current_frames()[thread.ident or 0]
-        if any(above.f_code.co_filename == "step.py" for above, _ in walk_stack(frame)):
-            places.append((frame.f_code.co_name, frame.f_lasti))
-            is_in_loop = len(set(places)) > 1 and len(places) > 50
-            if (len(places) >= 20 and len({*places[-20:]}) == 1) or is_in_loop:
-                return frame
-        time.sleep(0.01)
-
-
-def _run(step: Callable[[Loss], None], loss: Loss) -> None:
-    with contextlib.suppress(TypeError, queue.Empty):  # a lock's True is no loss
-        step(loss)
-
-
-@pytest.mark.parametrize("body", WAITING)
-def test_a_call_that_waits_for_the_device_is_a_wait_for_other_ranks(body: str) -> None:
-    with _standing(body) as frame:
-        assert is_waiting(frame)
-
-
-@pytest.mark.parametrize("body", WORKING)
-def test_any_other_call_is_not(body: str) -> None:
-    with _standing(body) as frame:
-        assert not is_waiting(frame)
-
-
-@pytest.mark.parametrize("body", EXACT)
-def test_the_call_at_hand_decides_and_not_its_line(body: str) -> None:
-    with _standing(body) as frame:
-        assert not is_waiting(frame)
 
 
 # What a rank has entered is counted as torch's flight recorder does, whether or not that runs

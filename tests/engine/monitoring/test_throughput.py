@@ -10,9 +10,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 
-from lightswitch.monitoring.grad_norm import GradNorm, gradient_norm
 from lightswitch.monitoring.metrics import MetricsFile
-from lightswitch.monitoring.throughput import Meter, Throughput, peak_bytes
+from lightswitch.monitoring.throughput import GradNorm, Meter, Throughput, gradient_norm, peak_bytes
 from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE, Fits
 from tests.engine.monitoring.conftest import Clock

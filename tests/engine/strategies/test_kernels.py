@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightswitch.batches.rank_loader import dense
+from lightswitch.batches.loaders import dense
 from lightswitch.errors import Refused
 from lightswitch.strategies import callbacks as kernels
 from lightswitch.strategies.callbacks import StrategyCallback

@@ -16,7 +16,7 @@ from tests.runs import CHECKOUT
 
 THEN = "0ddfbcd1508d7bb290e16cad60d80b9f083e36cf"  # of 2026-11-23, before the engine was distilled
 MODELS = {"convnet": ("ConvNet", "test_acc"), "gan": ("GAN", "g_loss")}  # the class, and a metric that it logs
-LONGEST_TESTS_SECONDS = 180
+LONGEST_TESTS_SECONDS = 300
 Type = Callable[..., str]
 
 

@@ -25,7 +25,7 @@ def test_a_network_of_torch_geometric_keeps_every_promise_under_every_strategy(t
     paths = {"PYTHONPATH": f"{packages}{os.pathsep}{CHECKOUT}"}
     subprocess.run(command, cwd=tmp_path, env={**os.environ, **paths}, check=False)
     ways = json.loads((tmp_path / "runs/graphs/mine/check.json").read_text())["ways"]
-    kept = {way: {promise["status"] for promise in promises.values()} for way, promises in ways.items()}
+    kept = {way: {cell["status"] for cell in row["cells"].values()} for way, row in ways.items()}
     assert kept.pop("fsdp_tp") == {"refused"}  # it has no plan
     assert len(kept) > 10
     assert set().union(*kept.values()) == {"holds", "none"}
