@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import mlp
 from benchmarks.contenders import CHECKPOINT_STEPS, CLIP_NORM, LOG_STEPS, Turns, raw_steps
 from benchmarks.results import options, publish, row
-from lightswitch.strategies.agreement import Agreement
+from lightswitch.strategies.callbacks import StrategyCallback
 
 CHECKOUT = Path(__file__).parents[1]
 BATCH, PROCESSES = 32, 2
@@ -54,7 +54,7 @@ class DDPTurns(Turns):
 
 def _guard_seconds(trainer: Trainer, module: LightningModule) -> float:
     """Return the seconds per step of the comparison of replicas: its share of a save, and a call in each step."""
-    (guard,) = (one for one in trainer.callbacks if isinstance(one, Agreement))
+    (guard,) = (one for one in trainer.callbacks if isinstance(one, StrategyCallback))
     saves, steps = 20, 1000
     begin = time.perf_counter()
     for _ in range(saves):
@@ -84,7 +84,7 @@ class LookedAt(Callback):
         if block >= 0 and step == 0:
             self._begins.append(time.perf_counter())
         if block % 2:
-            trainer.strategy.looks.ask()  # type: ignore[attr-defined]  # one of the engine's strategies
+            trainer.strategy.to_examine = 1  # type: ignore[attr-defined]  # one of the engine's strategies
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         seconds = [(end - begin) / self.steps for begin, end in pairwise(self._begins)]

@@ -27,9 +27,6 @@ from lightswitch.mixins import Mixin, with_mixin
 log = logging.getLogger(__name__)
 
 
-_MOST_DIMENSIONS = 64  # of a tensor, in torch
-
-
 def hooked(strategy: Strategy) -> HookedStrategy:
     """Return a strategy with the engine's hooks. Call it before the strategy is passed to a Trainer."""
     return with_mixin(HookedStrategy, strategy)  # type: ignore[type-abstract]  # the strategy's class is concrete
@@ -61,7 +58,8 @@ class HookedStrategy(Mixin, Strategy):
     loss_weight: Callable[[], float | Tensor] | None = None
     on_start: Callable[[], None] | None = None
     on_step: Callable[[], None] | None = None
-    _has_told_of_filled_rows = False
+    _has_filled_rows = False
+    _evaluates_losses = False  # an optimizer needs the loss, and ranks have different ones
 
     @classmethod
     def of(cls, trainer: Trainer) -> HookedStrategy:
@@ -76,13 +74,20 @@ class HookedStrategy(Mixin, Strategy):
     def setup_environment(self) -> None:
         with self.meeting() if self.meeting else nullcontext():
             super().setup_environment()
-        self._begin_data()
+        if self.on_data is not None:
+            self.on_data()
+
+    def barrier(self, name: str | None = None) -> None:
+        barrier: Any = super().barrier  # type: ignore[safe-super]  # the strategy's class has one
+        barrier(name)
+        if name == "pre_setup" and self.on_data is not None:  # Lightning's name of the barrier before `setup`
+            self.on_data()
 
     def setup(self, trainer: Trainer) -> None:
         """Set the strategy up, for a module whose tensors can be saved and, on several devices, sent.
 
         Raises:
-            Refused: one is jagged, or sparse, or has no shape yet.
+            Refused: one has no shape yet, or is sparse.
         """
         module = trainer.lightning_module
         named = dict(chain(module.named_parameters(), module.named_buffers()))
@@ -92,34 +97,17 @@ class HookedStrategy(Mixin, Strategy):
                 "pass, but an optimizer and checkpoints need one; call the module on a batch, under torch.no_grad(), "
                 "at the end of its constructor or in setup, or give the layer its number of inputs"
             )
-        special = {name: tensor.layout for name, tensor in named.items() if tensor.layout != torch.strided}
-        if trainer.world_size == 1:  # torch loads a jagged tensor into none but itself
-            saved = module.state_dict() if special else {}
-            special = {name: kind for name, kind in special.items() if kind == torch.jagged and name in saved}
-        if special:
+        if trainer.world_size > 1 and (sparse := [n for n, one in named.items() if one.layout != torch.strided]):
             raise Refused(
-                "sparse tensors can't be sent to other devices, and jagged ones can't be resumed: "
-                f"{listed(sorted(special))}; register their indices and values as buffers, and make the tensors of "
-                "them where they are used; strategy=single takes sparse ones"
+                f"{listed(sorted(sparse))}: sparse and jagged tensors can't be sent to other devices; register their "
+                "indices and values as buffers, and make the tensors of them where they are used"
             )
         super().setup(trainer)
 
-    def barrier(self, name: str | None = None) -> None:
-        barrier: Any = super().barrier  # type: ignore[safe-super]  # the strategy's class has one
-        barrier(name)
-        if name == "pre_setup":  # Lightning's name of the barrier before `setup`
-            self._begin_data()
-
-    def _begin_data(self) -> None:
-        if self.on_data is not None:
-            self.on_data()
-
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The number of data-parallel ranks and the number of this one.
-
-        Lightning multiplies nodes and processes, but launchers may start different numbers of processes on the nodes.
-        """
+        """The number of data-parallel ranks, and the number of this one. Lightning multiplies nodes and processes, but
+        launchers may start different numbers of processes on the nodes."""
         found: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]  # only of strategies with ranks
         if isinstance(self, DDPStrategy) and found["num_replicas"] == self.num_nodes * self.num_processes:
             return {**found, "num_replicas": self.world_size}
@@ -161,22 +149,23 @@ class HookedStrategy(Mixin, Strategy):
         Raises:
             Refused: shapes differ in more than the number of rows.
         """
-        shapes = shapes_of_ranks(tensor, group)
+        # a planned (fake) tensor has no values to exchange
+        shapes = [] if isinstance(tensor, FakeTensor) else of_ranks(tuple(tensor.shape), group)
         if len(set(shapes)) > 1:
             tensor = filled(tensor, shapes)
-            self._tell_of_filled_rows([shape[0] for shape in shapes])
+            rows = [shape[0] for shape in shapes]
+            if getattr(self, "global_rank", 0) == 0 and not self._has_filled_rows:
+                log.info(
+                    "self.all_gather: ranks have from %d to %d rows; shorter tensors are padded by repeating their "
+                    "last row, as Lightning's sampler repeats samples", min(rows), max(rows),
+                )  # fmt: skip
+            self._has_filled_rows = True
         return super().all_gather(tensor, group, sync_grads)  # type: ignore[safe-super]  # the strategy's class has one
-
-    def _tell_of_filled_rows(self, rows: list[int]) -> None:
-        if getattr(self, "global_rank", 0) == 0 and not self._has_told_of_filled_rows:
-            log.info(
-                "self.all_gather: ranks have from %d to %d rows; shorter tensors are padded by repeating their last "
-                "row, as Lightning's sampler repeats samples", min(rows), max(rows),
-            )  # fmt: skip
-        self._has_told_of_filled_rows = True
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        several = getattr(self, "world_size", 1) > 1
+        self._evaluates_losses = several and any(map(needs_closure, self.optimizers))
         if self.on_start is not None:
             self.on_start()
 
@@ -188,11 +177,7 @@ class HookedStrategy(Mixin, Strategy):
 
     @torch.no_grad()
     def multiply_gradients(self, optimizer: Optimizer, factor: Tensor) -> None:
-        """Multiply the gradients of an optimizer's next step.
-
-        Args:
-            factor: a scalar tensor on the strategy's device.
-        """
+        """Multiply the gradients of an optimizer's next step by a scalar tensor on the strategy's device."""
         if (own := getattr(super(), "multiply_gradients", None)) is not None:
             own(optimizer, factor)  # of a strategy that does not expose gradients
             return
@@ -202,14 +187,14 @@ class HookedStrategy(Mixin, Strategy):
                 local.mul_(factor.to(local.device))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "world_size", 1) > 1 and needs_closure(optimizer):
-            closure = partial(self._of_all_ranks, closure)
+        if self._evaluates_losses:
+            closure = partial(self._loss_of_all_ranks, closure)
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         if self.on_step is not None:
             self.on_step()
         return output
 
-    def _of_all_ranks(self, closure: Callable[[], Any]) -> Any:
+    def _loss_of_all_ranks(self, closure: Callable[[], Any]) -> Any:
         """Return the mean of a loss over the samples of all ranks, so that all ranks take the same step and evaluate
         the loss equally often. Collective."""
         loss = closure()
@@ -234,36 +219,17 @@ def _needs_closure(kind: Any) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def numbers_of_ranks(
-    numbers: Sequence[float], device: torch.device, group: dist.ProcessGroup | None = None
-) -> list[list[float]]:
-    """Return the numbers of every rank, in the order of ranks. Collective.
+def of_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return a value of every rank, in the order of ranks. Collective.
 
     Args:
-        device: a device that the group's backend supports.
         group: None for all ranks.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return [[*numbers]]
-    own = torch.tensor(numbers, dtype=torch.float64, device=device)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
-    return [row.tolist() for row in gathered]
-
-
-def shapes_of_ranks(tensor: Tensor, group: Any) -> list[tuple[int, ...]]:
-    """Return the shape of each rank's tensor; an empty list for a single process. Collective.
-
-    A planned (fake) tensor has no values to exchange, and is treated like one of a single process.
-    """
-    if isinstance(tensor, FakeTensor) or not dist.is_available() or not dist.is_initialized():
-        return []
-    own = torch.tensor([tensor.ndim, *tensor.shape, *[0] * (_MOST_DIMENSIONS - tensor.ndim)], device=tensor.device)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    if len(gathered) > 1:
-        dist.all_gather(gathered, own, group=group)
-        return [tuple(sizes[:dimensions]) for dimensions, *sizes in torch.stack(gathered).tolist()]
-    return []
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def filled(tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:

@@ -13,21 +13,7 @@ if TYPE_CHECKING:
 
 
 class Mixin:
-    """Base of mixins. Copies of an object retain its mixin, also in other processes."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _without_state, type(self).__bases__, self.__getstate__()
-
-    def __getstate__(self) -> dict[str, Any]:
-        inherited: Any = super().__getstate__()
-        return dict(inherited or {})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        inherited = getattr(super(), "__setstate__", None)
-        if inherited:
-            inherited(state)
-        else:
-            self.__dict__.update(state)
+    """Base of mixins."""
 
 
 Mixed = TypeVar("Mixed", bound=Mixin)
@@ -41,22 +27,13 @@ def with_mixin(mixin: type[Mixed], given: Any) -> Mixed:
     """
     if isinstance(given, mixin):
         return given
-    own = type(given).__bases__ if isinstance(given, Mixin) else (type(given),)
-    made: Mixed = _without_state(mixin, *own)
-    made.__setstate__(dict(vars(given)))
-    return made
-
-
-def mixed_class(*bases: type) -> Any:
-    """Return a class derived from mixins and, last, the class whose name it takes."""
+    bases = type(given).__bases__ if isinstance(given, Mixin) else (type(given),)
     own = bases[-1]
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    return type(own.__name__, bases, names)
-
-
-def _without_state(*bases: type) -> Any:
-    kind = mixed_class(*bases)
-    return kind.__new__(kind)
+    kind: Any = type(own.__name__, (mixin, *bases), names)
+    made: Mixed = kind.__new__(kind)
+    vars(made).update(vars(given))
+    return made
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:

@@ -115,14 +115,6 @@ PATCHES = (
         "gives zeros to the parameters of a unit that this rank has not used, before its gradients are reduced",
     ),
     Patch(
-        "torch.autograd",
-        "_engine_run_backward",
-        "(t_outputs, *args, **kwargs)",
-        "under FSDP, lets ranks use different parameters, weights the loss of `loss.backward()` and refuses second "
-        "derivatives; under DeepSpeed, refuses `loss.backward()`; restored after the step",
-        for_process=True,
-    ),
-    Patch(
         "lightning.pytorch.callbacks.BaseFinetuning",
         "on_train_epoch_start",
         "(self, trainer, pl_module)",
@@ -183,12 +175,6 @@ PATCHES = (
         "the mesh with up to three dimensions: ModelParallelStrategy sets one with two",
     ),
     Patch(
-        "lightning.pytorch.plugins.MixedPrecision",
-        "scaler",
-        "GradScaler | None",
-        "scales gradients that are sharded over several meshes, and agrees over ranks on the steps to skip",
-    ),
-    Patch(
         "torch.utils.data._utils.worker",
         "_worker_info",
         "WorkerInfo | None",
@@ -220,13 +206,6 @@ PATCHES = (
         "bool",
         "compiled units are not split where DDP's buckets end: each has a separate backward pass, after which "
         "gradients are sent",
-        for_process=True,
-    ),
-    Patch(
-        "torch._dynamo.eval_frame.OptimizedModule",
-        "_opt_mod_attributes",
-        "set",
-        "a compiled module has a separate mapping of parameters, not the inner module's (ZeRO stage 3)",
         for_process=True,
     ),
     Patch(
@@ -269,36 +248,11 @@ PATCHES = (
         "int",
         "continues the step count of a portable checkpoint: DeepSpeed sets it only from its own checkpoints",
     ),
-    *(
-        Patch(
-            f"deepspeed.runtime.zero.{optimizer}",
-            "step",
-            expected,
-            "steps the engine if a module under manual optimization calls it: DeepSpeed's method reduces no gradients",
-        )
-        for optimizer, expected in (
-            ("stage_1_and_2.DeepSpeedZeroOptimizer", "(self, closure)"),
-            ("stage3.DeepSpeedZeroOptimizer_Stage3", "(*args, **kwargs)"),  # as NVTX's decorator has it
-        )
-    ),
     Patch(
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
         "_hp_optimizer_states_linked",
         "bool",
         "loaded states replace those that parameters were linked to",
-    ),
-    Patch(
-        "deepspeed.runtime.base_optimizer.ZeROOptimizer",
-        "loss_scaler",
-        "LossScalerBase",
-        "continues the loss scale of a checkpoint: DeepSpeed sets it only from its own checkpoints",
-    ),
-    Patch(
-        "deepspeed.ops.op_builder.builder.OpBuilder",
-        "_loaded_ops",
-        "dict",
-        "reserves space for each file of an offload to disk: DeepSpeed ignores a write that failed on a full disk",
-        for_process=True,
     ),
     Patch("deepspeed.runtime.base_optimizer.ZeROOptimizer", "external_loss_scale", "float | None", _ITEMS),
     Patch("deepspeed.runtime.base_optimizer.ZeROOptimizer", "custom_loss_scaler", "bool", _ITEMS),
@@ -308,7 +262,6 @@ PATCHES = (
 # would never be called.
 _PL = "lightning.pytorch"
 OVERRIDES = {
-    "deepspeed.runtime.zero.partition_parameters.Init": ("_zero_init_param",),
     "hydra._internal.hydra.Hydra": ("compose_config", "get_mode", "multirun"),
     f"{_PL}.callbacks.ModelCheckpoint": ("_update_best_and_save",),
     f"{_PL}.loops._FitLoop": (
@@ -333,7 +286,6 @@ OVERRIDES = {
     ),
     f"{_PL}.strategies.ModelParallelStrategy": ("_get_process_group_backend",),
     f"{_PL}.strategies.launchers._SubprocessScriptLauncher": ("_call_children_scripts", "launch"),
-    f"{_PL}.strategies.strategy._ForwardRedirection": ("on_after_inner_forward",),
     f"{_PL}.trainer.connectors.logger_connector.logger_connector._LoggerConnector": (
         "epoch_end_reached",
         "metrics",

@@ -27,9 +27,10 @@ from lightswitch.hooked_strategy import hooked
 from lightswitch.loop.hooks import skip_empty_hooks
 from lightswitch.loop.loops import replace_loops
 from lightswitch.monitoring.throughput import GradNorm
+from lightswitch.strategies.agreement import Agreement
+from lightswitch.strategies.callbacks import StrategyCallback
 from lightswitch.strategies.ddp import Single
-from lightswitch.strategies.kernels import FusedStep
-from lightswitch.strategies.known_callbacks import KnownCallbacks
+from lightswitch.strategies.units import Compilation
 from tests.engine.data.pictures import Pictures
 from tests.engine.data.text import Text
 from tests.engine.models.language import LanguageModel
@@ -47,6 +48,7 @@ class Fit:
     Attributes:
         strategy: a file of conf/strategy, with options: "fsdp cpu_offload=true"; or what makes one.
         arguments: others of the Trainer: "precision=bf16-mixed gradient_clip_val=0.1".
+        agrees: ranks compare their replicas.
     """
 
     module: Callable[[], pl.LightningModule]
@@ -57,6 +59,8 @@ class Fit:
     steps: int = 4
     arguments: str = ""
     callbacks: tuple[Callable[[], pl.Callback], ...] = ()
+    agrees: bool = False
+    compilation: Callable[[], Compilation] | None = None
 
     def trainer(self, *callbacks: pl.Callback, logger: Logger | list[Logger] | None = None) -> pl.Trainer:
         """Return a Trainer with these callbacks after the engine's."""
@@ -64,8 +68,11 @@ class Fit:
         ranks = int(os.environ["WORLD_SIZE"])
         replicas = ranks // getattr(strategy := make(), "_tensor_parallel_size", 1)
         plan = BatchPlan.derive(self.global_batch, self.micro_batch, replicas)
-        engine = [GlobalBatch(plan, seed=42), KnownCallbacks()]
-        engine += [FusedStep(), *([] if any(isinstance(one, StepBoundary) for one in callbacks) else [StepBoundary()])]
+        own = StrategyCallback(
+            compilation=self.compilation and self.compilation(), agreement=Agreement() if self.agrees else None
+        )
+        engine = [GlobalBatch(plan, seed=42), own]
+        engine += [] if any(isinstance(one, StepBoundary) for one in callbacks) else [StepBoundary()]
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=ranks,

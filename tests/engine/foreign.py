@@ -96,7 +96,7 @@ class Late(Classifier):
         self.tied_again = nn.Linear(16, 16)
         self.tied_again.weight = self.tied.weight
         self.free = nn.Parameter(torch.randn(16))
-        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.temperature = nn.Parameter(torch.tensor([1.5]))
         self.register_buffer("shift", torch.randn(16))
         self.register_buffer("scale", torch.rand(16) + 1, persistent=False)
         self.norm = nn.BatchNorm1d(8)

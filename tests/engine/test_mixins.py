@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from lightswitch.hooked_strategy import HookedStrategy, hooked
 from lightswitch.mixins import Mixin, with_mixin
-from lightswitch.strategies.ddp import DDP, Single
+from lightswitch.strategies.ddp import Single
 
 
 class _Doubled(Mixin, Precision):
@@ -41,16 +39,6 @@ def test_mixins_add_up_and_each_is_there_once() -> None:
     mixed = with_mixin(_Incremented, with_mixin(_Doubled, Precision()))
     assert mixed.convert_input(3) == 7
     assert with_mixin(_Doubled, mixed) is mixed
-
-
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda mixed: pickle.loads(pickle.dumps(mixed))])
-def test_a_copy_and_what_another_process_gets_have_the_mixin(again: Any) -> None:
-    plugin = again(with_mixin(_Incremented, with_mixin(_Doubled, MixedPrecision("bf16-mixed", "cpu"))))
-    assert (plugin.convert_input(3), plugin.device, type(plugin).__name__) == (7, "cpu", "MixedPrecision")
-    strategy = again(hooked(DDP(bucket_cap_mb=3)))
-    assert isinstance(strategy, HookedStrategy)
-    assert isinstance(strategy, DDP)
-    assert strategy._ddp_kwargs["bucket_cap_mb"] == 3
 
 
 class _Halving(DDPStrategy):

@@ -271,7 +271,6 @@ class LastCheckpoints(Checkpoint):
         self.keep = keep
         self.keep_every_n_steps = keep_every_n_steps
         self._counted_step = 0  # start of the current interval: the step of the last save, or of the start
-        self._batch_start, self._most_steps = 0, 1  # the step at which a batch begins, and the most that one has made
         self._is_saved = True  # whether this folder has the checkpoint of that step
         self._removed: set[Path] = set()
 
@@ -280,23 +279,13 @@ class LastCheckpoints(Checkpoint):
         is_own = resumed is not None and resumed.resolve() == own.resolve()
         # of this step another checkpoint of the run was written, such as the best, before it was killed
         is_due = not is_own and resumed is not None and resumed.resolve().parent == self.folder.resolve()
-        self._batch_start = trainer.global_step
         self._counted_step = trainer.global_step - is_due
         self._is_saved = is_own or resumed is None
         if is_own and trainer.is_global_zero:
             self._point_to(own)  # a run killed between saving and linking left last.ckpt at the previous checkpoint
 
-    def may_save_after_step(self, trainer: Trainer) -> bool:
-        """Return whether a checkpoint may be due after the current step; the same on every rank."""
-        # manual optimization may step each optimizer, or one of them several times
-        step = trainer.global_step + max(self._most_steps, len(trainer.optimizers))
-        ends = trainer.is_last_batch or 0 < trainer.max_steps <= step
-        return ends or step // self.every_n_steps > self._counted_step // self.every_n_steps
-
     def save_if_due(self, trainer: Trainer) -> None:
         """Save a checkpoint if the interval is over; called between steps."""
-        self._most_steps = max(self._most_steps, trainer.global_step - self._batch_start)
-        self._batch_start = trainer.global_step
         if trainer.global_step // self.every_n_steps > self._counted_step // self.every_n_steps:
             self.save(trainer)
 

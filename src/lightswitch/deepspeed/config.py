@@ -15,7 +15,7 @@ from typing import Any
 from lightswitch.errors import nearest
 
 _AUTO = "auto"
-_CLIPPING = "trainer.gradient_clip_val"
+_SOURCES = {"gradient_clipping": "trainer.gradient_clip_val"}
 _DECIDED_ELSEWHERE = {  # keys that a run decides in another way
     "optimizer": "the model's configure_optimizers makes the optimizer",
     "scheduler": "the model's configure_optimizers makes the scheduler",
@@ -113,20 +113,15 @@ def blocks_on_disk(zero: Any) -> list[dict[str, Any]]:
 def _against_run(config: dict[str, Any], run: Run) -> Iterator[str]:
     for key, expected in run.values.items():
         found = config.get(key, _AUTO)
-        if found in (_AUTO, expected):
-            continue
-        if key == "gradient_clipping":
-            instead = f"type {_CLIPPING}={found}" + (f', or use "auto" to clip by {expected:g}' if expected else "")
-            yield f"{key} is {found}, but the run has {expected:g} from {_CLIPPING}; {instead}"
-        else:
-            source = "global_batch_size and micro_batch_size"
-            yield f'{key} is {found}, but the run has {expected:g} from {source}; use "auto"'
+        if found not in (_AUTO, expected):
+            source = _SOURCES.get(key, "global_batch_size and micro_batch_size")
+            yield f'{key} is {found}, but the run has {expected:g} from {source}; set that, and "auto" here'
     for key, begin in (("fp16", "16"), ("bf16", "bf16")):
         enabled = (config.get(key) or {}).get("enabled", _AUTO)
-        if enabled is True and not run.precision.startswith(begin):
-            yield f'{key}.enabled is true, but the run has precision={run.precision}; use "auto", or another precision'
-        if enabled is False and key in precision_blocks(config, run.precision):
-            yield f'{key}.enabled is false, but the run has precision={run.precision}; use "auto", or another precision'
+        is_needed = key in precision_blocks(config, run.precision)
+        if (enabled is True and not run.precision.startswith(begin)) or (enabled is False and is_needed):
+            found = f"{key}.enabled is {str(enabled).lower()}"
+            yield f'{found}, but the run has precision={run.precision}; use "auto", or another precision'
 
 
 # The completed config

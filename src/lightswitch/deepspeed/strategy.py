@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -19,36 +22,42 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers,
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightswitch import patches
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.checkpoints import names
 from lightswitch.deepspeed import config as zero_config
-from lightswitch.deepspeed import disk, placement
-from lightswitch.deepspeed.placement import ZeroPrecision
-from lightswitch.deepspeed.quiet_import import cpu_accelerator, deepspeed
-from lightswitch.deepspeed.state import PortableDeepSpeed
-from lightswitch.deepspeed.writes import WeightGuard
+from lightswitch.deepspeed.state import PortableDeepSpeed, deepspeed, fit_buffers, folder_of, open_folder, parts
 from lightswitch.errors import Refused, listed
 from lightswitch.mixins import callbacks_of
+from lightswitch.strategies.agreement import (
+    broadcast_in_place,
+    broadcast_metric_states,
+    leave_meta,
+    left_on_meta,
+    refuse_left_on_meta,
+)
+from lightswitch.strategies.callbacks import fuse
 from lightswitch.strategies.elementwise import refuse_in_pieces
-from lightswitch.strategies.kernels import fuse
-from lightswitch.strategies.known_callbacks import is_on_nvme
-from lightswitch.strategies.manual_gradients import around_passes
-from lightswitch.strategies.replicas import broadcast_in_place, fill_with_nothing, placeholders
-from lightswitch.strategies.sharded import set_timeouts
-from lightswitch.strategies.trained import Trained, UnusedParameters
+from lightswitch.strategies.sharded import refuse_scripted, set_timeouts
 from lightswitch.strategies.units import is_compiled
-from lightswitch.strategies.writes import WatchedWeights, refuse_bounded_rows
+from lightswitch.strategies.weights import WatchedWeights, refuse_bounded_rows
 
 # DeepSpeed 0.19 calls collectives by their names before torch 2.13
 warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
 
 log = logging.getLogger(__name__)
+
+_cpu_accelerator: Any = importlib.import_module("deepspeed.accelerator.cpu_accelerator")
+_COMPARED_PASSES = 10  # backward passes in which ranks compare which parameters they use
 
 
 class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
@@ -66,8 +75,7 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         timeout: how long a rank waits for another in a collective, as a timedelta.
     """
 
-    _trained: Trained
-    _unused: UnusedParameters
+    _use: ParameterUse
     _guard: WeightGuard | None = None  # of an engine's weights
     _hooks: Sequence[RemovableHandle] = ()
 
@@ -121,15 +129,14 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
             self.precision_plugin.steps_by_hand = not self.lightning_module.automatic_optimization
 
     def _use_disk(self, run_dir: Path) -> None:
-        """Give what is offloaded to disk a folder of this run, and load the operator that writes it. Collective."""
+        """Give what is offloaded to disk a folder of this run, made on each node. Collective."""
         assert self.config is not None
         zero = self.config["zero_optimization"]
         for block in (blocks := zero_config.blocks_on_disk(zero)):
-            block["nvme_path"] = str(folder := disk.folder_of(block["nvme_path"], run_dir))
-            disk.open_folder(folder, self.global_rank, self.local_rank == 0)
+            block["nvme_path"] = str(folder := folder_of(block["nvme_path"], run_dir))
+            open_folder(folder, self.global_rank, self.local_rank == 0)
         if blocks:
             zero.setdefault("stage3_max_reuse_distance", 0)  # a parameter that is kept takes a buffer
-            disk.load_operator()
             self.barrier()
 
     @property
@@ -179,16 +186,18 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Context in which ranks other than 0 build placeholders at stage 3.
+        """Context in which ranks other than 0 build on the meta device at stage 3, where nothing takes memory.
 
         It does not use `deepspeed.zero.Init`, under which changes of a module to its children's parameters are lost or
         fail.
         """
         self._init_config_if_needed()
         assert self.lightning_module is not None
-        with placeholders() if self.zero_stage_3 and self.global_rank > 0 else nullcontext():
+        with torch.device("meta") if self.zero_stage_3 and self.global_rank > 0 else nullcontext():
             yield
-        fill_with_nothing(self.lightning_module)
+        if self.zero_stage_3:
+            refuse_left_on_meta(self.broadcast(left_on_meta(self.lightning_module), src=self.world_size - 1))
+            leave_meta(self.lightning_module)
 
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
         """Create the optimizer before the parameters are partitioned: `configure_optimizers` may read their shapes.
@@ -201,13 +210,12 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         refuse_in_pieces(optimizer)
         refuse_bounded_rows(self.lightning_module)
         casts = str(self.lightning_module.trainer.precision) in ("16-true", "bf16-true")
-        placement.refuse_other_dtypes(self.lightning_module, None if casts else torch.float32)
+        _refuse_other_dtypes(self.lightning_module, None if casts else torch.float32)
         fuse(optimizer)  # before DeepSpeed makes its states
         self.remember_groups(optimizer)
         if self.global_rank == 0:
             _tell_of_hooks(self.lightning_module)
-        placement.let_compiled_modules_hold_parameters()
-        self._place(self.lightning_module)
+        self._place(self.lightning_module, optimizer)
         # the weights are broadcast already, and DeepSpeed 0.19 fails for a scalar parameter
         patches.replace(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda self: None)
         return optimizer, schedulers[0] if schedulers else None
@@ -220,20 +228,19 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
             made: tuple[deepspeed.DeepSpeedEngine, Optimizer] = super()._setup_model_and_optimizer(model, optimizer)
             self._guard_weights(made[0], model)
             return made
-        with _trained_groups(model, optimizer, self.zero_stage_3):
-            engine, stepped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        _leave_trained(optimizer)
+        engine, stepped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        optimizer.register_step_pre_hook(self._before_step)  # DeepSpeed has stepped it once, to make its states
         if engine.managed_gradient_accumulation():
             engine.set_gradient_accumulation_boundary(True)  # the engine must not count micro-batches
-        else:  # manual optimization: a module may also step without Lightning's wrapper
-            patches.replace(stepped, "step", partial(self._step, engine, stepped.step))
-        self._trained, in_groups = Trained(model), {name for group in self._group_names for name in group}
-        parameters = {name: one for name, one in names.parameters(model).items() if name in in_groups}
-        self._unused = UnusedParameters(parameters)
+        in_groups = {name for group in self._group_names for name in group}
+        parameters = names.parameters(model)
+        self._all = {name: (one, one.requires_grad) for name, one in parameters.items()}
+        self._use = ParameterUse({name: one for name, one in parameters.items() if name in in_groups})
         self._guard_weights(engine, model)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._unused.mark_used)  # type: ignore[no-untyped-call]  # untyped in torch
-            for parameter in parameters.values()
-            if parameter.requires_grad
+            parameter.register_post_accumulate_grad_hook(self._mark_used)  # type: ignore[no-untyped-call]  # untyped in torch
+            for parameter in self._use.parameters.values()
         ]
         return engine, stepped
 
@@ -243,22 +250,42 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         if self.zero_stage_3:
-            placement.refuse_other_dtypes(model, None)
+            _refuse_other_dtypes(model, None)
         self._place(model)
         if self.zero_stage_3:
             model, _ = self._setup_model_and_optimizer(model, None)
         self.model = model
 
-    def _place(self, model: nn.Module | None) -> None:
-        """Broadcast rank 0's weights and buffers to each device; at stage 3, shard the weights."""
-        assert model is not None
+    def _place(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+        """Broadcast rank 0's weights and buffers to each device; at stage 3, shard the weights.
+
+        Raises:
+            Refused: stage 3 can't shard a parameter, or a module that holds some.
+        """
         assert self.config is not None
+        dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
+        dtype = next((dtype for name, dtype in dtypes.items() if self.config.get(name, {}).get("enabled")), None)
+        for parameter in model.parameters() if dtype is not None else ():
+            if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
+                parameter.data = parameter.data.to(dtype)
         if self.zero_stage_3:
-            disk.fit_buffers(self.config["zero_optimization"], model, self.world_size)
-            placement.partition(model, self.config, self.root_device)
+            options = optimizer.defaults if optimizer is not None else {}
+            copies = 1 + 2 * ("betas" in options) + bool(options.get("amsgrad"))
+            fit_buffers(self.config["zero_optimization"], model, self.world_size, copies)
+            _refuse_unsharded(model)
+            for unit in filter(is_compiled, model.modules()):
+                # as one, and not module by module: its compiled graph would break at the hooks of each module
+                deepspeed.utils.set_z3_leaf_module(unit, True)
+            swappers = {getattr(parameter, "nvme_swapper", None) for parameter in model.parameters()}  # of a fit before
+            swapper = next(filter(None, swappers), None)
+            deepspeed.zero.Init(module=model, config_dict_or_path=self.config, param_swapper=swapper)
+            model.to(self.root_device)  # buffers and metrics
         else:
-            placement.replicate(model, self.config, self.root_device)
+            model.to(self.root_device)
+            for parameter in model.parameters():
+                broadcast_in_place([parameter])
         self._share_buffers()
+        broadcast_metric_states(model, self.root_device)
 
     def _share_buffers(self) -> None:
         """Broadcast rank 0's buffers, as DDP does: the statistics of batch norms differ by rank."""
@@ -272,60 +299,45 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
     def on_validation_start(self) -> None:
         self._share_buffers()
 
-    def on_test_start(self) -> None:
-        self._share_buffers()
-
-    def on_predict_start(self) -> None:
-        self._share_buffers()
+    on_test_start = on_predict_start = on_validation_start
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Step, after checking that each parameter has a gradient.
-
-        Raises:
-            Refused: a parameter took no part in the loss; DeepSpeed steps whole groups, and can't leave it out.
-        """
-
-        def closure_of_all() -> Any:
-            output = closure()
-            assert self.lightning_module is not None
-            if unused := self._unused.of_step():
-                raise Refused(
-                    f"{listed(unused, 'parameters')} did not contribute to the loss of step "
-                    f"{self.lightning_module.global_step}, but DeepSpeed also updates parameters without a gradient; "
-                    "freeze unused ones (requires_grad=False), or use strategy=fsdp"
-                )
-            # Lightning takes None for a step without a loss, but a module's optimizer_step may have called its closure
-            has_closed = closure is do_nothing_closure and not self.looks.is_at_work
-            return closure if has_closed else output
-
+        assert self.lightning_module is not None
+        if closure is do_nothing_closure and self.lightning_module.automatic_optimization:
+            # a module's optimizer_step has called its closure; Lightning takes None for a step without a loss
+            closure = lambda: True  # noqa: E731
         with self.outside_of_hooks():
-            self._examine_manual_step()
-            output = super().optimizer_step(optimizer, closure_of_all, *args, **kwargs)
+            output = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        self._use.used.clear()
         if getattr(self.optimizers[0], "custom_loss_scaler", False):  # it is for this step's gradients only
             patches.replace(self.optimizers[0], "custom_loss_scaler", False)
         self._share_buffers()
         return output
 
-    def _step(self, engine: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Step DeepSpeed's engine instead of its optimizer, unless the engine is calling."""
-        if engine._running_engine_step:
-            return step(*args, **kwargs)
-        with self.outside_of_hooks():
-            self._examine_manual_step()
-            return engine.step()
-
-    def _examine_manual_step(self) -> None:
-        """Check, within a training step that is examined, that it has written no weights before its optimizer's step.
+    def _before_step(self, *_: Any) -> None:
+        """Check the step of the user's optimizer, over DeepSpeed's flat groups.
 
         Raises:
-            Refused: it has.
+            Refused: a module steps past the engine, which also reduces gradients; or has written weights, in a step
+                that is examined; or a parameter took no part in the loss, which DeepSpeed can't leave out.
         """
-        if self._guard and self.looks.is_at_work and self.looks.is_due:
-            self._guard.refuse_all_written(self._step_name)
-
-    @property
-    def _step_name(self) -> str:
-        return f"training_step of {type(self.lightning_module).__name__}"
+        module, engine = self.lightning_module, self.model
+        assert isinstance(engine, deepspeed.DeepSpeedEngine)
+        assert module is not None
+        if not engine._running_engine_step:
+            raise Refused(
+                f"training_step of {type(module).__name__} steps the optimizer inside of the wrapper "
+                "(self.optimizers().optimizer.step()), and DeepSpeed only reduces gradients in a step of its engine; "
+                "call self.optimizers().step(), or use strategy=ddp or fsdp"
+            )
+        if self._guard and self.is_examined:  # an optimizer's step within a training step
+            self._guard.refuse_all_written(f"training_step of {type(module).__name__}")
+        if unused := self._use.unused():
+            raise Refused(
+                f"{listed(unused, 'parameters')} did not contribute to the loss of step {module.global_step}, but "
+                "DeepSpeed also updates parameters without a gradient; freeze unused ones (requires_grad=False), or "
+                "use strategy=fsdp"
+            )
 
     def multiply_gradients(self, optimizer: Optimizer, factor: Tensor) -> None:
         """Multiply the gradients of this step through the loss scale: DeepSpeed's engine holds the gradients, and
@@ -336,54 +348,32 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
 
     _is_in_backward = False  # a backward pass of Lightning's is running
 
-    def _refuse_own_pass(self, run: Callable[..., Any], accumulates: bool, *args: Any, **kwargs: Any) -> Any:
-        if accumulates and not self._is_in_backward:
+    def _mark_used(self, parameter: Tensor) -> None:
+        """Record that a pass has computed a parameter's gradient.
+
+        Raises:
+            Refused: the pass is `loss.backward()`, which DeepSpeed's engine does not know of.
+        """
+        if not self._is_in_backward:
             raise Refused(
                 f"training_step of {type(self.lightning_module).__name__} calls backward() on a tensor itself, but "
                 "DeepSpeed only reduces and steps the gradients of self.manual_backward(loss); call that, or use "
                 "strategy=ddp or fsdp"
             )
-        return run(*args, **kwargs)
+        self._use.used.add(parameter)
 
     # Weights that are read or written outside of the optimizer
 
-    def whole_weights(self, hook: str) -> AbstractContextManager[None]:
-        return self._guard.in_hook(hook) if self._guard else super().whole_weights(hook)
+    def whole_weights(self, hook: str) -> AbstractContextManager[Any]:
+        return self._guard.in_hook(hook) if self._guard else nullcontext()
 
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.lightning_module is not None
-        is_automatic = self.lightning_module.automatic_optimization
-        with (
-            self.looks.step(),
-            self._guard.in_step(self._step_name, self.looks.is_due) if self._guard else nullcontext(),
-            nullcontext() if is_automatic else around_passes(self._refuse_own_pass),
-        ):
-            return super().training_step(*args, **kwargs)
+    def run_step(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        if self.model is self.lightning_module:  # there is no engine in an evaluation at stages 1 and 2
+            return getattr(self.lightning_module, step)(*args, **kwargs)
+        return super().run_step(step, *args, **kwargs)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._in_evaluation("validation_step"):
-            return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._in_evaluation("test_step"):
-            return super().test_step(*args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._in_evaluation("predict_step"):
-            return super().predict_step(*args, **kwargs)
-
-    @contextmanager
-    def _in_evaluation(self, step: str) -> Iterator[None]:
-        module = self.lightning_module
-        assert module is not None
-        if self._guard is None:
-            yield
-            return
-        with (
-            self.looks.evaluation(step),
-            self._guard.in_step(f"{step} of {type(module).__name__}", self.looks.is_due),
-        ):
-            yield
+    def around_step(self, step: str) -> AbstractContextManager[None]:
+        return self._guard.in_step(step) if self._guard and self.is_examined else nullcontext()
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -412,8 +402,7 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         if not self.model.managed_gradient_accumulation():
             self.model.optimizer.clear_backward_seen_flag()  # or stage 3 accumulates only after a forward pass
         self._is_in_backward = True
-        with self.outside_of_hooks():
-            output = super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+        output = super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
         self._is_in_backward = False  # no try/finally: an error ends the run
         return output
 
@@ -425,30 +414,21 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         """
         super().pre_backward(closure_loss)
         assert self.lightning_module is not None
-        if changed := self._trained.changes():
+        if changed := [name for name, (one, was_trained) in self._all.items() if one.requires_grad != was_trained]:
             raise Refused(
-                f"requires_grad of {listed(list(changed), 'parameters')} has changed since the run began (step "
+                f"requires_grad of {listed(changed, 'parameters')} has changed since the run began (step "
                 f"{self.lightning_module.global_step}), but DeepSpeed trains the parameters that require gradients "
                 "when it is set up; set it in the module's constructor, or use strategy=fsdp"
             )
-        engine, unused = self.model, self._unused
+        engine, use = self.model, self._use
         assert isinstance(engine, deepspeed.DeepSpeedEngine)
         in_each_pass = engine.zero_optimization_stage() > 1
         if closure_loss.requires_grad and (in_each_pass or engine.is_gradient_accumulation_boundary()):
-            closure_loss.register_hook(lambda _: unused.refuse_uneven(in_each_pass))  # type: ignore[no-untyped-call]  # the library has no types for it
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self.outside_of_hooks():  # a callback's hook may save
-            return super().lightning_module_state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        with self.outside_of_hooks():
-            return super().optimizer_state(optimizer)
+            closure_loss.register_hook(lambda _: use.refuse_uneven(in_each_pass))  # type: ignore[no-untyped-call]  # the library has no types for it
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self.outside_of_hooks():
-            super().save_checkpoint(*args, **kwargs)
-        if is_on_nvme(self):
+        super().save_checkpoint(*args, **kwargs)
+        if isinstance(self.config, dict) and zero_config.blocks_on_disk(self.config.get("zero_optimization")):
             self.wait_for_write()  # the next step changes the files, of which there is no copy
 
     def teardown(self) -> None:
@@ -473,6 +453,53 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         engine.destroy()
 
 
+class ParameterUse:
+    """Record of which parameters of the optimizer take part in a step's loss: DeepSpeed steps whole groups.
+
+    Attributes:
+        parameters: by name, those that are trained.
+        used: those of which the step has computed a gradient.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self.used: set[Tensor] = set()
+        self._passes = 0
+
+    def unused(self) -> list[str]:
+        """Return the names of the parameters that this rank has not used in the step so far."""
+        return sorted(name for name, one in self.parameters.items() if one not in self.used)
+
+    def refuse_uneven(self, pass_alone: bool) -> None:
+        """Check, in the first passes, that all ranks use the same parameters, before gradients are reduced. Collective.
+
+        Args:
+            pass_alone: compare what the backward pass that has begun reaches, whatever earlier ones of the step did.
+
+        Raises:
+            Refused: a rank does not use a parameter that another one uses.
+        """
+        self._passes += 1
+        if self._passes > _COMPARED_PASSES or dist.get_world_size() == 1 or dist.get_backend() == "fake":  # planned
+            return
+        used = set() if pass_alone else self.used
+        unreached = {name for name, one in self.parameters.items() if one not in used and not _is_reached(one)}
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, unreached)
+        for rank, its in enumerate(everywhere):
+            if missing := sorted(its ^ everywhere[0]):
+                raise Refused(
+                    f"{listed(missing, 'parameters')} took part in the loss of one of the ranks 0 and {rank}, but not "
+                    "of the other, and DeepSpeed reduces the gradients of all ranks together; use the same parameters "
+                    "on each rank, or strategy=ddp with trainer.strategy.find_unused_parameters=true"
+                )
+
+
+def _is_reached(parameter: nn.Parameter) -> bool:
+    """Return whether the running backward pass will compute a parameter's gradient."""
+    return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+
+
 def _configured(module: LightningModule) -> tuple[Optimizer, list[LRSchedulerConfig]]:
     """Return a module's optimizer, and its schedule, if it has one.
 
@@ -488,26 +515,58 @@ def _configured(module: LightningModule) -> tuple[Optimizer, list[LRSchedulerCon
     return optimizers[0], schedulers
 
 
-@contextmanager
-def _trained_groups(module: nn.Module, optimizer: Optimizer, zero_3: bool) -> Iterator[None]:
+def _leave_trained(optimizer: Optimizer) -> None:
     """Leave only trained parameters in an optimizer's groups, because DeepSpeed steps no others.
 
-    A group without trained parameters gets an unused placeholder, because schedules count groups and DeepSpeed fails
-    for such a group at stages 1 and 2 (0.19). Within the context, the placeholder is a parameter of the module: these
-    stages also look up the name of each parameter.
+    Raises:
+        Refused: a group has none, for which DeepSpeed fails (0.19).
     """
-    some = next(parameter for group in optimizer.param_groups for parameter in group["params"])
-    put: list[str] = []
-    for group in optimizer.param_groups:
-        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-        if not trained:
-            put.append(name := f"in_place_of_group_{len(put)}")
-            nothing = torch.zeros(1, dtype=some.dtype, device=some.device)
-            module.register_parameter(name, nn.Parameter(nothing, requires_grad=not zero_3))
-        group["params"] = trained or [getattr(module, name)]
-    yield
-    for name in put:
-        delattr(module, name)
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+        if not group["params"]:
+            raise Refused(
+                f"parameter group {index} of {type(optimizer).__name__} is frozen, and DeepSpeed can't step a group "
+                "without trained parameters; leave it out of configure_optimizers, or use strategy=fsdp"
+            )
+
+
+def _refuse_other_dtypes(model: nn.Module, kept_in: torch.dtype | None) -> None:
+    """Check that all parameters can be flattened together.
+
+    Args:
+        kept_in: the dtype that they must have; None for that of the first one.
+
+    Raises:
+        Refused: a parameter is complex, or has another dtype.
+    """
+    for name, parameter in names.parameters(model).items():
+        kept_in = kept_in or parameter.dtype
+        if parameter.dtype != kept_in or parameter.is_complex():
+            raise Refused(
+                f"{name} has dtype {parameter.dtype}, but DeepSpeed needs one real dtype for all parameters; use "
+                "strategy=fsdp or ddp"
+            )
+
+
+def _refuse_unsharded(model: nn.Module) -> None:
+    """Check that stage 3 of DeepSpeed 0.19 can shard the parameters.
+
+    Raises:
+        Refused: one is a scalar or empty, or a module that holds some is scripted or wrapped by torch.compile.
+    """
+    refuse_scripted(model)
+    for name, parameter in names.parameters(model).items():
+        if not hasattr(parameter, "ds_id") and (parameter.ndim == 0 or parameter.numel() == 0):
+            has = "no elements" if parameter.ndim else "no dimension"
+            raise Refused(
+                f"{name} has {has}, and DeepSpeed's stage 3 can't shard it; give it the shape (1,), or use "
+                "strategy=deepspeed_stage_2 or fsdp"
+            )
+    if wrapped := [name for name, module in model.named_modules() if isinstance(module, OptimizedModule)]:
+        raise Refused(
+            f"{listed(wrapped)} is wrapped by torch.compile, whose parameters DeepSpeed's stage 3 can't replace by "
+            "shards; leave that to compile=true, or use strategy=fsdp"
+        )
 
 
 def _tell_of_hooks(module: LightningModule) -> None:
@@ -519,7 +578,39 @@ def _tell_of_hooks(module: LightningModule) -> None:
         )  # fmt: skip
 
 
-class _CPU(cpu_accelerator.CPU_Accelerator):  # type: ignore[misc]  # the library has no types for it
+class ZeroPrecision(DeepSpeedPrecision):
+    """Precision plugin that does not cast inputs if DeepSpeed autocasts operations over 32-bit weights.
+
+    The strategy sets both attributes.
+    """
+
+    autocasts = False
+    steps_by_hand = False  # the module uses manual optimization
+
+    def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: DeepSpeed's engine clips by the Trainer's value in each of its steps.
+
+        Raises:
+            Refused: a module under manual optimization clips gradients, which DeepSpeed does not expose.
+        """
+        if self.steps_by_hand:
+            raise Refused(
+                "training_step clips gradients (self.clip_gradients), but DeepSpeed does not expose gradients; use "
+                "strategy=ddp or fsdp"
+            )
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert the module at 16-true and bf16-true; otherwise, return it unchanged, in 32 bits.
+
+        Lightning would also cast its buffers, and make complex ones real.
+        """
+        return super().convert_module(module) if self.precision in ("16-true", "bf16-true") else module
+
+    def convert_input(self, data: Any) -> Any:
+        return data if self.autocasts else super().convert_input(data)
+
+
+class _CPU(_cpu_accelerator.CPU_Accelerator):  # type: ignore[misc]  # the library has no types for it
     """CPU accelerator without the shared-memory collectives, which only inference uses.
 
     DeepSpeed would compile test programs for a minute to find out whether it can compile that operator.
@@ -527,3 +618,148 @@ class _CPU(cpu_accelerator.CPU_Accelerator):  # type: ignore[misc]  # the librar
 
     def create_op_builder(self, op_name: str) -> Any:
         return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
+
+
+# Weights that are accessed outside of forward passes and the optimizer
+
+_OWN = ("deepspeed.", "lightswitch.")  # whose functions gather and free weights, or read shards
+_METADATA = {  # attributes and methods of a tensor that do not access its values
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "is_sparse")
+} | {getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")}
+_METADATA |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_}
+
+
+class WeightGuard:
+    """Checks of the accesses of hooks and steps to a DeepSpeed engine's weights, which are refused where they are lost.
+
+    DeepSpeed steps a copy of the weights, and overwrites them from it. At stage 3, it also frees a weight between its
+    uses, unless the weight is small: code that reads or writes it then gets an empty tensor, without an error.
+
+    Args:
+        engine: DeepSpeed's engine.
+        module: the model.
+        sees_steps: whether the steps can be examined at stage 3; compiled ones can't.
+    """
+
+    def __init__(self, engine: Any, module: nn.Module, sees_steps: bool) -> None:
+        found = [(name, parameter, part) for name, parameter, part in parts(engine, module) if part is not None]
+        self._is_in_parts, self._sees_steps = engine.zero_optimization_stage() == 3, sees_steps
+        self._parameters = {name: parameter for name, parameter, _ in found}
+        self._parts = {name: part for name, _, part in found}
+        self._names = {id(parameter): name for name, parameter, _ in found}
+        # at stages 1 and 2, the tensors to which DeepSpeed copies the weights after a step
+        self._views = {} if self._is_in_parts else {name: one.data for name, one in self._parameters.items()}
+
+    @contextmanager
+    def in_hook(self, hook: str) -> Iterator[Any]:
+        """Context of a hook, with its mode.
+
+        Raises:
+            Refused: it accesses a weight that this rank does not hold whole, or writes one that the optimizer steps.
+        """
+        touched: set[str] = set()
+
+        def touch(name: str) -> None:
+            touched.add(name)
+            if not _is_there(self._parameters[name]):
+                raise Refused(
+                    f"{hook} accesses {name}, of which DeepSpeed's stage 3 holds a shard on each rank; use "
+                    "strategy=fsdp, or strategy=deepspeed_stage_2 to read it"
+                )
+
+        with _Touches(self._names, touch) as mode:
+            yield mode
+        self.refuse_written(hook, touched)
+
+    @contextmanager
+    def in_step(self, step: str) -> Iterator[None]:
+        """Context of a step that is examined, with the checks of `in_hook`.
+
+        At stage 3, gathered weights are compared before DeepSpeed frees them; a compiled step is not seen there.
+        """
+        if not self._is_in_parts:
+            yield
+            self.refuse_all_written(step)
+        elif not self._sees_steps:
+            yield
+        else:
+
+            def check(module: nn.Module, *_: Any) -> None:
+                self.refuse_written(step, {self._names.get(id(one), "") for one in module.parameters(recurse=False)})
+
+            handle = register_module_forward_hook(check)  # it runs before DeepSpeed's, which free the weights
+            with self.in_hook(step):
+                yield
+            handle.remove()  # no try/finally: an error ends the run
+
+    def refuse_all_written(self, where: str) -> None:
+        self.refuse_written(where, self._parts)
+
+    @torch.no_grad()
+    def refuse_written(self, where: str, names: Iterable[str]) -> None:
+        """Check that weights equal the copy that the optimizer steps.
+
+        Args:
+            where: what may have written them.
+            names: parameters; those that this rank does not hold whole are left out.
+
+        Raises:
+            Refused: one does not.
+        """
+        there = [name for name in sorted(names) if name in self._parts and _is_there(self._parameters[name])]
+        differ = torch.stack([self._differs(name) for name in there]).tolist() if there else []
+        if written := [name for name, is_written in zip(there, differ, strict=True) if is_written]:
+            raise Refused(
+                f"{where} writes {listed(written, 'parameters')}, but DeepSpeed keeps another copy of the weights, "
+                "with which it overwrites them after each step; use strategy=fsdp or ddp"
+            )
+
+    def _differs(self, name: str) -> Tensor:
+        parameter, part = self._parameters[name], self._parts[name]
+        own = part.of_whole(parameter.detach())
+        if self._is_in_parts:
+            kept: Tensor = parameter.ds_tensor.narrow(0, 0, part.elements)  # type: ignore[attr-defined]  # DeepSpeed's
+        elif parameter.data_ptr() == self._views[name].data_ptr():
+            kept = part.of(part.flat.detach())
+        else:  # other `data` was assigned, which no step updates
+            return torch.tensor(True, device=own.device)
+        kept = kept.to(own)
+        return ((kept != own) & ~kept.isnan()).any()
+
+
+class _Touches(TorchFunctionMode):
+    """Mode that reports the parameters among the arguments of torch's functions, before each call.
+
+    Args:
+        names: parameter names by the parameter's `id`.
+        touch: called with the name of each such parameter.
+    """
+
+    def __init__(self, names: Mapping[int, str], touch: Callable[[str], None]) -> None:
+        super().__init__()
+        self._names, self._touch = names, touch
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in _METADATA:
+            names = self._names
+            for value in (*args, *kwargs.values()) if kwargs else args:  # runs for each operation of a hook
+                for one in value if type(value) in (list, tuple) else (value,):
+                    if id(one) in names and not _caller().startswith(_OWN):
+                        self._touch(names[id(one)])
+        return func(*args, **(kwargs or {}))
+
+
+def _caller() -> str:
+    """Return the name of the module that calls torch's function, past this file's modes, which may be nested."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
+
+
+def _is_there(parameter: Any) -> bool:
+    """Return whether a parameter is whole on this rank."""
+    return not hasattr(parameter, "ds_status") or parameter.ds_status.name == "AVAILABLE"

@@ -46,11 +46,10 @@ from lightswitch.runs import log as run_log
 from lightswitch.runs import resume
 from lightswitch.runs.record import RunRecord
 from lightswitch.runs.resume import Beginning
-from lightswitch.strategies import known_callbacks
 from lightswitch.strategies.agreement import Agreement
+from lightswitch.strategies.callbacks import StrategyCallback, callback_problems, refused_callbacks
 from lightswitch.strategies.ddp import auto
-from lightswitch.strategies.kernels import AttentionBackends, FusedStep, GarbageBetweenSteps, MatmulPrecision
-from lightswitch.strategies.known_callbacks import KnownCallbacks
+from lightswitch.strategies.units import Compilation
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +224,7 @@ def callbacks_of_engine(
     record: RunRecord,
     watchdog: Watchdog,
     batch: GlobalBatch,
-    compilation: Callback | None,
+    compilation: Compilation | None,
 ) -> list[Callback]:
     """Return the engine's callbacks in the order in which their hooks run.
 
@@ -234,13 +233,8 @@ def callbacks_of_engine(
     engine: list[Callback] = [record, batch]
     losses = None if cfg.on_nan == "ignore" else LossCheck(batch, cfg.on_nan)
     engine.append(Survival(run.signals, watchdog, losses, cfg.init_from, cfg.get("init_names")))
-    engine += [Notices(), KnownCallbacks()]
-    engine += [MatmulPrecision(cfg.matmul_precision), AttentionBackends(), FusedStep()]
-    engine.append(GarbageBetweenSteps())
-    if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1:
-        engine.append(Agreement())
-    if compilation is not None:
-        engine.append(compilation)
+    agreement = Agreement() if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1 else None
+    engine += [Notices(), StrategyCallback(cfg.matmul_precision, compilation, agreement)]
     return engine
 
 
@@ -288,7 +282,7 @@ def trainer_problems(trainer: Trainer, model: LightningModule, cfg: DictConfig) 
     """Yield the reasons why a Trainer's strategy can't run on its devices, or with the model or the callbacks."""
     if cfg.mode == "fit":
         yield from _clips_itself(model, trainer.strategy)
-    yield from known_callbacks.refused(trainer)
+    yield from refused_callbacks(trainer)
 
 
 def problems_elsewhere(
@@ -308,7 +302,7 @@ def problems_elsewhere(
     users = callbacks_of_config(nodes, cfg.trainer)
     refusals += problems_of_parts(model, data, cfg, plan)
     refusals += map(Refused, _clips_itself(model, strategy))
-    refusals += map(Refused, known_callbacks.problems(users, strategy, devices))
+    refusals += map(Refused, callback_problems(users, strategy, devices))
     return refusals
 
 

@@ -27,7 +27,7 @@ from lightswitch.errors import NeedsValues, Refused
 from lightswitch.failures.classify import is_of_another_rank_or_device, raised_in
 from lightswitch.mixins import callbacks_of
 from lightswitch.strategies.sharded import first_name
-from lightswitch.strategies.writes import WatchedWeights
+from lightswitch.strategies.weights import WatchedWeights
 
 _call_callbacks, _call_module, _call_strategy = (
     call._call_callback_hooks,
@@ -45,7 +45,7 @@ _EMPTY_OF_MODULE = {getattr(LightningModule, name) for name in _EMPTY}
 _EVALUATION = ("validation_step", "test_step", "predict_step")
 _EMPTY_OF_STRATEGY = {Strategy.on_train_batch_start}
 STEPS = 3  # number of a process's steps that count as its first
-_KINDS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
+_KINDS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, KeyError)
 _OTHERS = (torch.OutOfMemoryError, torch.distributed.DistError, NeedsValues)  # reported with messages of their own
 _SKIPPED = "by returning"  # in Lightning's errors about a step that returns None
 _READY_TWICE = "Expected to mark a variable ready only once"  # in torch's error about a gradient

@@ -23,13 +23,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightswitch import patches
-from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.loop.hooks import is_observed, refusing
-from lightswitch.mixins import callbacks_of
 from lightswitch.monitoring.step_results import Results, is_logged
-from lightswitch.strategies.writes import Looks, WatchedWeights
 
 log = logging.getLogger(__name__)
 
@@ -84,10 +81,6 @@ class RunLoop(_FitLoop):
         return super().skip and not (self.is_resuming and has_batches)
 
 
-def _last_checkpoints(trainer: Trainer) -> list[LastCheckpoints]:
-    return [callback for callback in callbacks_of(trainer) if isinstance(callback, LastCheckpoints)]
-
-
 class EpochLoop(_TrainingEpochLoop):
     """Loop over the batches of an epoch that does the same as Lightning's, in the same order, with fewer calls.
 
@@ -103,8 +96,6 @@ class EpochLoop(_TrainingEpochLoop):
         self._takes_index = False
         self.begun = 0  # batches that this process has trained on
         self._moves_by_hooks = True
-        self._looks: Looks | None = None
-        self._saves: list[LastCheckpoints] = []
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         """Prepare for an epoch; a resumed run goes on before a step, so it has nothing to repeat or to leave out."""
@@ -112,8 +103,6 @@ class EpochLoop(_TrainingEpochLoop):
         self._results.start_epoch()
         _Loop.restarting.fset(self.trainer.fit_loop, False)  # type: ignore[attr-defined]  # past FitLoop's own setter, which keeps it set by max_steps
         trainer = self.trainer
-        self._saves = _last_checkpoints(trainer)
-        self._looks = trainer.strategy.looks if isinstance(trainer.strategy, WatchedWeights) else None
         owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
         self._moves_by_hooks = (
             any(is_overridden(name, owner) for name in _TRANSFERS for owner in owners)
@@ -194,8 +183,6 @@ class EpochLoop(_TrainingEpochLoop):
             return None, True
         progress.increment_started()
         arguments = self._arguments(batch, batch_idx)
-        if self._looks is not None and self._may_save_after_step:
-            self._looks.ask()
         with trainer.profiler.profile("run_training_batch"):
             if trainer.lightning_module.automatic_optimization:
                 return self.automatic_optimization.run(trainer.optimizers[0], batch_idx, arguments), False
@@ -207,16 +194,6 @@ class EpochLoop(_TrainingEpochLoop):
         if step != self._step:
             self._step, self._takes_index = step, is_param_in_hook_signature(step, "batch_idx", min_args=2)
         return OrderedDict(batch=batch, batch_idx=batch_idx) if self._takes_index else OrderedDict(batch=batch)
-
-    @property
-    def _may_save_after_step(self) -> bool:
-        """True if a checkpoint may be due after this batch: one of the last, or the best after a validation.
-
-        The best is left out if validations are due by the clock, as one may then follow any batch.
-        """
-        by_clock = getattr(self.trainer, "_val_check_time_interval", None) is not None
-        may_be_best = not by_clock and self._is_near_validation
-        return may_be_best or any(saves.may_save_after_step(self.trainer) for saves in self._saves)
 
     @property
     def _is_near_validation(self) -> bool:

@@ -20,7 +20,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightswitch.hooked_strategy import HookedStrategy, numbers_of_ranks
+from lightswitch.hooked_strategy import HookedStrategy, of_ranks
 from lightswitch.monitoring import step_times
 from lightswitch.monitoring.step_times import PHASES, Interval, StepTimes
 from lightswitch.monitoring.throughput import peak_bytes
@@ -151,7 +151,7 @@ class StepTimer(Callback):
         device, steps = trainer.strategy.root_device, max(1, self._measured_steps)
         own = [float(peak_bytes(device)), self._saving_seconds / max(1, self._trained_steps)]
         own += [one / steps for one in (self._overlapped_seconds, *self._seconds.values())]
-        peaks, *columns = zip(*numbers_of_ranks(own, device), strict=True)
+        peaks, *columns = zip(*of_ranks(own), strict=True)
         saving, overlapped, *seconds = (sum(column) / len(column) for column in columns)
         is_too_short = not self._seconds and (self._folder / step_times.FILE).exists()
         if trainer.is_global_zero and not is_too_short:  # else, an earlier start has measured

@@ -36,7 +36,7 @@ from torchmetrics import Metric
 from lightswitch.errors import NeedsValues, Refused
 from lightswitch.failures.classify import one_line
 from lightswitch.planning.ledger import FORWARD, MOST_ELEMENTS, UPDATE, Block, Ledger, Trace, Values, tensors_in
-from lightswitch.strategies.kernels import fuse
+from lightswitch.strategies.callbacks import fuse
 from lightswitch.strategies.sharded import checkpoint_activations, is_mostly_rounded
 from lightswitch.strategies.units import find_units
 

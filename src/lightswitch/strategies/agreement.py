@@ -1,24 +1,26 @@
-"""One rule by which ranks agree: what has to be equal on all is compared, and refused by name where it differs."""
+"""One rule by which ranks agree: they begin with rank 0's values; what differs later is refused by its name."""
 
 from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
+from torchmetrics import Metric
 
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.shards import local
-from lightswitch.errors import UnequalReplicas, listed
-from lightswitch.strategies.writes import FIRST_STEP_ALONE
+from lightswitch.errors import Refused, UnequalReplicas, listed
+from lightswitch.strategies.weights import FIRST_STEP_ALONE
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +29,8 @@ _ROUNDING = 1e-6  # relative tolerance: different machines may round differently
 _BLOCK = 1 << 20  # elements summed at once: a large tensor in 64 bits may not fit in memory beside the tensor
 
 
-class Agreement(Callback):
-    """Callback that compares what ranks hold copies of, after the first three batches, at each epoch and at each save.
+class Agreement:
+    """Comparison of what ranks hold copies of, after the first three batches, at each epoch and at each save.
 
     A parameter that differs ends the run, because a checkpoint holds rank 0's copy. Buffers may differ: batch norms
     take statistics of their rank's samples, and DDP broadcasts rank 0's before each forward pass. Other buffers that
@@ -44,22 +46,20 @@ class Agreement(Callback):
         """Let a run continue even if parameters differ."""
         self._ends_runs = False
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def begin(self) -> None:
+        """Count batches from the start of training."""
         self._batches = 0
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def begin_epoch(self, trainer: Trainer, module: LightningModule) -> None:
         if self._batches > _FIRST_BATCHES:
-            self._compare(trainer, pl_module)
+            self.compare(trainer, module)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def begin_batch(self, trainer: Trainer, module: LightningModule) -> None:
         if 0 < self._batches <= _FIRST_BATCHES:
-            self._compare(trainer, pl_module)
+            self.compare(trainer, module)
         self._batches += 1
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._compare(trainer, pl_module)
-
-    def _compare(self, trainer: Trainer, module: LightningModule) -> None:
+    def compare(self, trainer: Trainer, module: LightningModule) -> None:
         """Compare replicas. Collective.
 
         Raises:
@@ -167,3 +167,103 @@ def _without_statistics(found: Mapping[str, list[int]], module: LightningModule)
     """Return the names that do not belong to a batch norm."""
     norms = {names.own_name(name) for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
     return [name for name in found if name.rpartition(".")[0] not in norms]
+
+
+# Initial values
+
+
+def broadcast_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return rank 0's tensor as a new one on the device. Collective.
+
+    Args:
+        tensor: has the same shape and dtype on every rank; on ranks other than 0, it may be on the meta device.
+    """
+    if dist.get_rank() == 0:
+        value = tensor.detach().to(device).contiguous()
+    else:
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    dist.broadcast(value.flatten().view(torch.uint8), src=0)  # as bytes: NCCL and gloo do not support every dtype
+    return value
+
+
+@torch.no_grad()
+def broadcast_in_place(tensors: Iterable[Tensor]) -> None:
+    """Overwrite tensors in place with rank 0's. Collective.
+
+    Tensors of one dtype and device are sent together, in a concatenated copy.
+    """
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        alike[tensor.dtype, tensor.device].append(tensor)
+    for (_, device), group in alike.items():
+        values = broadcast_tensor(torch.cat([tensor.flatten() for tensor in group]), device)
+        for tensor, value in zip(group, torch.split(values, [tensor.numel() for tensor in group]), strict=True):
+            tensor.copy_(value.view(tensor.shape))
+
+
+def broadcast_weights(modules: Iterable[nn.Module], device: torch.device, done: set[nn.Module]) -> None:
+    """Replace the direct parameters and buffers of modules with rank 0's, on each rank's device. Collective.
+
+    Args:
+        modules: modules to fill, which may be on the meta device on ranks other than 0.
+        done: modules to skip, because they have rank 0's values already; the filled modules are added.
+    """
+    replaced: dict[Tensor, Tensor] = {}  # a tied parameter stays tied
+    for part in [module for module in modules if module not in done]:
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter not in replaced:
+                replaced[parameter] = nn.Parameter(broadcast_tensor(parameter, device), parameter.requires_grad)
+            setattr(part, name, replaced[parameter])
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, broadcast_tensor(buffer, device))
+        done.add(part)
+
+
+def broadcast_metric_states(module: nn.Module, device: torch.device) -> None:
+    """Replace the states of metrics, which are neither parameters nor buffers, with rank 0's. Collective."""
+    for part in module.modules():
+        if isinstance(part, Metric):
+            part._apply(lambda tensor: broadcast_tensor(tensor, device))
+
+
+def left_on_meta(module: nn.Module) -> list[str]:
+    """Return the names of plain tensor attributes on the meta device, which nothing moves to a device."""
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if name not in ("_parameters", "_buffers", "_modules") and not isinstance(part, Metric)
+        if any(isinstance(one, Tensor) and one.is_meta for one in tree_leaves(value))
+    ]
+
+
+def refuse_left_on_meta(names: Sequence[str]) -> None:
+    """Check that ranks other than 0 have the values of all tensors.
+
+    Raises:
+        Refused: they lack some.
+    """
+    if names:
+        raise Refused(
+            f"{', '.join(names)}: a tensor made in configure_model that is neither parameter nor buffer has no values "
+            "on ranks other than 0; use register_buffer"
+        )
+
+
+def leave_meta(module: nn.Module) -> None:
+    """Move what is on the meta device to the host, without values: memory is allocated when it is first written."""
+    for parameter in module.parameters():
+        if parameter.is_meta:
+            made = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+            vars(made).update(vars(parameter))  # attributes that models set on their parameters
+            torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]  # untyped in torch
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(part, name, _on_host(buffer))
+        if isinstance(part, Metric):
+            part._apply(_on_host)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor

@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.device_parser import _select_auto_accelerator
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
@@ -23,9 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused, listed
-from lightswitch.strategies.replicas import broadcast_in_place
-from lightswitch.strategies.trained import Trained
-from lightswitch.strategies.writes import WatchedWeights, refuse_bounded_rows
+from lightswitch.strategies.agreement import broadcast_in_place
+from lightswitch.strategies.weights import refuse_bounded_rows
 
 
 class Single(PortableCheckpoints, SingleDeviceStrategy):
@@ -50,7 +48,7 @@ _BROADCASTS_BUFFERS = next(name for name in _NAMES if name in signature(Distribu
 _WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")  # in torch's long error message
 
 
-class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
+class DDP(PortableCheckpoints, DDPStrategy):
     """Data parallelism: a replica of the model on each device, with averaged gradients.
 
     Args:
@@ -68,8 +66,6 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         start_method: popen starts each other rank by the command of the run, spawn all ranks by torch.multiprocessing
             (lightswitch.launch.spawn, which reads it from the config).
     """
-
-    loses_late_writes = False  # a replica computes with the weights that it steps
 
     def __init__(
         self,
@@ -98,14 +94,14 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         self.find_unused_parameters = find_unused_parameters
 
     def configure_ddp(self) -> None:
-        """Wrap the model in DistributedDataParallel.
+        """Wrap the model in DistributedDataParallel, which averages gradients of what is trained now.
 
         Raises:
-            Refused: the model has a dtype that the backend can't send, or its forward pass changes weights.
+            Refused: the model's forward pass changes weights.
         """
         assert self.lightning_module is not None
-        _refuse_unsendable(self.lightning_module, self.root_device)
-        self._trained = Trained(self.lightning_module)
+        self._parameters = list(self.lightning_module.parameters())
+        self._are_trained = [one.requires_grad for one in self._parameters]
         if self.world_size > 1:
             refuse_bounded_rows(self.lightning_module)
         super().configure_ddp()
@@ -115,61 +111,52 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
 
         Lightning wraps it on another stream, and torch's backward passes would then synchronize the two
         (Lightning-AI/pytorch-lightning#21567).
+
+        Raises:
+            Refused: the backend can't send a dtype of the model's.
         """
-        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+        try:
+            return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+        except RuntimeError as error:
+            if "scalar type" not in str(error):
+                raise
+            dtypes = sorted({str(tensor.dtype) for tensor in chain(model.parameters(), model.buffers())})
+            raise Refused(
+                f"the model has {listed(dtypes)}, one of which {self._get_process_group_backend()} can't send: {error}"
+                "; give its tensors another dtype, or use strategy=fsdp"
+            ) from error
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         is_open = self.find_unused_parameters is None and not self._ddp_kwargs["static_graph"]
         trained = {one for one in self.lightning_module.parameters() if one.requires_grad}
-        needs_to = len(self.optimizers) > 1 or not trained <= self._optimized()
+        optimized = {
+            one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]
+        }
+        needs_to = len(self.optimizers) > 1 or not trained <= optimized
         if is_open and needs_to and isinstance(self.model, DistributedDataParallel):
             self._ddp_kwargs["find_unused_parameters"] = True
             self._wrap_anew()
 
-    def _optimized(self) -> set[Tensor]:
-        return {one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]}
-
     def _wrap_anew(self) -> None:
         self.model = self.lightning_module
-        super().configure_ddp()
+        self.configure_ddp()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         is_first = batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0
-        if is_first and self._trained.changes():  # DDP averages gradients of what was trained when it was made
-            self._trained.refuse_none(self.lightning_module)
+        if is_first and [one.requires_grad for one in self._parameters] != self._are_trained:
             self._wrap_anew()
 
     def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._share_buffers()
-
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        self._share_buffers()
-
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        self._share_buffers()
-
-    def _share_buffers(self) -> None:
         """Give every rank rank 0's buffers, which a checkpoint has, unless each forward pass does so. Collective."""
         assert self.lightning_module is not None
         if not self.broadcast_buffers:
             broadcast_in_place(self.lightning_module.buffers())
 
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """Check that the trained parameters are the ones whose gradients are averaged.
-
-        Raises:
-            Refused: the training step changed `requires_grad` of some.
-        """
-        super().pre_backward(closure_loss)
-        assert self.lightning_module is not None
-        self._trained.refuse_changes(self.lightning_module)
+    on_test_start = on_predict_start = on_validation_start
 
     def _register_ddp_hooks(self) -> None:
         """Register the hook on every device: Lightning silently ignores it on devices other than CUDA."""
@@ -205,33 +192,13 @@ class DDP(WatchedWeights, PortableCheckpoints, DDPStrategy):
         try:
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]  # torch has no types for it
         except RuntimeError as error:
-            waits = [name for name, parameter in self.lightning_module.named_parameters() if parameter.requires_grad]
+            named = zip(self.lightning_module.named_parameters(), self._are_trained, strict=True)
+            waits = [name for (name, _), was_trained in named if was_trained]
             indices = _WITHOUT_GRADIENT.search(str(error))
             unused = [waits[int(index)] for index in indices[1].split()] if indices else waits
             raise Refused(
                 f"{listed(unused, 'parameters')} did not contribute to the loss, but ddp waits for every gradient; "
                 "freeze unused parameters (requires_grad=False), or type trainer.strategy.find_unused_parameters=true"
-            ) from error
-
-
-def _refuse_unsendable(model: nn.Module, device: torch.device) -> None:
-    """Check that the backend can send the dtypes of a model's parameters and buffers. Collective.
-
-    DDP's own error does not name the tensor.
-
-    Raises:
-        Refused: it can't send one of them.
-    """
-    named: dict[torch.dtype, str] = {}
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        named.setdefault(tensor.dtype, name)
-    for dtype, name in named.items():
-        try:
-            dist.broadcast(torch.zeros(1, dtype=dtype, device=device), src=0)
-        except RuntimeError as error:
-            raise Refused(
-                f"{name} has dtype {dtype}, which {dist.get_backend()} of torch {torch.__version__} can't broadcast, "
-                "as ddp has to; give it another dtype, or use strategy=fsdp"
             ) from error
 
 

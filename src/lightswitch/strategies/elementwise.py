@@ -11,7 +11,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,19 +52,6 @@ class Problem:
         return Problem([*map(change, self.starts)], [*map(change, self.weights)])
 
 
-@dataclass(frozen=True)
-class Stepped:
-    """Parameters after some steps.
-
-    Attributes:
-        other_shapes: names of states that hold DTensors of other shapes than their parameter, as of several parameters
-            in a row.
-    """
-
-    parameters: list[Tensor]
-    other_shapes: list[str] = field(default_factory=list)
-
-
 def refuse_in_pieces(optimizer: Optimizer) -> None:
     """Check that an optimizer can step the flat shards of parameters that DeepSpeed makes.
 
@@ -94,32 +81,24 @@ def refuse_sharded(optimizer: Optimizer, mesh: DeviceMesh) -> None:
 
 def _refuse_if_otherwise(make: Make, optimizer: Optimizer, mesh: DeviceMesh) -> None:
     name, devices = type(optimizer).__name__, mesh.size()
-    problem = _problem(2 * devices, devices + _are_uneven(optimizer, devices))
-    problem = problem.changed(lambda tensor: tensor.to(mesh.device_type))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # torch supports fewer operations where some parameter has shards of different sizes
+    are_uneven = any(isinstance(one, DTensor) and one.ndim > 0 and len(one) % devices > 0 for one in parameters)
+    problem = _problem(2 * devices, devices + are_uneven).changed(lambda tensor: tensor.to(mesh.device_type))
+    other_shapes: set[str] = set()
     try:
-        sharded = _stepped(make, problem.changed(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])))
-        found = [_whole(parameter) for parameter in sharded.parameters]
+        shards = problem.changed(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
+        found = [parameter.full_tensor() for parameter in _stepped(make, shards, other_shapes)]  # type: ignore[attr-defined]  # of a DTensor
     except Exception as error:
         message = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         raise Refused(f"{name} fails with sharded parameters: {message}; use strategy=ddp") from error
-    if not _are_alike(_stepped(make, problem).parameters, found, problem.starts, _HALF_ROUNDING):
+    if not _are_alike(_stepped(make, problem), found, problem.starts, _HALF_ROUNDING):
         raise Refused(f"{name} would train differently with sharded parameters; use strategy=ddp")
-    if sharded.other_shapes:  # a resume lays states out like the parameters of their shape
+    if other_shapes:  # a resume lays states out like the parameters of their shape
         raise Refused(
-            f"{name} keeps shards of another shape than its parameters' ({listed(sharded.other_shapes)}), from which a "
+            f"{name} keeps shards of another shape than its parameters' ({listed(sorted(other_shapes))}), from which a "
             "sharded run can't be resumed; use strategy=ddp"
         )
-
-
-def _are_uneven(optimizer: Optimizer, devices: int) -> bool:
-    """Return whether some parameter has shards of different sizes, for which torch supports fewer operations."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return any(isinstance(one, DTensor) and one.ndim > 0 and len(one) % devices > 0 for one in parameters)
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    assert isinstance(parameter, DTensor)
-    return parameter.full_tensor()
 
 
 def _makers(optimizer: Optimizer) -> list[Make]:
@@ -168,12 +147,11 @@ def _is_elementwise(make: Make) -> bool:
     problem = _problem(4, 3)
     whole = _stepped(make, problem)
     try:
-        one, other = (_stepped(make, problem.changed(half)) for half in (_first_half, _second_half))
+        halves = [_stepped(make, problem.changed(partial(_half, index))) for index in (0, 1)]
     except Exception:  # it does not support vectors
         return False
-    pairs = zip(one.parameters, other.parameters, problem.starts, strict=True)
-    joined = [torch.cat(halves).view_as(start) for *halves, start in pairs]
-    return _are_alike(whole.parameters, joined, problem.starts, _ROUNDING)
+    joined = [torch.cat(both).view_as(start) for *both, start in zip(*halves, problem.starts, strict=True)]
+    return _are_alike(whole, joined, problem.starts, _ROUNDING)
 
 
 def _problem(rows: int, other_rows: int) -> Problem:
@@ -185,15 +163,17 @@ def _problem(rows: int, other_rows: int) -> Problem:
     return Problem(starts, [torch.linspace(0.1, 3, start.numel()).view_as(start) for start in starts])
 
 
-def _first_half(tensor: Tensor) -> Tensor:
-    return tensor.chunk(2)[0].flatten()
+def _half(index: int, tensor: Tensor) -> Tensor:
+    return tensor.chunk(2)[index].flatten()
 
 
-def _second_half(tensor: Tensor) -> Tensor:
-    return tensor.chunk(2)[1].flatten()
+def _stepped(make: Make, problem: Problem, other_shapes: set[str] | None = None) -> list[Tensor]:
+    """Return parameters after some steps.
 
-
-def _stepped(make: Make, problem: Problem) -> Stepped:
+    Args:
+        other_shapes: receives the names of states that hold DTensors of other shapes than their parameter, as of
+            several parameters in a row.
+    """
     parameters = [torch.nn.Parameter(start.clone()) for start in problem.starts]
     optimizer = make([*parameters])
 
@@ -210,13 +190,12 @@ def _stepped(make: Make, problem: Problem) -> Stepped:
         for _ in range(_STEPS):
             closure()
             optimizer.step(*[closure] if "closure" in inspect.signature(optimizer.step).parameters else [])
-    other_shapes = {
-        str(key)
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-        if any(isinstance(leaf, DTensor) and leaf.shape != parameter.shape for leaf in tree_leaves(value))
-    }
-    return Stepped([parameter.detach() for parameter in parameters], sorted(other_shapes))
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            is_other = any(isinstance(one, DTensor) and one.shape != parameter.shape for one in tree_leaves(value))
+            if is_other and other_shapes is not None:
+                other_shapes.add(str(key))
+    return [parameter.detach() for parameter in parameters]
 
 
 def _are_alike(own: list[Tensor], others: list[Tensor], starts: list[Tensor], tolerance: float) -> bool:

@@ -53,20 +53,11 @@ class EMA(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the module's weights, which the strategy has sharded."""
-        if not isinstance(trainer.strategy, PortableCheckpoints):
-            raise Refused(f"callbacks.ema: {type(trainer.strategy).__name__} has no shards; use strategy=ddp or fsdp")
-        self._begin(pl_module)
-
-    def _begin(self, module: LightningModule) -> None:
-        self._updates, self._trained = 0, {}
-        self._averages = {}
-        for name, stored in self._live(module).items():
+        self._updates, self._step, self._trained, self._averages = 0, trainer.global_step, {}, {}
+        for name, stored in self._live(pl_module).items():
             weight = local(stored)
             dtype = torch.float32 if weight.dtype in _IN_16_BITS else weight.dtype
             self._averages[name] = weight.to(self.device or weight.device, dtype, copy=True)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step = trainer.global_step
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -85,27 +76,20 @@ class EMA(Callback):
                 average.copy_(weight)
         self._updates += 1
 
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._swap(pl_module)
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._swap(pl_module)
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._swap(pl_module)
-
-    def _swap(self, module: LightningModule) -> None:
         """Let the module hold the averages, or, if it does, the trained weights again. Collective."""
         if not self._averages:
             return
         # in Lightning's inference mode, a strategy would gather tensors that can't be trained
         with torch.inference_mode(False), torch.no_grad():
-            live = {name: local(stored) for name, stored in self._live(module).items()}
+            live = {name: local(stored) for name, stored in self._live(pl_module).items()}
             values = self._trained or self._averages
             self._trained = {} if self._trained else {name: weight.clone() for name, weight in live.items()}
             for name, weight in live.items():
                 weight.copy_(values[name])
-            _strategy(module).parameters_changed()
+            _strategy(pl_module).parameters_changed()
+
+    on_validation_epoch_start = on_validation_epoch_end = on_train_end
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if not self._averages:
@@ -120,7 +104,8 @@ class EMA(Callback):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         with torch.no_grad():
-            self._begin(pl_module)
+            self.on_fit_start(trainer, pl_module)
+            self._step = checkpoint["global_step"]
             if STATE in checkpoint:
                 strategy, live = _strategy(pl_module), self._live(pl_module)
                 strategy.read("model", _like(live, self._averages, live))
@@ -153,5 +138,6 @@ def _like(live: Mapping[str, Stored], values: Mapping[str, Tensor], wanted: Mapp
 
 def _strategy(module: LightningModule) -> PortableCheckpoints:
     strategy = module.trainer.strategy
-    assert isinstance(strategy, PortableCheckpoints)
+    if not isinstance(strategy, PortableCheckpoints):
+        raise Refused(f"callbacks.ema: {type(strategy).__name__} has no shards to average; use strategy=ddp or fsdp")
     return strategy

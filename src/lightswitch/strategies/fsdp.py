@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -15,8 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
-from torch.distributed.constants import default_pg_timeout
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -34,36 +32,36 @@ from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.shards import Stored
 from lightswitch.errors import Refused
 from lightswitch.mixins import with_mixin
-from lightswitch.strategies.elementwise import refuse_sharded
-from lightswitch.strategies.gathered_writes import (
-    GatheredCopies,
-    ShardsInHook,
-    let_data_be_assigned,
-    let_numbers_be_read,
-    of_fsdp,
-    reduce_as_if_trained,
-    refuse_pickles,
+from lightswitch.strategies.agreement import (
+    broadcast_in_place,
+    broadcast_metric_states,
+    broadcast_weights,
+    left_on_meta,
+    refuse_left_on_meta,
 )
-from lightswitch.strategies.lone_reads import LoneReads
-from lightswitch.strategies.manual_gradients import around_passes, own_weight, weighted
-from lightswitch.strategies.replicas import broadcast_in_place, broadcast_metric_states, broadcast_weights, left_on_meta
+from lightswitch.strategies.elementwise import refuse_sharded
 from lightswitch.strategies.sharded import (
     ClipsOverMeshes,
     Originals,
-    UnscalesOverMeshes,
+    UnevenUse,
     checkpoint_activations,
     first_name,
     gathered_parts,
     is_mostly_rounded,
+    reduce_as_if_trained,
     refuse_hooks,
     refuse_scripted,
     replicated_parameters,
     set_timeouts,
 )
-from lightswitch.strategies.trained import Trained, WatchedForward
-from lightswitch.strategies.uneven import UnevenUse
 from lightswitch.strategies.units import called_parts, find_units
-from lightswitch.strategies.writes import WatchedWeights, refuse_bounded_rows
+from lightswitch.strategies.weights import (
+    GatheredCopies,
+    ShardsInHook,
+    WatchedWeights,
+    let_shards_be_used,
+    refuse_bounded_rows,
+)
 
 log = logging.getLogger(__name__)
 
@@ -147,19 +145,16 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
 
     def _mesh(self) -> DeviceMesh:
         tensor_parallel = int(self._tensor_parallel_size)
-        shards = self._devices_of_a_replica(tensor_parallel)
+        shards = self.world_size // tensor_parallel
+        if self.sharding_strategy == "NO_SHARD":
+            shards = 1
+        elif self.sharding_strategy == "HYBRID_SHARD":
+            shards = self.shard_size or self.num_processes // tensor_parallel
         replicas = self.world_size // shards // tensor_parallel
         sizes = {"replicate": replicas, "shard": shards, "tensor_parallel": tensor_parallel}
         # each dimension is a process group, and torch 2.8 can't make groups with two kinds of backends (pytorch#159200)
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         return init_device_mesh(self.root_device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
-
-    def _devices_of_a_replica(self, tensor_parallel: int) -> int:
-        if self.sharding_strategy == "NO_SHARD":
-            return 1
-        if self.sharding_strategy == "HYBRID_SHARD":
-            return self.shard_size or self.num_processes // tensor_parallel
-        return self.world_size // tensor_parallel
 
     @property
     def _data_parallel_mesh(self) -> DeviceMesh:
@@ -199,26 +194,31 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            assert self.lightning_module is not None
             for optimizer in self.optimizers:
                 refuse_sharded(optimizer, self.device_mesh["shard"])
+                if not self.lightning_module.automatic_optimization:  # it may have run `loss.backward()`
+                    optimizer.register_step_pre_hook(lambda *_: self.uses.settle())
         self.setup_precision_plugin()
 
     def _shard(self) -> nn.Module:
         model = self.prepared()
         originals = Originals(model)
         units = find_units(model, self.units)
-        roots = self._roots(model)
+        # in parts, each submodule that the step calls gathers its own parameters; others are whole on each device
+        roots = called_parts(model) if self._gathers_parts else [model]
         self._replicated: set[nn.Parameter] = set()
         # roots before units, because they gather parameters of units that stay in 32 bits; inner units before outer
         sharded = list(dict.fromkeys([*roots, *reversed(units.values())]))
         inner = [unit for unit in units.values() if unit not in roots]
-        self._halved = {unit for unit in inner if self._gathers_rounded and is_mostly_rounded(unit)}
+        # matrices to be gathered in 16 bits, to which autocast would round them anyway
+        rounds = self._autocast_dtype is not None and self.mixed_precision.param_dtype is None
+        self._halved = {unit for unit in inner if rounds and is_mostly_rounded(unit)}
         of, done = gathered_parts(model, roots, sharded, self._halved), set[nn.Module]()
         for module in dict.fromkeys([*sharded, model]):
             broadcast_weights(of[module], self.root_device, done)
             if module in sharded:
                 self._shard_unit(module, of[module], is_root=module in roots)
-                originals.restore_when_gathered(module)
         self._shard_roots = [root for root in roots if isinstance(root, FSDPModule)]
         originals.restore_attributes()
         originals.refuse_uses()
@@ -227,29 +227,17 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
             _gather_ahead([*roots, *units.values()], self.prefetch)
         broadcast_metric_states(model, self.root_device)
         replicated = [one for one in model.parameters() if one in self._replicated]
-        self.uses = UnevenUse(model, sharded, replicated, self.root_device)
+        self.uses = UnevenUse(model, sharded, replicated, self.root_device, self._own_weight)
         own_names = {parameter: name for name, parameter in names.parameters(model).items()}
         self._in_shards = [(name, one) for one, name in own_names.items() if isinstance(one, DTensor)]
         if not self._in_shards:
-            raise Refused(f"there is nothing to shard in {_name(model)}; use strategy=ddp")
+            raise Refused(f"there is nothing to shard in {first_name(model)}; use strategy=ddp")
         if self.is_global_zero:
             self._report(module for module in dict.fromkeys([*roots, *units.values()]) if module is not model)
-        self._trained = Trained(model)
-        self._forward_redirection = WatchedForward(self._trained)
-        let_data_be_assigned()
-        let_numbers_be_read()
-        refuse_pickles()
+        let_shards_be_used()
         instead = "" if self._gathers_parts else "type trainer.strategy.gather=parts, "
-        GatheredCopies(of_fsdp(model, own_names), self.looks, instead)
-        self._lone_reads = LoneReads(self.broadcast(secrets.token_hex(8)), self._timeout or default_pg_timeout)
+        GatheredCopies(model, own_names, self, instead)
         return model
-
-    def _roots(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules whose forward passes gather the parameters that belong to no unit.
-
-        Where each submodule that the step calls gathers its own parameters, all others are whole on each device.
-        """
-        return called_parts(model) if self._gathers_parts else [model]
 
     @property
     def _gathers_parts(self) -> bool:
@@ -275,11 +263,7 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
         refuse_hooks(module.named_parameters())
         refuse_scripted(module)
         refuse_bounded_rows(module)
-        if lost := self.broadcast(left_on_meta(module), src=self.world_size - 1):
-            raise Refused(
-                f"{', '.join(lost)}: a tensor made in configure_model that is neither parameter nor buffer has no "
-                "values on ranks other than 0; use register_buffer"
-            )
+        refuse_left_on_meta(self.broadcast(left_on_meta(module), src=self.world_size - 1))
         model = self.precision_plugin.convert_module(module)
         return self._layer_sync.apply(model) if self._layer_sync else model
 
@@ -291,11 +275,12 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
         others = {parameter for parameter in module.parameters() if parameter not in own}
         cut = {parameter for parameter in own if isinstance(parameter, DTensor)}
         self._replicated |= replicated_parameters(module, others | cut | self._replicated)
+        frees = self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
         shards = fully_shard(
             module,
             mesh=self._data_parallel_mesh,
             # the backward pass begins with the root's parameters, but a part may be stepped or written before it
-            reshard_after_forward=self._gathers_parts or (self._frees_after_forward and not is_root),
+            reshard_after_forward=self._gathers_parts or (frees and not is_root),
             mp_policy=self._policy(module),
             offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
             ignored_params=self._replicated | others,
@@ -311,17 +296,12 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
         return MixedPrecisionPolicy(dtype, reduced or (dtype and torch.float32), cast_forward_inputs=False)
 
     @property
-    def _gathers_rounded(self) -> bool:
-        """True if matrices are gathered in 16 bits, to which autocast would round them anyway."""
-        return self._autocast_dtype is not None and self.mixed_precision.param_dtype is None
-
-    @property
     def _autocast_dtype(self) -> torch.dtype | None:
         plugin = self.precision_plugin
         return _ROUNDS_TO[plugin.precision] if isinstance(plugin, MixedPrecision) else None
 
     def _report(self, units: Iterable[nn.Module]) -> None:
-        kinds = Counter(map(_name, units))
+        kinds = Counter(map(first_name, units))
         found = ", ".join(f"{count} {name}" for name, count in kinds.items()) or "the whole model"
         mesh = zip(self.device_mesh.mesh_dim_names or (), self.device_mesh.shape, strict=True)
         over = " × ".join(f"{name} {size}" for name, size in mesh if size > 1) or "one device"
@@ -330,113 +310,45 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
             log.warning("cpu_offload does nothing on the CPU: parameters are in its memory")
 
     @property
-    def _frees_after_forward(self) -> bool:
-        return self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
-
-    @property
     def _offloads(self) -> bool:
         return self.cpu_offload and self.root_device.type != "cpu"
 
     def setup_precision_plugin(self) -> None:
         self.precision_plugin = plugin = with_mixin(ClipsOverMeshes, self.precision_plugin)
-        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-            patches.replace(plugin, "scaler", with_mixin(UnscalesOverMeshes, plugin.scaler))
+        plugin.scale_over_meshes()
         super().setup_precision_plugin()
 
-    # Steps run through the forward pass of the root, whose hooks gather the parameters that belong to no unit
+    # Steps
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        assert self.lightning_module is not None
+    def on_train_start(self) -> None:
+        super().on_train_start()
         refuse_hooks(self._in_shards)  # of a hook such as on_fit_start
-        if batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:
-            self._trained.changes()  # from here on, the step may make none
 
-    @contextmanager
-    def whole_weights(self, hook: str) -> Iterator[None]:
-        """Let a hook read and write weights as in one process, and refuse one in which not all ranks read.
-
-        Raises:
-            Refused: a rank reads a weight alone.
-        """
+    def whole_weights(self, hook: str) -> AbstractContextManager[Any]:
+        """Return a context in which a hook computes with shards."""
         self.free_gathered()  # what is still gathered after a forward pass is a copy, and writes to it would be lost
-        compare = self._lone_reads.checked(hook)
-        with ShardsInHook(hook, self._in_shards, compare):
-            yield
-        if compare is not None:
-            compare(False)
+        return ShardsInHook(hook, self._in_shards)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context(), self.looks.step(), self.in_passes():
-            return self._redirected("training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._evaluated("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._evaluated("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._evaluated("predict_step", *args, **kwargs)
-
-    def _evaluated(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        with self.looks.evaluation(step):
-            return self._redirected(step, *args, **kwargs)
-
-    def _redirected(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        assert self.model is not None
-        assert self.lightning_module is not None
+    def run_step(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a step through the root's forward pass, whose hooks gather the parameters that belong to no unit."""
         if self._gathers_parts:
             return getattr(self.lightning_module, step)(*args, **kwargs)
-        return self._forward_redirection(self.model, self.lightning_module, step, *args, **kwargs)
+        return super().run_step(step, *args, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        is_within_step = not self.lightning_module.automatic_optimization
         self._is_in_backward = True
-        with nullcontext() if is_within_step else self.in_passes():
-            output = super().backward(*args, **kwargs)
+        output = super().backward(*args, **kwargs)
         self._is_in_backward = False  # no try/finally: an error ends the run
         return output
 
-    def in_passes(self) -> AbstractContextManager[None]:
-        """Context whose backward passes may use other parameters on other ranks, and may not differentiate twice
-        (`create_graph=True`).
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self.uses.settle()
 
-        Hooks gather a unit's parameters once for its forward and once for its backward pass: a third pass finds shards,
-        or loses part of a gradient.
-
-        Raises:
-            Refused: the module differentiates a gradient.
-        """
-        return around_passes(self._run_pass)
-
-    def _run_pass(
-        self,
-        run: Callable[..., Any],
-        accumulates: bool,
-        outputs: Any,
-        gradients: Any,
-        keep: bool,
-        create_graph: bool,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if create_graph:
-            assert self.lightning_module is not None
-            raise Refused(
-                f"{first_name(self.lightning_module)} differentiates a gradient (create_graph=True), which needs "
-                "each parameter a third time, when it is no longer gathered; use strategy=ddp"
-            )
-        is_own = accumulates and not self._is_in_backward  # `loss.backward()`, whose loss Lightning does not get
-        with (
-            self.uses.in_pass() if accumulates else nullcontext(),
-            weighted(outputs, own_weight(self) if is_own else 1.0),
-        ):
-            return run(outputs, gradients, keep, create_graph, *args, **kwargs)
+    def _own_weight(self) -> float | Tensor:
+        """Return the weight of this rank's loss in a pass that the module has started: Lightning has not seen it."""
+        weight: Callable[[], float | Tensor] | None = getattr(self, "loss_weight", None)  # of HookedStrategy
+        return 1.0 if weight is None or self._is_in_backward else weight()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -466,11 +378,7 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
     def on_validation_end(self) -> None:
         self.free_gathered()
 
-    def on_test_end(self) -> None:
-        self.free_gathered()
-
-    def on_predict_end(self) -> None:
-        self.free_gathered()
+    on_test_end = on_predict_end = on_validation_end
 
     def local_parameters(self) -> dict[str, Stored]:
         self.free_gathered()
@@ -496,7 +404,3 @@ def _gather_ahead(modules: Sequence[nn.Module], count: int) -> None:
         module.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + count])
         # without the first module, the root, which is gathered already
         module.set_modules_to_backward_prefetch(sharded[max(1, index - count) : index][::-1])
-
-
-def _name(module: nn.Module) -> str:
-    return type(module).__name__.removeprefix("FSDP")  # fully_shard adds the prefix

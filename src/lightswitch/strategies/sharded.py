@@ -1,10 +1,11 @@
-"""What fsdp makes of a module and its tensors, clipping over devices, and timeouts."""
+"""What fsdp makes of a module: its tensors, gradients that not all ranks have, clipping over devices, and timeouts."""
 
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -27,8 +28,9 @@ from torchmetrics import Metric
 from lightswitch import patches
 from lightswitch.checkpoints import names
 from lightswitch.errors import Refused, listed
-from lightswitch.mixins import Mixin
+from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.monitoring.throughput import by_mesh, gradient_norm
+from lightswitch.strategies.weights import groups
 
 # Forward methods whose weights autocast rounds to 16 bits at each use: linear and convolution (torch, automatic mixed
 # precision)
@@ -40,6 +42,7 @@ _ROUNDED = {
     )
 }
 _CONV1D = "transformers.pytorch_utils.Conv1D"  # the linear layer of transformers' GPT-2
+_COMPARED_PASSES = 10  # in which ranks wait to hear whether all have used the same units
 _LEAST_ROUNDED_SHARE = 0.9  # of a unit's parameters: the root gathers the others, and they stay gathered for longer
 
 
@@ -93,18 +96,6 @@ class Originals:
             if attributes:
                 vars(getattr(part, key)).update(attributes)
 
-    def restore_when_gathered(self, module: nn.Module) -> None:
-        """Set the attributes on the gathered parameters as well, which exist from a module's first forward pass on."""
-
-        # a module that is compiled calls it, as it calls torch's own hooks
-        @torch.compiler.disable  # type: ignore[untyped-decorator]  # in torch
-        def restore_once(*_: object) -> None:
-            hook.remove()
-            self.restore_attributes()
-
-        if any(attributes for *_, attributes in self._of):
-            hook = module.register_forward_pre_hook(restore_once)
-
     def refuse_uses(self) -> None:
         """Let any use raise an error of what a list, an optimizer or a closure of a constructor still holds."""
         for part, key, name, ref, _ in self._of:
@@ -150,18 +141,14 @@ def checkpoint_activations(unit: nn.Module) -> None:
 
 def is_mostly_rounded(unit: nn.Module) -> bool:
     """Return whether autocast rounds nearly all parameters of a unit each time it computes."""
-    rounded = sum(_own_numel(part) for part in unit.modules() if _is_rounded(part))
-    return rounded > _LEAST_ROUNDED_SHARE * sum(parameter.numel() for parameter in unit.parameters())
+    rounded = [one.numel() for part in unit.modules() if _is_rounded(part) for one in part.parameters(recurse=False)]
+    return sum(rounded) > _LEAST_ROUNDED_SHARE * sum(parameter.numel() for parameter in unit.parameters())
 
 
 def _is_rounded(module: nn.Module) -> bool:
     """Return whether autocast rounds a module's direct parameters each time the module computes."""
     kind = type(module)
     return kind.forward in _ROUNDED or f"{kind.__module__}.{kind.__name__}" == _CONV1D
-
-
-def _own_numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 def gathered_parts(
@@ -211,11 +198,184 @@ def replicated_parameters(unit: nn.Module, others: Container[nn.Parameter]) -> s
     return whole.union(*(metric.parameters() for metric in metrics))
 
 
+def reduce_as_if_trained(module: FSDPModule) -> None:
+    """Reduce gradients in the dtype of the policy even if a module's parameters are all frozen at first.
+
+    torch reads the dtypes at the first forward pass from those that are trained then. Without any, gradients of a later
+    pass, as of a backbone that is unfrozen, would be reduced in the dtype of the computation, and not fit parameters.
+    """
+
+    # a module that is compiled calls it, as it calls torch's own hooks
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # in torch
+    def read_dtypes(*_: object) -> None:
+        hook.remove()
+        for group in groups(module):
+            shards = [param.sharded_param for param in group.fsdp_params]
+            dtypes = {shard.dtype for shard in shards}
+            if len(dtypes) != 1 or not dtypes.pop().is_floating_point or any(shard.requires_grad for shard in shards):
+                continue
+            for shard in shards:
+                shard.requires_grad_(True)
+            group._init_mp_dtypes()
+            for shard in shards:
+                shard.requires_grad_(False)
+
+    hook = module.register_forward_pre_hook(read_dtypes)  # type: ignore[attr-defined]  # a module's class
+
+
+class UnevenUse:
+    """Record of which parameters the backward passes of a step use, on this rank and on others.
+
+    Sharded gradients are reduced by torch, unit by unit, and without those of parameters that have none: sizes would
+    differ between ranks that use different ones, and the reduction fail, or add up gradients of different parameters.
+    They get zeros before it, which are taken away after the pass if no rank has used the parameter. Gradients of
+    replicated parameters are averaged after a pass.
+
+    Args:
+        root: the model; if it is among the units, every pass goes through it.
+        units: modules that each gather parameters.
+        replicated: parameters that each rank holds whole, in the same order on all ranks.
+        device: the rank's device.
+        own_weight: returns the weight of this rank's loss in a pass that the module has started itself
+            (`loss.backward()`); 1 in a pass of Lightning's, whose loss is weighted already.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Iterable[nn.Module],
+        replicated: Sequence[nn.Parameter],
+        device: torch.device,
+        own_weight: Callable[[], float | Tensor],
+    ) -> None:
+        self._root, self._own_weight = root, own_weight
+        self._groups: list[Any] = []  # torch's, of parameters that are gathered together
+        self._replicated, self._device = replicated, device
+        self._used: set[Any] = set()  # torch's records of parameters
+        self._filled: dict[Any, bool] = {}  # by record, whether it had a gradient before
+        self._reduced = 0  # digest of the units that the pass has reduced, in order
+        self._passes = 0
+        for unit in units:
+            for group in groups(unit) if isinstance(unit, FSDPModule) else ():
+                reduce = partial(self._reduce, len(self._groups), group, unit is root, group.post_backward)
+                patches.replace(group, "post_backward", reduce)
+                self._groups.append(group)
+        self._sharded = [param for group in self._groups for param in group.fsdp_params]
+        for parameter in replicated:
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient * self._own_weight())  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def _reduce(self, index: int, group: Any, is_root: bool, reduce: Callable[..., None], *args: Any) -> None:
+        """Reduce the gradients of a unit, with zeros for parameters that have none.
+
+        A unit without any gradient is left out, as the pass is one of another optimizer.
+
+        Raises:
+            Refused: the module differentiates a gradient: autograd then records the backward pass itself.
+        """
+        if torch.is_grad_enabled():
+            raise Refused(
+                f"{type(self._root).__name__.removeprefix('FSDP')} differentiates a gradient (create_graph=True), "
+                "which needs each parameter a third time, when it is no longer gathered; use strategy=ddp"
+            )
+        if group.reduce_grads:
+            # those that have not been gathered yet have no gathered parameter
+            params = [one for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+            trained = [one for one in params if one.unsharded_param.requires_grad]
+            here = {one for one in trained if _has_gradient(one)}
+            self._weight(here)
+            self._used |= here
+            reduces = dist.get_world_size() > 1 and (bool(here) or is_root)
+            if reduces:
+                self._reduced = zlib.crc32(index.to_bytes(4, "big"), self._reduced)
+            for one in trained if reduces else ():
+                if one not in here:
+                    self._filled.setdefault(one, one.sharded_param.grad is not None)
+                    parameter = one.unsharded_param
+                    parameter.grad = torch.zeros_like(parameter)
+        reduce(*args)
+
+    def _weight(self, params: Iterable[Any]) -> None:
+        weight = self._own_weight()
+        if isinstance(weight, Tensor) or weight != 1:
+            for gradient in (one.unsharded_param.grad for one in params):
+                if gradient is not None:
+                    gradient.mul_(weight)
+
+    def settle(self) -> None:
+        """Average replicated gradients, and take away those of sharded parameters that no rank has used, at the end of
+        a pass. Collective.
+
+        An average of replicated gradients that are equal on all ranks already leaves them unchanged.
+
+        Raises:
+            Refused: the ranks have used different units, in one of the first passes.
+        """
+        if dist.get_world_size() == 1:
+            return
+        replicated = [one for one in self._replicated if one.requires_grad and one.numel()]
+        is_last = all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
+        sharded = self._sharded if is_last else []
+        here = [int(one.grad is not None) for one in replicated]
+        here += [int(one in self._used or one not in self._filled) for one in sharded]
+        if not here:
+            return
+        anywhere = self._largest(here)
+        for parameter, is_used in zip(replicated, anywhere[: len(replicated)], strict=True):
+            if is_used:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
+        for one, is_used in zip(sharded, anywhere[len(replicated) :], strict=True):
+            if not is_used and not self._filled[one]:
+                parameter = one.sharded_param
+                parameter.grad = None
+        if is_last:
+            self._used.clear()
+            self._filled.clear()
+
+    def _largest(self, here: Sequence[int]) -> Sequence[int]:
+        """Return the largest of each number over all ranks, and check that all have reduced the same units.
+
+        A rank on which all numbers are 1 does not wait for the device, after the first passes.
+        """
+        self._passes += 1
+        waits = not all(here) or self._passes <= _COMPARED_PASSES
+        digests, self._reduced = [self._reduced, -self._reduced], 0
+        # a copy from the host would wait for the device
+        found = (
+            torch.tensor([*digests, *here], device=self._device)
+            if waits
+            else torch.ones(2 + len(here), dtype=torch.int64, device=self._device)
+        )
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        if not waits:
+            return here
+        most, least, *anywhere = found.tolist()
+        if self._passes <= _COMPARED_PASSES and most != -least:
+            raise Refused(
+                "the ranks run different blocks of the model in one step, and fsdp gathers and reduces those of all "
+                "ranks together, so that their weights would mix; run the same ones on all ranks, or use strategy=ddp "
+                "with trainer.strategy.find_unused_parameters=true"
+            )
+        return anywhere
+
+
+def _has_gradient(param: Any) -> bool:
+    return param.unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
+
+
 class ClipsOverMeshes(Mixin, Precision):
     """Precision plugin that clips by the norm of gradients over all devices.
 
     `torch.nn.utils.clip_grad_norm_`, which Lightning calls, supports only parameters on one device mesh.
     """
+
+    scaler: Any = None  # of MixedPrecision
+
+    def scale_over_meshes(self) -> None:
+        if self.scaler is not None:
+            self.scaler = with_mixin(UnscalesOverMeshes, self.scaler)
 
     @torch.no_grad()
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightswitch import patches
@@ -106,8 +105,8 @@ def _classes(model: nn.Module) -> str:
     return f"its classes are {', '.join(classes)}"
 
 
-class Compilation(Callback):
-    """Callback that compiles a model after it is built, and before a strategy shards it.
+class Compilation:
+    """Compilation of a model after it is built, and before a strategy shards it.
 
     Random numbers are the same as without compilation, so a compiled run differs only by rounding.
 
@@ -135,28 +134,11 @@ class Compilation(Callback):
         if backend not in known:
             raise ValueError(f"compile.backend={backend}: torch has no such backend.{nearest(backend, known)}")
         self.scope, self.units, self.backend, self.mode, self.dynamic = scope, units, backend, mode, dynamic
-        self._is_done = False
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._is_done:  # in a test after fit
-            return
-        patches.call_when_built(pl_module, partial(self._compile, trainer, pl_module))
+    def compile_when_built(self, trainer: Trainer, module: LightningModule) -> None:
+        patches.call_when_built(module, partial(self._compile, trainer, module))
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._begin_generation()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop.epoch_loop._should_accumulate():
-            self._begin_generation()
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin_generation()
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin_generation()
-
-    def _begin_generation(self) -> None:
+    def begin_generation(self) -> None:
         """Let CUDA graphs reuse the memory of the tensors that they have returned: activations and gradients.
 
         Between micro-batches of a step, these are still needed. Without this mark, torch treats each call of a compiled
@@ -166,7 +148,6 @@ class Compilation(Callback):
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def _compile(self, trainer: Trainer, model: LightningModule) -> None:
-        self._is_done = True
         units = find_units(model, self.units) if self.scope == "units" else {}
         if getattr(trainer.strategy, "zero_stage_3", False):
             _check_gathered(units)

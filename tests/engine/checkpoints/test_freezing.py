@@ -20,7 +20,7 @@ from lightswitch.checkpoints.last import LastCheckpoints, StepBoundary
 from lightswitch.checkpoints.reading import Reader
 from lightswitch.errors import Refused
 from lightswitch.loop.loops import replace_loops
-from lightswitch.strategies.known_callbacks import KnownCallbacks
+from lightswitch.strategies.callbacks import StrategyCallback
 from tests.engine.fits import local_trainer
 
 
@@ -111,7 +111,7 @@ def _fitted(
     resumed: Path | None = None,
     callbacks: list[pl.Callback] | None = None,
 ) -> ChangesOnce:
-    engine = [KnownCallbacks(), GlobalBatch(BatchPlan.derive(1, 1, 1), seed=3), StepBoundary()]
+    engine = [StrategyCallback(), GlobalBatch(BatchPlan.derive(1, 1, 1), seed=3), StepBoundary()]
     saves = LastCheckpoints(str(folder), every_n_steps=2)
     trainer = local_trainer(folder, *engine, *(callbacks or ()), saves, max_steps=steps)
     replace_loops(trainer)

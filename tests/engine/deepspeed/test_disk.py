@@ -6,23 +6,14 @@ import resource
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from lightswitch.errors import Refused
 from lightswitch.regular_files import MARK
 
 pytest.importorskip("deepspeed")
-from lightswitch.deepspeed import disk  # imports deepspeed
-
-NVME = {"device": "nvme", "buffer_count": 5}
-
-
-def test_a_disk_without_room_is_refused_when_a_file_is_made(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"nvme_path: \S+x.swp of 1.07e\+09 GiB: .+; free some space, or use a folder on"):
-        disk.reserve(tmp_path / "x.swp", 1 << 60)
-    assert not (tmp_path / "x.swp").exists()
-    disk.reserve(tmp_path / "x.swp", 1 << 20)
-    assert (tmp_path / "x.swp").stat().st_blocks * 512 >= 1 << 20
+from lightswitch.deepspeed import state as disk  # imports deepspeed
 
 
 def test_runs_that_share_a_drive_have_folders_of_their_own(tmp_path: Path) -> None:
@@ -42,11 +33,21 @@ def test_the_next_start_of_a_run_removes_what_a_killed_one_left(tmp_path: Path) 
     assert [path.name for path in folder.iterdir()] == [MARK]
 
 
-def test_buffers_hold_the_largest_shard_and_a_limit_of_locked_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    zero = {"offload_param": dict(NVME), "sub_group_size": 1000}
-    disk.fit_buffers(zero, nn.Linear(100, 99), ranks=2)
+def test_a_drive_without_room_is_refused_at_the_start(tmp_path: Path) -> None:
+    block = {"device": "nvme", "nvme_path": str(tmp_path)}
+    with torch.device("meta"):
+        large = nn.Linear(1 << 25, 1 << 20)
+    with pytest.raises(Refused, match=r"nvme_path=\S+: each rank writes 3.93e\+05 GiB, and \S+ GiB are free"):
+        disk.fit_buffers({"offload_optimizer": block}, large, ranks=1, copies=3)
+
+
+def test_buffers_hold_the_largest_shard_and_a_limit_of_locked_memory_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    zero = {"offload_param": {"device": "nvme", "buffer_count": 5, "nvme_path": str(tmp_path)}, "sub_group_size": 1000}
+    disk.fit_buffers(zero, nn.Linear(100, 99), ranks=2, copies=3)
     assert zero["offload_param"]["buffer_size"] == 4950  # 100 × 99 / 2
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 10, 1 << 10))
     monkeypatch.setattr(disk, "_may_lock_memory", lambda: False)
     with pytest.raises(Refused, match=r"each process locks \d+ MiB of memory to offload to disk, but may lock 0 MiB"):
-        disk.fit_buffers(zero, nn.Linear(1000, 1000), ranks=1)
+        disk.fit_buffers(zero, nn.Linear(1000, 1000), ranks=1, copies=3)

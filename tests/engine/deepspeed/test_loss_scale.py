@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightswitch.deepspeed.state import loss_scale_of, resumed_loss_scale
+from lightswitch.deepspeed.state import loss_scale_of, resume_loss_scale
 
 WINDOW = 3
 
@@ -51,17 +51,17 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("overflows", [(), (0,), (1,), (0, 4)])
 def test_it_goes_on_as_if_nothing_had_happened(steps: int, overflows: tuple[int, ...]) -> None:
     state = loss_scale_of(of_deepspeed(overflows, steps))
-    again = resumed_loss_scale(of_deepspeed(steps=5), state)
+    resume_loss_scale(again := of_deepspeed(steps=5), state)
     expected = grown(of_deepspeed(overflows, steps))
     assert grown(again) == expected
     assert grown(of_torch(state)) == expected
-    back = resumed_loss_scale(of_deepspeed(), of_torch(state).state_dict())
+    resume_loss_scale(back := of_deepspeed(), of_torch(state).state_dict())
     assert grown(back) == expected
 
 
 def test_overflows_that_are_taken_are_remembered() -> None:
     state = loss_scale_of(of_deepspeed((0,), 1, hysteresis=2))
-    again = resumed_loss_scale(of_deepspeed(hysteresis=2), state)
+    resume_loss_scale(again := of_deepspeed(hysteresis=2), state)
     again.update_scale(True)
     assert (state["scale"], again.cur_scale) == (2.0**10, 2.0**9)
 
@@ -69,6 +69,6 @@ def test_overflows_that_are_taken_are_remembered() -> None:
 def test_a_fixed_scale_stays_what_the_config_says() -> None:
     scalers = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
     fixed = scalers.LossScaler(128.0)
-    assert resumed_loss_scale(fixed, loss_scale_of(of_deepspeed())) is fixed
+    resume_loss_scale(fixed, loss_scale_of(of_deepspeed()))
     assert fixed.loss_scale == 128.0
     assert loss_scale_of(fixed) == {}

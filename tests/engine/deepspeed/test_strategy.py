@@ -96,19 +96,12 @@ def test_a_module_may_step_itself_and_hold_what_it_does_not_step(stage: str, fit
     assert largest_difference(run, alone) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("stage", "step", "where"),
-    [
-        ("1", 1, "one of the ranks 0 and 1, but not of the other"),
-        ("2", 4, "all ranks in the first steps, but not of rank 1 now"),
-        ("3", 1, "one of the ranks 0 and 1, but not of the other"),
-    ],
-)
-def test_a_parameter_that_one_rank_alone_uses_is_named(stage: str, step: int, where: str, fits: Fits) -> None:
+@pytest.mark.parametrize("stage", ["1", "2"])
+def test_a_parameter_that_one_rank_alone_uses_is_named(stage: str, fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
-        fits(replace(PLAIN, module=partial(UsedByRank0, step), strategy=f"deepspeed_stage_{stage}", steps=5), 2)
+        fits(replace(PLAIN, module=partial(UsedByRank0, 1), strategy=f"deepspeed_stage_{stage}", steps=5), 2)
     assert isinstance(failed.value.error, Refused)
-    assert str(failed.value.error).startswith(f"scale took part in the loss of {where}, and DeepSpeed reduces the ")
+    assert str(failed.value.error).startswith("scale took part in the loss of one of the ranks 0 and 1, but not of ")
 
 
 class WatchingModel(PlainModel):
@@ -239,7 +232,7 @@ LOST = {  # by idiom and stage
     "Normalized-3": "training_step of Normalized writes net.1.s",
     "AtBatchStart-3": f"on_train_batch_start of AtBatchStart accesses teacher.0.weight{_SHARD}",
     "InTrainingStep-3": f"training_step of InTrainingStep accesses teacher.0.weight{_SHARD}",
-    "InOptimizerStep-3": f"optimizer_step of InOptimizerStep, after the step writes {_TEACHER}{_STEPPED}",
+    "InOptimizerStep-3": f"optimizer_step of InOptimizerStep writes {_TEACHER}{_STEPPED}",
     "Swapped-3": f"validation_step of Swapped accesses net.0.weight{_SHARD}",
     "BoundedEmbedding-1": "rows has a max_norm: its forward pass scales the rows that the rank's samples read",
 }

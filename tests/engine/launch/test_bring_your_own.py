@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from safetensors.torch import save_file
 from torch import nn
 
-from lightswitch.strategies.known_callbacks import NOWHERE, OF_ONE_PROCESS
+from lightswitch.strategies.callbacks import NOWHERE, OF_ONE_PROCESS
 from tests.engine.config.mistaken import refused
 from tests.engine.conftest import CHECKOUT, Finished, runs_in
 

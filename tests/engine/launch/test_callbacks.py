@@ -27,7 +27,12 @@ from lightswitch.checkpoints import directory
 from lightswitch.checkpoints.reading import Reader
 from lightswitch.hooked_strategy import hooked
 from lightswitch.launch.build import trainer_arguments
-from lightswitch.strategies import known_callbacks
+from lightswitch.strategies.callbacks import (
+    NOT_BESIDE_OTHER_CHECKPOINTS,
+    NOT_OF_SHARDS,
+    NOWHERE,
+    callback_problems,
+)
 from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.ema import EMA
 from lightswitch.strategies.fsdp import FSDP
@@ -56,11 +61,10 @@ def _deepspeed(**options: Any) -> Strategy:
     return strategy
 
 
-OF_PORTABLE = known_callbacks.OF_PORTABLE_CHECKPOINTS
 UNSERVED = [  # a callback, what does not serve it, what is told of it, and what does serve it
-    *((name, FSDP, told, ()) for name, told in known_callbacks.NOWHERE.items()),
-    ("EMAWeightAveraging", FSDP, known_callbacks.NOT_OF_SHARDS["WeightAveraging"], (Single, DDPStrategy)),
-    ("BackboneFinetuning", DDPStrategy, OF_PORTABLE["BaseFinetuning"], (Single, FSDP)),
+    *((name, FSDP, told, ()) for name, told in NOWHERE.items()),
+    ("EMAWeightAveraging", FSDP, NOT_OF_SHARDS["WeightAveraging"], (Single, DDPStrategy)),
+    ("BackboneFinetuning", DDPStrategy, NOT_BESIDE_OTHER_CHECKPOINTS["BaseFinetuning"], (Single, FSDP)),
     ("BackboneFinetuning", partial(_deepspeed, stage=3), "DeepSpeed trains the parameters that require ", ()),
 ]
 
@@ -72,9 +76,9 @@ def test_what_a_strategy_can_not_serve_is_told_of_a_class_and_of_those_made_from
     base = getattr(callbacks, name)
     for kind in (base, type("Mine", (base,), {})):
         callback = kind.__new__(kind)
-        (line,) = known_callbacks.problems([callback], refusing(), devices=2)
+        (line,) = callback_problems([callback], refusing(), devices=2)
         assert line.startswith(f"{kind.__name__}: {told}")
-        assert [*chain(*(known_callbacks.problems([callback], serves(), devices=2) for serves in serving))] == []
+        assert [*chain(*(callback_problems([callback], serves(), devices=2) for serves in serving))] == []
 
 
 def test_callbacks_that_a_run_serves_are_beside_one_another_and_after_a_resume(train: Train) -> None:

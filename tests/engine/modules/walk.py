@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +24,6 @@ from lightswitch.errors import Refused
 from lightswitch.export.__main__ import main as export
 from lightswitch.launch.build import in_order, trainer_problems
 from lightswitch.monitoring.metrics import MetricsFile
-from lightswitch.strategies.agreement import Agreement
 from tests.engine.fits import Fit
 from tests.engine.modules.catalogue import CATALOGUE, MICRO, SINGLE, Entry
 from tests.pool import Pool, RankFailed
@@ -149,7 +148,7 @@ def trained(name: str, way: str, folder: Path, checkpoint: Path | None) -> Ended
         arguments=f"gradient_clip_val={0.5 if is_clipped else 'null'} max_epochs=4",
     )
     saves = LastCheckpoints(str(folder / "checkpoints"), every_n_steps=SAVED, keep=9)
-    trainer = fit.trainer(Agreement(), saves, logger=_default_loggers(folder))
+    trainer = replace(fit, agrees=True).trainer(saves, logger=_default_loggers(folder))
     if told := list(trainer_problems(trainer, module, OmegaConf.create({"mode": "fit"}))):  # as train.py asks
         raise Refused("\n".join(told))
     trainer.fit(module, data, ckpt_path=checkpoint)

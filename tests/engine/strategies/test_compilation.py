@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +14,7 @@ from torch import nn
 
 import lightswitch
 from lightswitch.preflight import strategies
+from lightswitch.strategies.callbacks import StrategyCallback
 from lightswitch.strategies.units import Compilation, CompiledForward
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
@@ -31,14 +30,14 @@ STEPS = ("trainer.max_steps=4", "trainer.val_check_interval=4", *NO_CHECKPOINTS)
 ON_GPU = (*STEPS, "trainer.accelerator=gpu")
 
 
-AOT = (partial(Compilation, backend="aot_eager"),)
-WHOLE = (partial(Compilation, scope="whole", backend="aot_eager"),)
+AOT = partial(Compilation, backend="aot_eager")
+WHOLE = partial(Compilation, scope="whole", backend="aot_eager")
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo makes what FSDP and DeepSpeed have made for autograd alone
 @pytest.mark.parametrize("strategy", ["fsdp", *at_night("deepspeed_stage_3")])  # tests/nightly has the others
 def test_a_compiled_run_is_the_eager_one(strategy: str, fits: Fits) -> None:
-    (eager,), run = fits(LANGUAGE_FIT), fits(replace(LANGUAGE_FIT, strategy=strategy, callbacks=AOT), 2)[0]
+    (eager,), run = fits(LANGUAGE_FIT), fits(replace(LANGUAGE_FIT, strategy=strategy, compilation=AOT), 2)[0]
     assert "compiles   2 Block by aot_eager" in run.told
     for metric in ("train/loss", "val/loss", "test/loss"):
         assert largest_difference(run, eager, metric) <= 1e-5, metric
@@ -53,7 +52,7 @@ def test_units_that_zero_3_would_leave_empty_are_refused(train: Train) -> None:
 
 @pytest.mark.nightly
 def test_the_training_step_is_compiled_as_a_whole(fits: Fits) -> None:
-    (eager,), (run,) = fits(LANGUAGE_FIT), fits(replace(LANGUAGE_FIT, callbacks=WHOLE))
+    (eager,), (run,) = fits(LANGUAGE_FIT), fits(replace(LANGUAGE_FIT, compilation=WHOLE))
     assert "compiles   the training step by aot_eager" in run.told
     assert largest_difference(run, eager) <= 1e-5
 
@@ -124,7 +123,7 @@ def test_cuda_graphs_keep_what_a_step_still_needs(every_n_batches: int, validati
     noted = Generations()
     trainer = pl.Trainer(
         accelerator="cpu",
-        callbacks=[Compilation(backend="eager", mode="reduce-overhead"), noted],
+        callbacks=[StrategyCallback(compilation=Compilation(backend="eager", mode="reduce-overhead")), noted],
         accumulate_grad_batches=2,
         max_steps=2,
         val_check_interval=every_n_batches,
@@ -183,12 +182,6 @@ def test_a_whole_graph_is_refused_where_it_would_break() -> None:
     assert problem == "compile.scope=whole: at ZeRO stage 3 the graph would break at each layer; leave it out"
 
 
-@pytest.mark.nightly
-def test_nothing_of_it_is_imported_where_it_is_off() -> None:
-    script = "import sys, lightswitch.launch.build\nprint(*(name for name in sys.modules if 'compilation' in name))"
-    assert subprocess.check_output([sys.executable, "-c", script], text=True).split() == []
-
-
 def graphs(strategy: str) -> int:
     """Return how many graphs are compiled of a fit, of whose units each is one."""
     made: list[torch.fx.GraphModule] = []
@@ -200,8 +193,7 @@ def graphs(strategy: str) -> int:
     torch._dynamo.reset()
     name = f"counting_{strategy}"
     torch._dynamo.register_backend(counting, name=name)
-    callbacks = (partial(Compilation, backend=name),)
-    fit = replace(LANGUAGE_FIT, strategy=strategy, steps=1, callbacks=callbacks)
+    fit = replace(LANGUAGE_FIT, strategy=strategy, steps=1, compilation=partial(Compilation, backend=name))
     fit.trainer().fit(fit.module(), fit.data())
     return len(made)
 

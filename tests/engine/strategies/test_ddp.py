@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightswitch.errors import Refused
-from lightswitch.strategies.agreement import Agreement
 from lightswitch.strategies.ddp import DDP, auto
 from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE, PLAIN, Fit, Fits
@@ -207,7 +206,7 @@ def test_an_optimizer_steps_by_gradients_of_all_samples(how: str, strategy: str,
 def test_gradients_of_the_samples_of_one_rank_are_refused(how: str, fits: Fits) -> None:
     by_hand = Fit(partial(ByHand, how), PLAIN.data, strategy="ddp", micro_batch=None, arguments=UNCLIPPED)
     with pytest.raises(RankFailed) as failed:
-        fits(replace(by_hand, callbacks=(Agreement,)), 2)
+        fits(replace(by_hand, agrees=True), 2)
     assert isinstance(failed.value.error, Refused)
     assert "of rank 1 differs from rank 0 after step 1" in str(failed.value.error)
     assert "Call self.manual_backward(loss) in place of loss.backward()" in str(failed.value.error)

@@ -296,16 +296,12 @@ def test_what_is_frozen_in_the_first_pass_of_a_step_trains_in_the_next_in_a_mixe
 
 
 class Marked(LanguageModel):
-    """Marks weights by attributes: what is not decayed, as Mamba does, and a scale that a forward pass reads."""
+    """Marks weights that are not decayed by attributes, as Mamba does."""
 
     def configure_model(self) -> None:
         super().configure_model()
         for block in self.transformer.blocks:
             block.mlp.input.weight._no_weight_decay = True
-        self.tokens.weight.scale = 0.5
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.tokens.weight.scale * super().forward(ids)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         kept = [one for one in self.parameters() if hasattr(one, "_no_weight_decay")]

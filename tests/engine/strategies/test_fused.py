@@ -15,7 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightswitch.checkpoints import optimizers
 from lightswitch.preflight import strategies
-from lightswitch.strategies.kernels import fuse
+from lightswitch.strategies.callbacks import fuse
 from tests.engine.fits import LANGUAGE, TENSOR_PARALLEL, Fits
 from tests.engine.models.language import LanguageModel
 from tests.night import at_night

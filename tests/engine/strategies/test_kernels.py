@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightswitch.batches.loaders import dense
 from lightswitch.errors import Refused
-from lightswitch.strategies import kernels
+from lightswitch.strategies import callbacks as kernels
+from lightswitch.strategies.callbacks import StrategyCallback
 from lightswitch.strategies.units import Compilation, Float8, is_compiled, is_fitting
 from tests.engine.conftest import runs_in
 from tests.engine.curves import largest_difference
@@ -53,7 +54,7 @@ def test_garbage_is_collected_after_steps_and_at_no_other_moment_of_them(
     asks, own, frozen = Asks(), gc.collect, gc.get_freeze_count()
     monkeypatch.setattr(kernels, "_COLLECTS_EVERY_N_STEPS", 3)
     monkeypatch.setattr(gc, "collect", lambda generation=2: asks.collected.append(generation) or own(generation))
-    between = [kernels.GarbageBetweenSteps(), asks]
+    between = [StrategyCallback(), asks]
     fitted(between, tmp_path, max_steps=3, accumulate_grad_batches=2, val_check_interval=4)
     assert asks.in_steps == [False] * 6
     assert asks.in_evaluation
@@ -71,7 +72,7 @@ class Raises(PlainModel):
 
 def test_garbage_is_collected_as_before_once_a_run_has_failed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="this is the bug"):
-        fitted([kernels.GarbageBetweenSteps()], tmp_path, Raises(), max_steps=1)
+        fitted([StrategyCallback()], tmp_path, Raises(), max_steps=1)
     assert gc.isenabled()
 
 
@@ -83,10 +84,10 @@ class Order(pl.Callback):
 def test_attention_tries_cudnn_first_where_it_is_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, order = torch._C._get_sdp_priority_order(), Order()
     assert not kernels.has_fast_cudnn(torch.device("cpu"))
-    fitted([kernels.AttentionBackends(), order], tmp_path, max_steps=1)
+    fitted([StrategyCallback(), order], tmp_path, max_steps=1)
     assert order.first == before[0]
     monkeypatch.setattr(kernels, "has_fast_cudnn", lambda device: True)
-    fitted([kernels.AttentionBackends(), order], tmp_path, max_steps=1)
+    fitted([StrategyCallback(), order], tmp_path, max_steps=1)
     assert order.first == int(SDPBackend.CUDNN_ATTENTION)
     assert torch._C._get_sdp_priority_order() == before
 
@@ -118,7 +119,7 @@ class WithLoss(PlainModel):
 def test_a_models_losses_are_compiled_with_its_blocks(units: list[str] | None, is_taken: bool, tmp_path: Path) -> None:
     model = WithLoss()
     with torch.compiler.set_stance("force_eager"):
-        fitted([Compilation(backend="eager", units=units)], tmp_path, model, max_steps=1)
+        fitted([StrategyCallback(compilation=Compilation(backend="eager", units=units))], tmp_path, model, max_steps=1)
     assert is_compiled(model.criterion) == is_taken
 
 

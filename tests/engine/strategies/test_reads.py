@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightswitch.errors import Refused
-from lightswitch.strategies.gathered_writes import ShardsInHook, let_data_be_assigned, let_numbers_be_read
+from lightswitch.strategies.weights import ShardsInHook, let_shards_be_used
 from tests.engine.curves import largest_difference
 from tests.engine.fits import PLAIN, Fit, Fits
 from tests.engine.plain import PlainModel
@@ -71,8 +71,7 @@ def _clipped(weight: nn.Parameter) -> Tensor:
 
 def differing(of_hooks: bool) -> list[str]:
     """Return the reads that are not those of one process."""
-    let_data_be_assigned()
-    let_numbers_be_read()
+    let_shards_be_used()
     dist.init_process_group("gloo")
     mesh, found = init_device_mesh("cpu", (2,)), []
     for shape in SHAPES:
@@ -181,20 +180,3 @@ def test_what_a_hook_can_not_do_to_shards_is_refused(way: str, fits: Fits) -> No
         fits(fit(partial(Touches, way), "fsdp"), 2)
     assert isinstance(failed.value.error, Refused)
     assert str(failed.value.error).startswith(REFUSED[way][1])
-
-
-class ReadsAlone(PlainModel):
-    """Gives a number of a weight to what one rank alone has, as a logger."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.trainer.is_global_zero:
-            self.net[0].weight.norm().item()
-
-
-def test_a_read_by_one_rank_alone_is_refused(fits: Fits) -> None:
-    with pytest.raises(RankFailed) as failed:
-        fits(fit(ReadsAlone, "fsdp"), 2)
-    assert str(failed.value.error) == (
-        "on_train_batch_end of ReadsAlone reads a weight on rank 0 but not on rank 1, and fsdp has a shard on each; "
-        "read it on all ranks, or use strategy=ddp"
-    )

@@ -143,14 +143,6 @@ class Compiled(Plain):
         self.net = torch.compile(self.net, backend="eager")
 
 
-class CompiledAheadOfTime(Plain):
-    """Through autograd's graphs, as inductor does, but not through a compiler of C++."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.compile(self.net, backend="aot_eager")
-
-
 class CompiledBlocks(Plain):
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""Replicas that differ are found in the first steps and at each save; the run ends before what it saves counts."""
+"""Ranks begin with rank 0's values, and what differs later is refused by its name."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,14 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torchmetrics import MeanMetric
 
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import UnequalReplicas
-from lightswitch.strategies.agreement import Agreement, differing
+from lightswitch.strategies.agreement import broadcast_metric_states, broadcast_weights, differing, left_on_meta
 from tests.engine.fits import PLAIN, trained
 from tests.engine.plain import NormedModel, PlainModel
 from tests.night import at_night
 from tests.pool import Pool, RankFailed
+
+# Replicas that differ are found in the first steps and at each save; the run ends before what it saves counts.
 
 
 def _found() -> dict[str, list[int]]:
@@ -72,7 +77,7 @@ class CountsByRank(PlainModel):
         return super().training_step(batch, batch_idx)
 
 
-FIT = replace(PLAIN, strategy="ddp", callbacks=(Agreement,), micro_batch=None)
+FIT = replace(PLAIN, strategy="ddp", agrees=True, micro_batch=None)
 
 
 def test_a_parameter_that_ranks_change_by_themselves_ends_the_run(pool: Pool) -> None:
@@ -84,7 +89,7 @@ def test_a_parameter_that_ranks_change_by_themselves_ends_the_run(pool: Pool) ->
 
 def test_it_ends_before_it_is_saved(pool: Pool, tmp_path: Path) -> None:
     saves = partial(LastCheckpoints, str(tmp_path), 2, keep=9)
-    fit = replace(FIT, module=partial(DriftsByRank, 6), steps=9, callbacks=(Agreement,))
+    fit = replace(FIT, module=partial(DriftsByRank, 6), steps=9, agrees=True)
     with pytest.raises(RankFailed) as failed:
         pool(2)(_fitted, fit, saves)
     assert isinstance(failed.value.error, UnequalReplicas)
@@ -106,3 +111,69 @@ def test_a_buffer_is_named_once_and_statistics_of_batch_norms_are_not(pool: Pool
 def test_equal_replicas_are_not_told_of(strategy: str, pool: Pool) -> None:
     outcomes = pool(2)(trained, replace(FIT, strategy=strategy))
     assert not any("differs between ranks" in one.told for one in outcomes)
+
+
+# Rank 0's values take the place of each rank's own. What several ranks get of them, test_fsdp.py shows.
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_ties_kinds_and_values_stay() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[1].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
+    model.register_buffer("scale", torch.tensor([2.0, 3.0]), persistent=False)
+    before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+    broadcast_weights(model.modules(), CPU, done=set())
+
+    assert model[1].weight is model[0].weight
+    assert not model[0].bias.requires_grad
+    assert "scale" not in model.state_dict()
+    after = dict([*model.named_parameters(), *model.named_buffers()])
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_module_that_has_its_values_keeps_them() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    done: set[nn.Module] = set()
+    broadcast_weights(model[0].modules(), CPU, done)
+    first, second = model[0].weight, model[1].weight
+    broadcast_weights(model.modules(), CPU, done)
+    assert model[0].weight is first
+    assert model[1].weight is not second
+
+
+@pytest.mark.usefixtures("one_process")
+def test_tensors_with_strides_of_their_own_are_laid_out_plainly() -> None:
+    convolution = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
+    expected = convolution.weight.detach().clone()
+    broadcast_weights(convolution.modules(), CPU, done=set())
+    assert convolution.weight.is_contiguous()  # as fully_shard wants it
+    assert torch.equal(convolution.weight, expected)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_states_of_metrics() -> None:
+    model = nn.ModuleDict({"loss": MeanMetric()})
+    model["loss"].update(3.0)
+    broadcast_metric_states(model, CPU)
+    assert model["loss"].compute() == 3.0
+
+
+def test_what_has_no_values_is_named_by_its_path() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), MeanMetric())
+        model[0].offset = torch.zeros(2)
+        model[0].tables = {"a": torch.zeros(2)}
+    assert left_on_meta(model) == ["0.offset", "0.tables"]
