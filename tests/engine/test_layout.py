@@ -28,11 +28,11 @@ CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 # From the top down: a package, or a file beside the packages, imports those below it alone. Each has the lines of code
 # that it may have: lower the number when it shrinks, and before you raise one, look for what can go instead.
 BUDGETS = {
-    **{"fork": 220, "doctor": 350, "launch": 2150, "checking": 1150, "compare": 530, "sweeps": 530, "reference": 350},
-    **{"preflight": 1500, "planning": 2450, "loop": 420, "failures": 1400, "runs": 1050, "export": 450, "config": 790},
-    **{"deepspeed": 1100, "strategies": 2060, "context": 50, "cluster": 600, "process": 300, "checkpoints": 2540},
-    **{"batches": 2400, "monitoring": 1460, "hooked_strategy": 200, "mixins": 50, "patches": 500},
-    **{"versions": 50, "regular_files": 200, "errors": 150},
+    **{"fork": 210, "doctor": 220, "launch": 2090, "checking": 520, "compare": 380, "sweeps": 470, "reference": 300},
+    **{"preflight": 1180, "planning": 1350, "loop": 390, "failures": 1090, "runs": 740, "export": 380, "config": 620},
+    **{"deepspeed": 1000, "strategies": 1740, "context": 20, "cluster": 440, "process": 260, "checkpoints": 2130},
+    **{"batches": 2030, "monitoring": 1080, "hooked_strategy": 160, "mixins": 20, "patches": 350},
+    **{"versions": 30, "regular_files": 120, "errors": 110},
 }
 PACKAGES = tuple(BUDGETS)
 TOOLS = ("planning", "compare", "doctor", "export", "fork", "reference", "sweeps", "checking")  # a run asks for them

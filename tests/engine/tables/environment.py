@@ -18,7 +18,7 @@ YOURS, OF_LAUNCHERS, SET = (_TOLD[kind] for kind in ("yours", "of_launchers", "s
 OTHER_NAMES = {
     "FETCH_HEAD",
     "GIT_COMMITTER_IDENT",
-    *("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE", "COMMUNICATION_DATA_TYPE"),  # of DeepSpeed's modules
+    *("COMMUNICATION_DATA_TYPE", "NOT_AVAILABLE"),  # of DeepSpeed
     "TO_BOOL",  # of Python's bytecode, from 3.13
 }
 
