@@ -34,8 +34,6 @@ ALLOWED = {
     "self.trainer.loggers": "Lightning has a setter",
     "strategy.precision_plugin": "Lightning has a setter",
     "trainer.strategy.precision_plugin": "Lightning has a setter",
-    "generator.bit_generator.state": "NumPy documents it: how a generator is seeded again",
-    "whole.rank": "of a copy of the user's sampler",
 }
 SETTING = (  # modules whose functions and classes set attributes of others' objects
     "lightning.pytorch.utilities.parsing",

@@ -49,9 +49,10 @@ def check_flags(arguments: list[str], typed: list[str]) -> None:
         RefusedRequest: a flag does not exist, lacks its value, or would unpickle a file; or a setting has no key.
     """
     found, unknown = _Flags(add_help=False, parents=[get_args_parser()]).parse_known_args(arguments)
-    problems = [_unknown_flag(flag, typed) for flag in unknown]
     if found.experimental_rerun is not None:
-        problems.append("--experimental-rerun unpickles a file, which may run code; type the command from run.json")
+        unpickles = "--experimental-rerun unpickles a file, which may run code; type the command from run.json"
+        raise RefusedRequest([unpickles])
+    problems = [_unknown_flag(flag, typed) for flag in unknown]
     if problems := problems or [problem for override in found.overrides for problem in _beyond_reading(override)]:
         raise RefusedRequest(problems)
 
