@@ -22,6 +22,7 @@ from lightswitch.config.overrides import AUTO, files_of_group, key_and_value, na
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest
 from lightswitch.preflight import devices, root_keys, strategies, targets
+from lightswitch.runs.resume import checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +206,7 @@ def _start(cfg: dict[str, Any], run_dir: Path) -> Iterator[str]:
     for key, name in named.items():
         if name is None:
             continue
-        path = resume.checkpoint(name, run_dir)
+        path = checkpoint(name, run_dir)
         folders = (path, path / "checkpoints")
         within = [one for folder in folders for one in sorted(folder.glob("*.ckpt"), key=_last_first)]
         if not name:
