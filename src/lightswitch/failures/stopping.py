@@ -113,10 +113,11 @@ class Survival(StepBoundary):
         if self._losses is not None:
             self._losses.end_batch(trainer)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._begin_batch(is_step=False)
         if self._losses is not None:
             self._losses.refuse_bad_weights(trainer)
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         batches = sum(trainer.num_val_batches)
