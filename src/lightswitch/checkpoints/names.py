@@ -91,7 +91,7 @@ def loose(module: nn.Module, state: Mapping[str, Any], like: Mapping[str, Tensor
     """
     found = set(state) - {name for name, _ in _saved(module)}
     for prefix, part in module.named_modules():
-        buffers = {own_name(f"{prefix}.{own}" if prefix else own) for own in part._buffers} & state.keys()
+        buffers = {own_name(name) for name, _ in part.named_buffers(prefix, recurse=False)} & state.keys()
         is_own_code = not type(part)._load_from_state_dict.__module__.startswith("torch.")
         if is_own_code and any(name not in like or like[name].shape != state[name].shape for name in buffers):
             found |= buffers

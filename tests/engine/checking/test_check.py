@@ -119,7 +119,6 @@ def test_a_module_that_needs_gpus_is_refused_in_a_line_where_there_are_none(trai
 def test_a_mistake_is_told_before_anything_starts(tmp_path: Path) -> None:
     expected = {
         "check.steps=0": "check.steps=0: use a number from 2",
-        "check.devices=many": "check.devices=many: use a number from 2",
         "check.strategies=[ddp,fsdb]": "check.strategies: there is no strategy fsdb. Did you mean fsdp?",
         "check.strategies=[]": "check.strategies=[]: single is what a strategy is compared with; name another, or all",
     }

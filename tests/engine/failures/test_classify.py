@@ -179,7 +179,7 @@ def test_data_without_batches_are_told_in_a_line(data: tuple[str, ...], line: st
 
 
 NO_TEST = "An invalid dataloader was returned from `FailingData.test_dataloader()`. Found None."
-LIMIT = "You requested to check 0.01 of the `val_dataloader` but 0.01 * 37 < 1."
+LIMIT = "You requested to check 0.01 of the `val_dataloader` but 0.01 * 1 < 1."
 
 
 @pytest.mark.parametrize(

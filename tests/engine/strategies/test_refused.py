@@ -13,8 +13,6 @@ from tests.engine.ways import TENSOR_PARALLEL
 
 CPU = (*NO_CHECKPOINTS, "trainer.accelerator=cpu", "trainer.devices=2")
 OPTIONS = {
-    "ddp static_graph=true find_unused_parameters=true": "trainer.strategy.static_graph finds unused parameters "
-    "itself; leave find_unused_parameters out",
     "ddp timeout_seconds=0": "trainer.strategy.timeout_seconds=0: use a number of seconds from 1 to 2000000",
     "ddp process_group_backend=nccl": "trainer.strategy.process_group_backend=nccl is for GPUs, and the run is on the "
     "CPU; use gloo",

@@ -109,10 +109,9 @@ def test_an_example_trains_the_same_steps_on_one_device_and_on_two(model: str, t
         pytest.importorskip("peft")
     words = (*WITNESS, f"model={model}", *TRAINED[model], "trainer.accelerator=cpu", "global_batch_size=8")
     words += ("trainer.max_steps=3", "trainer.log_every_n_steps=1")
-    words += ("trainer.limit_val_batches=1", "trainer.limit_test_batches=1")
+    words += ("trainer.limit_val_batches=1", "trainer.limit_test_batches=1")  # of each device: other samples
     alone, pair = train(*words, "strategy=single"), train(*words, "strategy=fsdp", ranks=2)
-    for metric in ("train/loss", "val/loss"):
-        assert pair.column(metric) == pytest.approx(alone.column(metric), abs=1e-5), metric
+    assert pair.column("train/loss") == pytest.approx(alone.column("train/loss"), abs=1e-5)
 
 
 COMPLETE = [name for name in choices("experiment") if "???" not in (CONF / "experiment" / f"{name}.yaml").read_text()]
