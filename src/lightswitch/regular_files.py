@@ -13,9 +13,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
 
 from lightswitch.errors import Refused
 
@@ -104,11 +104,14 @@ def read_yaml(path: Path, resolve: bool = False) -> Any:
 
     Raises:
         OSError: it can't be read.
-        ValueError: it is not YAML.
+        ValueError: it is not YAML, or has aliases, by which a small file from elsewhere could grow without end.
     """
     try:
-        return OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")), resolve=resolve)
-    except (YAMLError, OmegaConfBaseException, ValueError, AssertionError) as error:  # the last for a bare number
+        text = path.read_text(encoding="utf-8")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError("it has YAML aliases, which runs never write")
+        return OmegaConf.to_container(OmegaConf.create(text), resolve=resolve)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, AssertionError) as error:  # the last for a bare number
         raise ValueError(f"{path.name}: {' '.join(str(error).split())}") from error
 
 
