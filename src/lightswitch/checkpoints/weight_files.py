@@ -260,7 +260,6 @@ class Weights:
         extra_state: entries of the modules' state that are not tensors, by name.
         first_names: the first name of each tied tensor, by its other names: a state dict has all names, a checkpoint
             only the first.
-        lists_tied: whether the checkpoint lists tied tensors; checkpoints of earlier versions do not.
         like: meta tensors by name, with the shapes and dtypes of the stored tensors.
 
     Raises:
@@ -273,7 +272,6 @@ class Weights:
         self.extra_state: dict[str, Any] = self.state.get("extra_state", {})
         names = sorted(self._reader.names(_PREFIX))
         self.like = {name: self._reader.like[_PREFIX + name] for name in names}
-        self.lists_tied = "names_of_tied" in self.state
         tied: dict[str, str] = self.state.get("names_of_tied", {})
         self.first_names = {other: first for other, first in tied.items() if first in self.like}
 
