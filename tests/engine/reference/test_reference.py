@@ -6,7 +6,6 @@ import csv
 import itertools
 import json
 import re
-import sys
 from typing import Any
 
 import pytest
@@ -22,8 +21,7 @@ from tests.engine.config import test_hydra_errors as mistakes
 from tests.engine.conftest import CHECKOUT, PLAIN, Train
 from tests.engine.launch.test_habits import RUNS
 from tests.engine.tables import environment
-from tests.engine.tables.documents import MADE
-from tests.engine.tables.reference import FOLDER, pages, sentences
+from tests.engine.tables.reference import NAMES, pages, sentences
 from tests.engine.tables.run_directory import COLUMNS, FILES, FILES_OF_SOME, RECORDS
 
 TRAIN, CONF = CHECKOUT / "train.py", CHECKOUT / "conf"
@@ -89,19 +87,14 @@ def test_each_key_that_can_be_typed_has_a_sentence() -> None:
     assert [path for path in mute if not path.startswith(unnamed)] == []
 
 
-# The pages that are made are as conf, the code and a run are now
-
-
 @pytest.fixture(scope="module")
 def now() -> dict[str, str]:
     return pages()
 
 
-def test_no_page_is_older_than_the_code(now: dict[str, str]) -> None:
-    assert now.keys() == {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.md") if MADE in path.read_text()}
-    for name, text in now.items():
-        if name != "reference/commands.md" or sys.version_info[:2] == (3, 11):  # argparse of others sets options anew
-            assert (FOLDER / name).read_text() == text, "type python -m tests.engine.tables.reference"
+def test_each_page_is_made_and_is_no_file_of_git(now: dict[str, str]) -> None:
+    assert {*now} == {f"reference/{name}.md" for name in NAMES}
+    assert {f"/docs/{name}" for name in now} <= {*(CHECKOUT / ".gitignore").read_text().splitlines()}
 
 
 def test_each_mistake_that_is_typed_in_a_test_is_on_the_page(now: dict[str, str]) -> None:

@@ -1,6 +1,6 @@
-"""The pages of docs/ that are made from conf, from the code, and from what was measured.
+"""The pages of docs/reference/ that `make docs` makes from conf and from the code; git does not keep them.
 
-python -m tests.engine.tables.reference         # tests/engine/reference/test_reference.py fails while they are older
+python -m tests.engine.tables.reference
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ OF_PYTHON = ("len", "repr", "sorted", "str", "type", "listed", "one_line", "quot
 SILENT = ("compare", "reference")  # packages whose texts are pages and tables
 RAISED = {name for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, Exception)}
 RAISED |= {"ValueError", "LookupError", "ModuleNotFoundError", "ArgumentTypeError", "Damaged", "UnsafeFile"}
+NAMES = ("choices", "commands", "environment", "messages", "run-directory")
 COMMANDS = ("fork", "doctor", "compare", "export", "reference.schema")
 COMMANDS += ("patches",)
 
