@@ -90,7 +90,7 @@ bench: $(INSTALLED) ## measure the speed, in about ten minutes of a quiet machin
 	$(PYTHON) -m benchmarks.missed
 
 # a PYTHON that is given has what it needs: a machine with a GPU may have no network
-gpu: $(if $(filter command,$(firstword $(origin PYTHON))),,$(INSTALLED)) ## test and measure on GPUs: make gpu PIECE=matrix, for nine minutes (docs/speed.md)
+gpu: $(if $(filter command,$(firstword $(origin PYTHON))),,$(INSTALLED)) ## test and measure on GPUs: make gpu PIECE=matrix, for nine minutes
 	PYTHONPATH="$${PYTHONPATH:+$$PYTHONPATH:}src:." $(PYTHON) -m tests.engine.gpu $(PIECE) $(if $(RESULTS),--results "$(RESULTS)") $(ARGS)
 
 constraints: $(INSTALLED) ## pin the newest and the lowest versions that pyproject.toml allows, with their hashes

@@ -1,4 +1,4 @@
-"""Promise 1: what docs/strategies.md says of every strategy at every precision still holds on CPUs, by any launcher.
+"""Promise 1: what measured/matrix.md says of every strategy at every precision still holds on CPUs, by any launcher.
 
 Requests are checked here in one process; what trains is trained in tours/test_pairs.py.
 """

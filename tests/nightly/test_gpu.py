@@ -22,6 +22,7 @@ from tests.engine.gpu.__main__ import FAILED, MISTAKEN, PASSED, PIECES, UNFINISH
 from tests.engine.gpu.cells import Cell, Piece, Result, Scale
 from tests.engine.gpu.matrix import TRAINS, expected
 from tests.engine.gpu.record import OtherMachine, Record
+from tests.engine.tables.documents import MEASURED
 from tests.engine.tables.gpu import NOTHING, document
 from tests.engine.tables.matrix import EXTRA, PRECISIONS, STRATEGIES
 from tests.engine.test_every_switch import composed  # noqa: F401  # a fixture
@@ -51,7 +52,7 @@ def test_the_whole_path_is_taken_on_a_cpu(tmp_path: Path) -> None:
 
 def test_a_page_of_no_results_says_that_nothing_was_measured() -> None:
     assert document({}) == [NOTHING]
-    assert (NOTHING in (CHECKOUT / "docs" / "speed.md").read_text()) != (CHECKOUT / "docs" / "gpu.json").exists()
+    assert (NOTHING in (MEASURED / "gpu.md").read_text()) != (MEASURED / "gpu.json").exists()
 
 
 @pytest.mark.parametrize("devices", [1, 2])

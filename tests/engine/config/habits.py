@@ -1,7 +1,7 @@
 """Habits: what users of lightning-hydra-template and readers of guides type (habits.yaml).
 
 tests/engine/tables/habits.py types those of lightning-hydra-template, with a module and data of its form, for
-docs/reference/habits.md; test_habits.py compares page and code, and types what guides to Lightning, torch, accelerate,
+measured/habits.md; test_habits.py compares page and code, and types what guides to Lightning, torch, accelerate,
 transformers and DeepSpeed name.
 """
 

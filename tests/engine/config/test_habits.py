@@ -12,11 +12,11 @@ import lightswitch
 from tests.engine.config.habits import COMMANDS, GUIDES, GUIDES_ALONE, GUIDES_WORK, LOADS, REFUSED, WORKS, as_in_a_shell
 from tests.engine.config.mistaken import answers
 from tests.engine.config.template.mnist import MNISTLitModule, SimpleDenseNet
-from tests.engine.conftest import CHECKOUT
 from tests.engine.tables import habits
+from tests.engine.tables.documents import MEASURED
 from tests.night import at_night
 
-PAGE = (CHECKOUT / "docs" / habits.PAGE).read_text()
+PAGE = (MEASURED / f"{habits.PAGE}.md").read_text()
 HELPS = re.compile(
     r"\b(type|use|did you mean|leave|set) |"
     r"\b(choices|expected|its own|its arguments|your own class|switch it on):? |no such file",

@@ -1,4 +1,4 @@
-"""How long a run stands still when a machine is lost, by part, for docs/elastic.md.
+"""How long a run stands still when a machine is lost, by part, for measured/elastic.md.
 
 python -m tests.engine.elastic       # as root, in about two minutes
 """
@@ -47,7 +47,7 @@ def main() -> None:
     rows.append(["all but torchrun's", "", f"{statistics.median(ours):.1f}", f"{max(ours):.1f}"])
     head = ["part", "until", f"median of {LOSSES}, s", "most, s"]
     told = f"{documents.made('python -m tests.engine.elastic')} `strategy=ddp`, one process a node, `{RDZV_CONF}`."
-    documents.put("elastic.md", "elastic", [*documents.markdown(head, rows), "", told])
+    documents.put("elastic", [*documents.markdown(head, rows), "", told])
 
 
 def _losses(agents: Agents) -> Iterator[list[float]]:

@@ -1,4 +1,4 @@
-"""Tests and measurements on GPUs, in pieces: what the section on GPUs of docs/speed.md rests on.
+"""Tests and measurements on GPUs, in pieces: what tests/engine/tables/measured/gpu.md has.
 
 python -m tests.engine.gpu                      # all pieces, or nothing where there is no GPU
 python -m tests.engine.gpu matrix               # one of them, for nine minutes: what is left is run the next time
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.engine.gpu", description="Tests and measurements on GPUs.")
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(PIECES)}; all of them if none")
     parser.add_argument("--minutes", type=float, help="for all that is asked for; 9 for a piece, else no limit")
-    told = "a file that is added to, or a folder for it; where there is none, it begins with docs/gpu.json's"
+    told = "a file that is added to, or a folder for it; where there is none, it begins with the measured one"
     parser.add_argument("--results", type=Path, default=RESULTS, help=told)
     parser.add_argument("--cells", type=re.compile, default=re.compile(""), metavar="PATTERN", help="of names of cells")
     parser.add_argument("--at-once", type=int, metavar="N", help="cells that share the devices; each piece has its own")
@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
         codes = {run(piece, record, end, given.keep) for piece in pieces}
     except KeyboardInterrupt:
         codes = {INTERRUPTED}
-    page = "; python -m tests.engine.tables.gpu fills docs/speed.md from them" if path == RESULTS else ""
+    page = "; python -m tests.engine.tables.gpu makes measured/gpu.md of them" if path == RESULTS else ""
     print(f"results: {path}{page}")
     return next(code for code in (INTERRUPTED, FAILED, UNFINISHED, PASSED) if code in codes)
 

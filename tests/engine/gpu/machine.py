@@ -1,4 +1,4 @@
-"""What the measurements of docs/speed.md were made on."""
+"""What the measurements of measured/gpu.md were made on."""
 
 from __future__ import annotations
 

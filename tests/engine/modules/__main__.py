@@ -1,4 +1,4 @@
-"""Every module of the catalogue under every way: what holds and what is refused, for docs/reference/modules.md.
+"""Every module of the catalogue under every way: what holds and what is refused, for measured/modules.md.
 
 python -m tests.engine.modules                 # all, in about an hour of two cores
 python -m tests.engine.modules generative      # those of a file, or some by name: their rows are made anew
@@ -21,7 +21,7 @@ from tests.engine.modules.walk import WAYS, Cell, walk
 from tests.engine.tables import documents
 from tests.pool import Pool
 
-CELLS = documents.DOCS / "modules.json"
+CELLS = documents.MEASURED / "modules.json"
 Row = dict[str, Cell]
 
 
@@ -62,7 +62,7 @@ def _put(name: str, row: Row) -> None:
     kept[name] = {way: [cell.outcome, cell.told] for way, cell in row.items()}
     kept = {name: kept[name] for name in CATALOGUE if name in kept}
     documents.keep(CELLS, kept)
-    documents.put("reference/modules.md", "modules", page({name: _cells(row) for name, row in kept.items()}))
+    documents.put("modules", page({name: _cells(row) for name, row in kept.items()}))
 
 
 def _cells(row: dict[str, list[str]]) -> Row:

@@ -1,4 +1,4 @@
-"""Modules from elsewhere keep the promises as docs/reference/modules.md says: twenty by day, the others at night."""
+"""Modules from elsewhere keep the promises as measured/modules.md says: twenty by day, the others at night."""
 
 from __future__ import annotations
 
@@ -47,4 +47,4 @@ def test_the_page_shows_that_every_module_holds_or_is_refused_under_every_way() 
         assert [way for way in WAYS if way != "fsdp_tp" or CATALOGUE[name].cuts] == list(row)
         assert {cell.outcome for cell in row.values()} <= {"holds", "refused"}, name
     _, *lines = page(TABLE)  # without the day that it was made
-    assert "\n".join(lines) in (documents.DOCS / "reference" / "modules.md").read_text()
+    assert "\n".join(lines) in (documents.MEASURED / "modules.md").read_text()

@@ -1,4 +1,4 @@
-"""The last results of every benchmark, for docs/speed.md.
+"""The last results of every benchmark, for measured/benchmarks.md.
 
 python -m tests.engine.tables.benchmarks        # fills it from benchmarks/results
 """
@@ -17,11 +17,7 @@ HEAD = ["command", "measured", "ms", "against", "ms", "ratio", "to reach", "date
 
 
 def main() -> None:
-    put(
-        "speed.md",
-        "benchmarks",
-        markdown(HEAD, [row for path in sorted(RESULTS.glob("*.json")) for row in _rows(path)]),
-    )
+    put("benchmarks", markdown(HEAD, [row for path in sorted(RESULTS.glob("*.json")) for row in _rows(path)]))
 
 
 def _rows(path: Path) -> Iterable[list[str]]:

@@ -1,4 +1,4 @@
-"""Tables made from real runs, kept in docs/ between two comments, with their cells beside as JSON."""
+"""Tables made from real runs, kept in measured/ as pages, with their cells beside as JSON."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 
 from tests.engine.conftest import CHECKOUT
 
-DOCS = CHECKOUT / "docs"
+MEASURED = CHECKOUT / "tests" / "engine" / "tables" / "measured"
 
 
-def put(document: str, name: str, lines: list[str]) -> None:
-    """Replace what stands between `<!-- name -->` and `<!-- end of name -->`."""
-    path = DOCS / document
-    before, _, rest = path.read_text().partition(f"<!-- {name} -->\n")
-    _, _, after = rest.partition(f"<!-- end of {name} -->\n")
-    path.write_text("\n".join([f"{before}<!-- {name} -->", *lines, f"<!-- end of {name} -->", after]))
+def put(name: str, lines: list[str]) -> None:
+    """Replace what a page of measured/ has below its introduction."""
+    path, mark = MEASURED / f"{name}.md", "<!-- measured -->\n"
+    introduction, _, _ = path.read_text().partition(mark)
+    path.write_text("\n".join([f"{introduction}{mark}", *lines]).rstrip() + "\n")
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> list[str]:

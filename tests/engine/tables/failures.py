@@ -1,6 +1,6 @@
 """What a user sees of each failure under each launcher: real runs of two processes.
 
-python -m tests.engine.tables.failures          # needs what the tests of Slurm need: docs/debugging.md
+python -m tests.engine.tables.failures          # needs what the tests of Slurm need: CONTRIBUTING.md
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main() -> None:
                 done[name, "Slurm"] = _on_slurm(cluster, case, Path(folder, f"slurm{number}"))
     for group in Path("/sys/fs/cgroup/memory").glob("failing_*"):
         group.rmdir()
-    documents.put("debugging.md", "failures", list(_document(done)))
+    documents.put("failures", list(_document(done)))
 
 
 def local(case: Case, command: tuple[str, ...], folder: Path, seconds: float = 300) -> Cell:

@@ -1,6 +1,6 @@
 """What GPUs did, from the results that `make gpu` has kept.
 
-python -m tests.engine.tables.gpu               # fills docs/speed.md from docs/gpu.json
+python -m tests.engine.tables.gpu               # fills measured/gpu.md from measured/gpu.json
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from tests.engine.tables import documents
 from tests.engine.tables.matrix import PRECISIONS
 
-RESULTS = documents.DOCS / "gpu.json"
+RESULTS = documents.MEASURED / "gpu.json"
 NOTHING = "Nothing has been measured: no GPU was at hand so far. What this project says of GPUs rests on reading."
 
 Cells = Mapping[str, Mapping[str, Any]]
@@ -20,7 +20,7 @@ Cells = Mapping[str, Mapping[str, Any]]
 
 def main() -> None:
     content = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    documents.put("speed.md", "gpu", document(content))
+    documents.put("gpu", document(content))
 
 
 def document(content: Mapping[str, Any]) -> list[str]:

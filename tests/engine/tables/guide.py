@@ -1,7 +1,7 @@
 """Which strategy for which size of model on which cards: what strategy=auto takes there, and of DeepSpeed's stages the
 simplest that fits, by simulation.
 
-python -m tests.engine.tables.guide             # fills docs/strategies.md; no GPU, ten minutes
+python -m tests.engine.tables.guide             # fills measured/guide.md and guide_of_deepspeed.md; no GPU, ten minutes
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ MODELS = (
 def main() -> None:
     register_resolvers(placement.detect())
     head = ["model", "devices", *CARDS]
-    for marker, worlds, tried in (("guide", WORLDS, _by_auto), ("guide of DeepSpeed", WORLDS[1:], _by_deepspeed)):
+    for name, worlds, tried in (("guide", WORLDS, _by_auto), ("guide_of_deepspeed", WORLDS[1:], _by_deepspeed)):
         rows = [row for model in MODELS for row in _rows(model, worlds, tried)]
-        documents.put("strategies.md", marker, ["", *documents.markdown(head, rows), ""])
+        documents.put(name, documents.markdown(head, rows))
 
 
 def _by_auto(request: plan.Request) -> list[Candidate]:

@@ -1,6 +1,6 @@
 """What comes of a hundred habits of lightning-hydra-template's users.
 
-python -m tests.engine.tables.habits            # types each, for docs/reference/habits.md; two minutes
+python -m tests.engine.tables.habits            # types each, for measured/habits.md; two minutes
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.engine.conftest import CHECKOUT
 from tests.engine.tables import documents
 from tests.runs import Finished, runs_in
 
-PAGE, MARKER, HEAD = "reference/habits.md", "habits", ["typed", "here"]
+PAGE, HEAD = "habits", ["typed", "here"]
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
         for typed in WORKS:
             run = ran(typed, Path(folder))
             assert run.returncode == 0, f"{typed}\n{run.out}{run.err}"
-    documents.put(PAGE, MARKER, ["", *table(lines), ""])
+    documents.put(PAGE, table(lines))
 
 
 def table(lines: dict[str, str]) -> list[str]:

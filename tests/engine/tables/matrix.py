@@ -1,6 +1,6 @@
 """What every strategy does at every precision: real runs of a few steps.
 
-python -m tests.engine.tables.matrix            # fills docs/strategies.md; tests.engine.gpu runs the cells on GPUs
+python -m tests.engine.tables.matrix            # fills measured/matrix.md; tests.engine.gpu runs the cells on GPUs
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.engine.tables import documents
 from tests.engine.tiny import LANGUAGE
 from tests.engine.ways import PLAN
 
-CELLS = documents.DOCS / "matrix.json"
+CELLS = documents.MEASURED / "matrix.json"
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")
 STRATEGIES = sorted(path.stem for path in (CHECKOUT / "conf" / "strategy").glob("*.yaml"))
 FOUR = ("fsdp_hybrid", "fsdp_tp")
@@ -40,7 +40,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cells = {"cpu": {strategy: _row(runs_in(Path(folder)), "cpu", strategy) for strategy in STRATEGIES}}
     documents.keep(CELLS, cells)
-    documents.put("strategies.md", "matrix", _document(cells))
+    documents.put("matrix", _document(cells))
 
 
 def _row(train: Train, accelerator: str, strategy: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from lightswitch.errors import ExitCode
 from lightswitch.reference.choices import Choice, Key, config, groups
 from tests.engine.conftest import CHECKOUT
 from tests.engine.tables import environment, run_directory
-from tests.engine.tables.documents import code, page, table
+from tests.engine.tables.documents import MEASURED, code, page, table
 
 FOLDER = CHECKOUT / "docs"
 ENGINE = CHECKOUT / "src" / "lightswitch"
@@ -32,9 +32,8 @@ OF_PYTHON = ("len", "repr", "sorted", "str", "type", "listed", "one_line", "quot
 SILENT = ("compare", "reference")  # packages whose texts are pages and tables
 RAISED = {name for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, Exception)}
 RAISED |= {"ValueError", "LookupError", "ModuleNotFoundError", "ArgumentTypeError", "Damaged", "UnsafeFile"}
-NAMES = ("choices", "commands", "environment", "messages", "run-directory")
+NAMES = ("choices", "commands", "environment", "messages", "patches", "run-directory")
 COMMANDS = ("fork", "doctor", "compare", "export", "reference.schema")
-COMMANDS += ("patches",)
 
 
 def main() -> None:
@@ -45,7 +44,8 @@ def main() -> None:
 def pages() -> dict[str, str]:
     """Return the text of each page by its path in docs/."""
     reference = {"choices": _choices(), "commands": _commands(), "messages": _messages()}
-    reference |= {"run-directory": run_directory.text(), "environment": environment.text()}
+    reference |= {"run-directory": run_directory.text(), "environment": environment.text(), "patches": _patches()}
+    reference |= {path.stem: path.read_text() for path in MEASURED.glob("*.md")}
     return {f"reference/{name}.md": text for name, text in reference.items()}
 
 
@@ -124,6 +124,10 @@ def _command(name: str) -> str:
         check=True,
     ).stdout
     return f"## lightswitch.{name}\n\n```text\n{help_.strip()}\n```"
+
+
+def _patches() -> str:
+    return page("Patches", subprocess.check_output([sys.executable, "-m", "lightswitch.patches"], text=True).strip())
 
 
 def _messages() -> str:

@@ -1,6 +1,6 @@
 """From every way to every other: a run that is saved under one and goes on under another, against one that is not.
 
-python -m tests.engine.tables.resume            # fills docs/checkpoints.md
+python -m tests.engine.tables.resume            # fills measured/resume.md
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def main() -> None:
         cells = {before: _row(train, before, uninterrupted, Path(folder)) for before in WAYS}
     head = ["from \\ to", *WAYS]
     rows = [[before, *(f"{found:.0e}" if found else "0" for found in row.values())] for before, row in cells.items()]
-    documents.keep(documents.DOCS / "resume.json", cells)
+    documents.keep(documents.MEASURED / "resume.json", cells)
     told = [documents.made("python -m tests.engine.tables.resume"), "", *documents.markdown(head, rows)]
-    documents.put("checkpoints.md", "resume", told)
+    documents.put("resume", told)
 
 
 def _row(train: Train, before: str, uninterrupted: Finished, folder: Path) -> dict[str, float]:
