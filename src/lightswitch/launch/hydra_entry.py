@@ -43,7 +43,7 @@ from lightswitch.process import Process, Signals, ignore_signals
 from lightswitch.runs import claim, resume
 
 if TYPE_CHECKING:
-    from lightswitch.sweeps.pool import Pool
+    from lightswitch.sweeps.job import Pool
 
 log = logging.getLogger(__name__)
 
@@ -123,12 +123,11 @@ class Entry:
         found = placement.detect()  # a cluster's job runs in another process than the one that submitted it
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             from lightswitch.sweeps import job
-            from lightswitch.sweeps.pool import Pool
 
             gc.enable()
             if pool is not None:
                 return job.run(self.typed, cfg, found, pool)
-            with Pool() as own:  # in a process that a cluster started
+            with job.Pool() as own:  # in a process that a cluster started
                 return job.run(self.typed, cfg, found, own)
         self.is_composed = True
         hydra = HydraConfig.get()

@@ -1,16 +1,20 @@
-"""One job of a sweep: an ordinary run in a process of its own."""
+"""The jobs of a sweep: each an ordinary run in a process and session of its own, as many at once as there are slots."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import secrets
 import signal
+import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any, Self
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -20,14 +24,17 @@ from lightswitch.config.confidential import masked_override
 from lightswitch.config.overrides import flags_of_a_job, quoted, typed_overrides
 from lightswitch.errors import ExitCode, RefusedRequest
 from lightswitch.monitoring.objective import find
-from lightswitch.process import REQUEUED
+from lightswitch.process import CAUGHT, REQUEUED, heard
 from lightswitch.runs import resume
 from lightswitch.sweeps import record
-from lightswitch.sweeps.pool import Pool
 from lightswitch.sweeps.record import FAILED, FINISHED, STOPPED, Record
 
 _OF_THE_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")
 _OUTPUT = "output.txt"
+_ENOUGH = 3  # interrupts until SIGKILL; the run saves at the first and ends without saving at the second
+_LOOK_EVERY_SECONDS = 0.2
+
+End = Callable[[int, list[int]], None]  # takes the exit code (the negative signal number if killed) and the signals
 
 
 def run(typed: list[str], cfg: DictConfig, placement: Placement, pool: Pool) -> float | None:
@@ -51,16 +58,13 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement, pool: Pool) -> 
     folder, cwd = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd)
     directory = str(folder.relative_to(cwd)) if folder.is_relative_to(cwd) else str(folder)
     overrides = typed_overrides(hydra)
-    shown = [masked_override(override) for override in overrides]
-    job = Record(hydra.job.num, shown, directory, start=start_id(placement))
+    job = Record(hydra.job.num, [masked_override(override) for override in overrides], directory)
     earlier = record.read(folder)
     if earlier is not None and (other := earlier.of_another_job(job.overrides)):
         raise RefusedRequest([f"{directory} belongs to the job with {other}; start this sweep under another run_id"])
     if earlier is not None and (earlier.state, earlier.overrides) == (FINISHED, job.overrides):
-        is_requeued = earlier.start.partition(".")[0] == job.start.partition(".")[0] != ""
-        if cfg.resume != "never" or is_requeued:
-            print(f"job {job.number:<6} has already finished", flush=True)
-            return earlier.objective if earlier.is_comparable else None
+        print(f"job {job.number:<6} has already finished", flush=True)
+        return earlier.comparable_objective
     script, *arguments = typed
     kept = [override for override in hydra.overrides.hydra if not _OF_THE_SWEEP.match(override)]
     own = [*flags_of_a_job(arguments), *kept, "hydra.mode=RUN", f"hydra.run.dir={quoted(directory)}"]
@@ -75,22 +79,16 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement, pool: Pool) -> 
         cwd,
         partial(_end, job, folder, str(cfg.objective), placement, pool),
         folder / _OUTPUT if pool.is_shared else None,
-        partial(_has_failed_elsewhere, job, folder) if placement.is_external else lambda: False,
     )
     if pool.is_shared:
         return None
     pool.wait()
-    return ended.objective if (ended := record.read(folder)) is not None and ended.is_comparable else None
+    return ended.comparable_objective if (ended := record.read(folder)) is not None else None
 
 
-def start_id(placement: Placement, environ: Mapping[str, str] = os.environ) -> str:
-    """Return an id of the current start of a job, equal in all its tasks and different in every other start.
-
-    The text before the first period is the cluster job's id; it is empty outside of Slurm. A job without other tasks
-    has no variable that differs between two starts in one allocation, so its id ends in random digits.
-    """
-    job, restarts, step = (environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID"))
-    return f"{job}.{restarts}.{step}" if placement.is_external else f"{job}.{secrets.token_hex(4)}"
+def failure_file(folder: Path, placement: Placement) -> Path:
+    """Return the file to which a job's process writes its failure, one for each task of a cluster job."""
+    return folder / f"failure_{placement.rank}.txt"
 
 
 def _end(
@@ -117,12 +115,98 @@ def _end(
         pool.stop(exit_code if exit_code > 0 else ExitCode.of_signal(signals[0]))
 
 
-def failure_file(folder: Path, placement: Placement) -> Path:
-    """Return the file to which a job's process writes its failure, one for each task of a cluster job."""
-    return folder / f"failure_{placement.rank}.txt"
+@dataclass
+class _JobProcess:
+    process: subprocess.Popen[bytes]
+    slot: Mapping[str, str]
+    end: End
+    signals: list[int] = field(default_factory=list)  # that arrived while it ran
+
+    def signal_all(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
 
-def _has_failed_elsewhere(job: Record, folder: Path) -> bool:
-    """Return whether another task of the job has failed, for which this task would wait."""
-    there = record.read(folder)
-    return there is not None and (there.start, there.state) == (job.start, FAILED)
+class Pool:
+    """The processes of jobs, and the slots in which they run.
+
+    Slurm and the terminal signal only this process, which forwards the signals: SIGINT to all processes of each job, as
+    a terminal does, others to the first. What a job leaves behind is killed at its end.
+
+    Args:
+        slots: environment variables of each slot, such as CUDA_VISIBLE_DEVICES.
+    """
+
+    def __init__(self, slots: Sequence[Mapping[str, str]] = ({},)) -> None:
+        self.is_shared = len(slots) > 1
+        self._free = list(slots)
+        self._running: list[_JobProcess] = []
+        self._wakeup = -1
+        self._before: dict[signal.Signals, Any] = {}
+        self._exit_code: int | None = None
+
+    def __enter__(self) -> Self:
+        self._wakeup = signal.set_wakeup_fd(-1)  # else its reader would end this process before its jobs
+        self._before = {number: signal.signal(number, self._forward) for number in heard()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._running:  # an error here, or a job's own, ends no other job
+            self._look()
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def start(self, command: Sequence[str], cwd: Path, end: End, output: Path | None = None) -> None:
+        """Start a command in a new session, in the slot that `wait(for_slot=True)` has waited for.
+
+        Args:
+            end: called at its end.
+            output: file for what it prints; None for the streams of this process.
+        """
+        # the run inherits the mask, and unblocks what it handles
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)
+        try:
+            with output.open("ab") if output is not None else contextlib.nullcontext() as stream:
+                environment = {**os.environ, **self._free[-1]}
+                process = subprocess.Popen(
+                    command, cwd=cwd, env=environment, start_new_session=True, stdout=stream, stderr=stream
+                )
+            self._running.append(_JobProcess(process, self._free.pop(), end))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def wait(self, for_slot: bool = False) -> None:
+        """Wait until all jobs have ended, or until a slot is free.
+
+        Raises:
+            SystemExit: a signal has ended the sweep.
+        """
+        while self._running and not (for_slot and self._free and self._exit_code is None):
+            self._look()
+        if self._exit_code is not None:
+            raise SystemExit(self._exit_code)
+
+    def stop(self, exit_code: int) -> None:
+        """Let no other job start: the sweep ends with this code once those that are running have ended."""
+        self._exit_code = exit_code
+
+    def _look(self) -> None:
+        ended = [job for job in self._running if job.process.poll() is not None]
+        for job in ended:
+            job.signal_all(signal.SIGKILL)
+            self._running.remove(job)
+            self._free.append(job.slot)
+            job.end(job.process.returncode, job.signals)
+        if not ended:
+            time.sleep(_LOOK_EVERY_SECONDS)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if number not in REQUEUED:  # a notice of a time limit ends the sweep only with a job that it has stopped
+            self.stop(ExitCode.of_signal(number))
+        for job in self._running:
+            job.signals.append(number)
+            if number == signal.SIGINT:
+                job.signal_all(signal.SIGKILL if job.signals.count(number) >= _ENOUGH else number)
+            else:
+                job.process.send_signal(number)

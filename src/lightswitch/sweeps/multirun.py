@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.core.utils import JobStatus
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -33,11 +33,10 @@ from lightswitch.preflight import check, devices, root_keys
 from lightswitch.process import Process
 from lightswitch.runs import claim, resume
 from lightswitch.sweeps import record
-from lightswitch.sweeps.pool import Pool
+from lightswitch.sweeps.job import Pool
 from lightswitch.sweeps.record import FINISHED, NOT_BEGUN, Record
 
-_SWEEPERS = ("BasicSweeper", "OptunaSweeper")  # they take jobs from the command line and hydra.sweeper.params
-_SAMPLES = ("search_space", "custom_search_space")  # other sources of jobs in OptunaSweeper
+_MOST_CHECKED = 20  # jobs that are composed before the first one starts
 
 Compose = Callable[[list[str]], DictConfig]
 
@@ -61,10 +60,8 @@ def run(
         SystemExit: with code 1 if a job failed.
     """
     cfg = hydra.compose_config(config_name, overrides, RunMode.MULTIRUN, with_log_configuration=False)
-    if problems := list(_problems(cfg)):
-        raise RefusedRequest(problems)
     check_names(cfg)
-    if problems := shared_problems(cfg, partial(hydra.config_loader.load_sweep_config, cfg)):
+    if problems := list(_problems(cfg)) or shared_problems(cfg, partial(hydra.config_loader.load_sweep_config, cfg)):
         raise RefusedRequest(problems)
     folder = Path(str(cfg.hydra.sweep.dir)).absolute()
     try:
@@ -107,7 +104,7 @@ def _launch_in(pool: Pool, planned: list[Record]) -> None:
         for one in (one for one in returned if one.status == JobStatus.COMPLETED):  # others raise their error
             assert one.hydra_cfg is not None
             ended = record.read(Path(one.hydra_cfg.hydra.runtime.output_dir))
-            one.return_value = ended.objective if ended is not None and ended.is_comparable else None
+            one.return_value = ended.comparable_objective if ended is not None else None
         return returned
 
     patches.replace(BasicLauncher, "launch", launch)
@@ -187,9 +184,9 @@ def _problems(cfg: DictConfig) -> Iterator[str]:
             "hydra/launcher=submitit_local: leave it out, and type sweep.devices_per_job=1, or sweep.jobs_at_once=2 on "
             "CPUs, for several jobs at once on this machine"
         )
-    sweep = cfg.get("sweep") or {}
-    slots = {key: sweep[key] for key in ("jobs_at_once", "devices_per_job") if sweep.get(key) is not None}
-    for key, value in slots.items():
+    for key, value in (cfg.get("sweep") or {}).items():
+        if value is None:
+            continue
         if type(value) is not int or value < 1:
             yield f"sweep.{key}={value}: use a number from 1, or null"
         elif not launcher.endswith(".BasicLauncher"):
@@ -204,46 +201,30 @@ def _submitted(folder: Path) -> set[str]:
 
 
 def shared_problems(cfg: DictConfig, compose: Compose) -> list[str]:
-    """Return the problems that all jobs of a sweep have in common.
+    """Return the problems that the first jobs of a grid and its last one have in common.
 
-    As few jobs as possible are checked, while common problems remain: together, they have each value of each key. If a
-    job can't be composed, return no problems: the sweep itself reports that.
+    If one of them can't be composed, return no problems: the job itself reports that.
 
     Args:
         cfg: config of the sweep.
         compose: returns the config of a job, given its overrides.
     """
     sweeper = cfg.hydra.sweeper
-    if not str(sweeper._target_).endswith(_SWEEPERS) or any(sweeper.get(key) for key in _SAMPLES):
+    if not str(sweeper._target_).endswith(".BasicSweeper"):
         return []
     params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
     parsed = OverridesParser.create().parse_overrides([*params, *typed_overrides(cfg.hydra)])
-    values = {override.get_key_element(): _values(override) for override in parsed}  # the command line replaces params
+    (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
     shared: list[str] | None = None
     try:
-        for number in range(max(map(len, values.values()), default=1)):
-            job = compose([among[number % len(among)] for among in values.values()])
-            found = _problems_of_job(job)
+        for overrides in [*jobs[:_MOST_CHECKED], jobs[-1]]:
+            found = _problems_of_job(compose(list(overrides)))
             shared = [problem for problem in (found if shared is None else shared) if problem in found]
             if not shared:
                 break
     except (HydraException, OmegaConfBaseException):
         return []
     return shared or []
-
-
-def _values(override: Override) -> list[str]:
-    """Return an override once per value; for numbers, only the first and the last, as others have the same problems."""
-    if not override.is_sweep_override():
-        return [str(override.input_line)]
-    swept, values = override.value(), list[Any]()
-    if isinstance(swept, IntervalSweep | RangeSweep):
-        values = [swept.start, swept.end if isinstance(swept, IntervalSweep) else swept.stop]
-    else:
-        values = [*override.sweep_string_iterator()]
-        if all(type(value) in (int, float) for value in override.sweep_iterator()):
-            values = [values[0], values[-1]]
-    return [f"{override.get_key_element()}={value}" for value in dict.fromkeys(values)]
 
 
 def _problems_of_job(job: DictConfig) -> list[str]:

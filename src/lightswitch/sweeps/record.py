@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from lightswitch.config.overrides import key_and_value
 from lightswitch.errors import listed
 from lightswitch.monitoring.display import aligned
 from lightswitch.monitoring.objective import find, of_module
-from lightswitch.runs import resume
 
 _FILE = "job.json"
 # A job may be started again with others of these: a higher limit continues it, and the last two do not change the run
@@ -34,7 +32,6 @@ class Record:
         state: running, finished, failed, stopped or not begun.
         objective: value of the metric by which jobs are compared; None until it is known.
         error: first line of its failure.
-        start: identifies the start of the job; all tasks of one start write the same record.
     """
 
     number: int
@@ -43,7 +40,6 @@ class Record:
     state: str = RUNNING
     objective: float | None = None
     error: str | None = None
-    start: str = ""
 
     @property
     def has_failed(self) -> bool:
@@ -51,9 +47,9 @@ class Record:
         return self.state in (FAILED, RUNNING)
 
     @property
-    def is_comparable(self) -> bool:
-        """True if the job has a finite objective, the only kind that Optuna takes."""
-        return self.objective is not None and math.isfinite(self.objective)
+    def comparable_objective(self) -> float | None:
+        """The objective if it is finite, as Optuna takes no others."""
+        return self.objective if self.objective is not None and math.isfinite(self.objective) else None
 
     def of_another_job(self, overrides: list[str]) -> str | None:
         """Return what this record has other than ``overrides``; None if both belong to the same job."""
@@ -63,30 +59,19 @@ class Record:
 
 
 def write(record: Record, folder: Path) -> None:
-    """Write the record, unless another task of the same start has recorded a failure."""
+    """Write the record of a job; its failure in another task of a cluster job stays until the job starts again."""
     there = read(folder)
-    if there is not None and record.start and (there.start, there.state) == (record.start, FAILED):
+    if there is not None and there.state == FAILED and record.state != RUNNING:
         return
-    with contextlib.suppress(FileExistsError, FileNotFoundError):  # another task of the start writes it at this moment
+    with contextlib.suppress(FileExistsError, FileNotFoundError):  # another task writes it at this moment
         regular_files.write_json(folder / _FILE, dataclasses.asdict(record))
 
 
 def read(folder: Path) -> Record | None:
-    """Read a job's record; None if there is none.
-
-    A damaged one is rebuilt as unfinished from the overrides that the job's run saved, so that no other job reuses its
-    checkpoints.
-    """
-    try:
+    """Read a job's record; None if there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
         return regular_files.read_record(folder / _FILE, Record)
-    except FileNotFoundError:
-        return None
-    except ValueError:  # empty, truncated, or not text
-        overrides = resume.read_yaml(folder / ".hydra/overrides.yaml")
-        if not isinstance(overrides, list):
-            return None
-        number = int(folder.name) if folder.name.isdecimal() else 0
-        return Record(number, list(map(str, overrides)), os.path.relpath(folder))
+    return None
 
 
 def read_all(sweep: Path) -> list[Record]:

@@ -25,13 +25,12 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from lightswitch.cluster import placement
-from lightswitch.cluster.placement import Placement
 from lightswitch.config.overrides import normalised
 from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.preflight import devices
-from lightswitch.sweeps import job, record
+from lightswitch.sweeps import record
+from lightswitch.sweeps.job import Pool
 from lightswitch.sweeps.multirun import go_on, shared_problems, slots
-from lightswitch.sweeps.pool import Pool
 from tests.engine.config.mistaken import answers
 from tests.engine.conftest import CHECKOUT, PLAIN, PLAIN_DATA
 from tests.engine.launch.witness import WITNESS, witnesses
@@ -110,35 +109,17 @@ def test_a_sweep_of_optuna_goes_on_after_objectives_that_are_not_finite(sweep: S
     assert "the sweep ended early: No trials are completed yet." in done.stdout
 
 
-@pytest.mark.parametrize("content", [b'{"number": 1, "ov', b"[]", b'{"number": 1}', b"", b"\xff\xfe"])
-def test_of_a_harmed_record_the_overrides_of_its_run_are_known(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "job.json").write_bytes(content)
-    assert record.read(tmp_path) is None
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra/overrides.yaml").write_text("- run_id=x\n- seed=2\n")
-    found = record.read(tmp_path)
-    assert (found and found.of_another_job(["run_id=x"])) == "seed=2"
-
-
-def test_a_task_that_failed_is_not_overwritten_by_another_of_the_same_start(tmp_path: Path) -> None:
-    failed = record.Record(0, [], "runs/x/0", record.FAILED, start="first")
+def test_a_task_that_failed_is_not_overwritten_before_the_job_starts_again(tmp_path: Path) -> None:
+    failed = record.Record(0, [], "runs/x/0", record.FAILED)
     states = []
     for written in (
         failed,
         replace(failed, state=record.FINISHED),
-        replace(failed, state=record.RUNNING, start="next"),
+        replace(failed, state=record.RUNNING),
     ):
         record.write(written, tmp_path)
         states.append(record.read(tmp_path).state)
     assert states == [record.FAILED, record.FAILED, record.RUNNING]
-
-
-def test_tasks_of_one_start_have_one_id_and_other_starts_of_their_allocation_have_others() -> None:
-    external, own = (Placement(name, 1, 2, 0) for name in ("slurm", "local"))
-    environ = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}
-    first, second = (job.start_id(replace(external, rank=rank), environ) for rank in (0, 1))
-    assert first == second != job.start_id(external, environ | {"SLURM_STEP_ID": "1"})
-    assert job.start_id(own, environ) != job.start_id(own, environ)
 
 
 def test_a_sweep_that_nohup_started_goes_on_when_its_terminal_closes(tmp_path: Path) -> None:
@@ -229,15 +210,6 @@ def test_a_grid_trains_each_job_on_processes_of_its_own_and_is_compared(sweep: S
 
 
 @pytest.mark.nightly
-def test_what_has_finished_is_not_run_again_by_a_requeued_job(sweep: Sweep) -> None:
-    first, requeued, another = (
-        sweep(*SWEPT, "resume=never", ENVIRONMENT="BATCH", SLURM_JOB_ID=number, SLURM_RESTART_COUNT=count)
-        for number, count in (("17", "0"), ("17", "1"), ("18", "0"))
-    )
-    assert [done.stdout.count("has already finished") for done in (first, requeued, another)] == [0, 1, 0]
-
-
-@pytest.mark.nightly
 def test_an_interrupt_ends_the_sweep_and_leaves_no_process(swept: Path) -> None:
     command = ["python", str(swept), "-m", *SWEPT, "name=waiting", "seed=1,2,3", "sweep.jobs_at_once=2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -298,7 +270,6 @@ def test_a_job_is_handed_an_interpolation_and_not_the_secret_that_it_gives(sweep
 # A mistake that all jobs of a sweep have is told before the first; one that some of them have is theirs
 
 
-OPTUNA = "hydra/sweeper=optuna hydra.sweeper.n_trials=2"
 TYPO = "trainer.max_stps: Trainer takes no max_stps. Did you mean max_steps?"
 LACKING = "model.optimizer: LanguageModel needs it; give model.optimizer=VALUE"
 LANGUAGE, PLAIN = " ".join((*LANGUAGE_MODEL, TEXT)), "model._target_=tests.engine.plain.PlainModel"
@@ -319,8 +290,6 @@ UNREAD = "PlainModel takes no optimizer; its arguments: model.lr, model.width, m
             (f"{LANGUAGE} +data.none=1 data._target_=tests.engine.data.text.Text,tests.engine.data.none", []),
             (f"{LANGUAGE} seed=range(1,4) model.layers=choice(2,3) trainer.max_stps=4", [TYPO]),
             (f"{LANGUAGE} strategy=fsdp,ddp trainer.max_stps=4", [TYPO]),
-            (f"{LANGUAGE} {OPTUNA} optimizer.lr=tag(log,interval(1e-4,1e-2)) trainer.max_stps=4", [TYPO]),
-            (f"{LANGUAGE} {OPTUNA} optimizer.lr=tag(log,interval(1e-4,1e-2))", []),
             (f"{PLAIN} optimizer.lr=1e-3,1e-4", [f"optimizer.lr: {UNREAD}"]),
             (f"{PLAIN} optimizer=sgd,adamw", [f"optimizer: {UNREAD}"]),
             (f"{INCOMPLETE} seed=1,2", [LACKING]),  # what all jobs sweep is not missing
@@ -357,7 +326,7 @@ def test_a_sweep_is_refused_in_a_line_before_any_job(tmp_path: Path) -> None:
     # of classes that are swept Hydra leaves the name out of the sweep's own config
     classes = "model._target_=tests.engine.plain.PlainModel,tests.engine.plain.SGDModel"
     expected = {
-        f"{plain} {OPTUNA} seed=range(0,1000) trainer.max_stps=4": TYPO,
+        f"{plain} seed=range(0,1000) trainer.max_stps=4": TYPO,
         f"{plain} {classes} trainer.max_stps=4": TYPO,
         f"{plain} seed=1,2 sweep.jobs_at_once=0": "sweep.jobs_at_once=0: use a number from 1, or null",
         f"CUDA_VISIBLE_DEVICES= {plain} seed=1,2 sweep.devices_per_job=1": "sweep.devices_per_job=1: found 0 GPUs; on "
