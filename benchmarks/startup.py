@@ -58,7 +58,7 @@ def first_step(rounds: int) -> list[Row]:
     """Measure from the start of the process to the end of the first step of an MLP.
 
     Each contender can import only its dependencies, except in one row: torchmetrics imports SciPy and Matplotlib if
-    they are installed, as the extras `digits` and `plots` do.
+    they are installed, as the extra `digits` does.
     """
     of = "benchmarks.first_step_lightning"
     run = [f"model._target_={of}.Model", f"data._target_={of}.Data", f"callbacks.ends._target_={of}.EndsAtFirstStep"]

@@ -56,28 +56,26 @@ class Field:
 
 s, g, q, t, o = vision_ssl, generative, sequence, structured, optimization
 _PLAIN = (
-    *(o.Classifier, o.StepsCounted, o.SpectralNorm, o.WeightNorm, o.Distillation, o.MultiTask, o.Sharpness),
-    *(o.AccumulatesByHand, o.TwoBackward, o.MaxNorm, o.OneCycle, o.WarmRestarts, o.Plateau),
-    *(o.Warmup, o.Averaged, o.GradientHooks, o.SkipsBatches, o.StepsByHand, o.LogsOfEveryKind, o.ShowsPictures),
-    *(o.ArcFace, o.ScheduleFree),
+    *(o.Classifier, o.StepsCounted, o.SpectralNorm, o.MultiTask, o.Sharpness),
+    *(o.AccumulatesByHand, o.TwoBackward, o.MaxNorm, o.OneCycle, o.Plateau),
+    *(o.Averaged, o.GradientHooks, o.SkipsBatches, o.LogsOfEveryKind, o.ShowsPictures, o.ScheduleFree),
 )
 FIELDS = [
     Field(
         "Self-supervised vision",
         [
-            *(Entry(m, data.VIEWS) for m in (s.MoCo, s.BYOL, s.DINO, s.GatheredSimCLR, s.CLIP, s.SimSiam, s.SwAV)),
+            *(Entry(m, data.VIEWS) for m in (s.MoCo, s.BYOL, s.DINO, s.GatheredSimCLR, s.CLIP, s.SwAV)),
             Entry(s.KNNMonitor, data.VIEWS, TWO_RANKS, "it evaluates on the device's own samples"),
-            *(Entry(m, data.VIEWS, MICRO, OWN_BATCH) for m in (s.SimCLR, s.VICReg)),
+            Entry(s.SimCLR, data.VIEWS, MICRO, OWN_BATCH),
             Entry(s.MemoryBank, data.VIEWS, TWO_RANKS, OWN_STATE),
-            Entry(s.MaskedAutoencoder, data.VIEWS, TWO_RANKS, NOISE),
         ],
     ),
     Field(
         "Generative",
         [
-            *(Entry(m, data.NOISED) for m in (g.LatentDiffusion, g.EmaCopy, g.VQEma, g.RealNVP)),
-            *(Entry(m, data.NOISED) for m in (g.GAN, g.WGAN, g.GradientPenalty, g.ScoreMatching)),
-            *(Entry(m, data.NOISED, TWO_RANKS, NOISE) for m in (g.DDPM, g.VAE)),
+            *(Entry(m, data.NOISED) for m in (g.LatentDiffusion, g.EmaCopy, g.VQEma)),
+            *(Entry(m, data.NOISED) for m in (g.GAN, g.WGAN, g.GradientPenalty)),
+            Entry(g.DDPM, data.NOISED, TWO_RANKS, NOISE),
             *(Entry(m, data.NOISED, MICRO, OWN_STATE) for m in (g.VQDataInit, g.Glow)),
         ],
     ),
@@ -85,12 +83,10 @@ FIELDS = [
         "Sequences",
         [
             *(Entry(m, data.LINES, cuts=True) for m in (q.TiedLanguageModel, q.PromptTuning)),
-            *(Entry(m, data.LINES) for m in (q.Checkpointed, q.MixtureOfExperts, q.TBPTT, q.RecurrentCells)),
+            *(Entry(m, data.LINES) for m in (q.Checkpointed, q.MixtureOfExperts, q.TBPTT)),
             Entry(q.SpeechCTC, data.SPEECH),
-            Entry(q.TemporalFusion, data.SERIES),
             Entry(q.Word2Vec, data.PAIRS, is_clipped=False),
             Entry(q.PaddedLanguageModel, data.SENTENCES, MICRO, OWN_BATCH),
-            Entry(q.LoadBalanced, data.LINES, MICRO, OWN_BATCH),
             Entry(q.Stateful, data.LINES, TWO_RANKS, OWN_PYTHON, resumes=False),
         ],
     ),
@@ -100,12 +96,10 @@ FIELDS = [
             Entry(t.GraphNetwork, data.GRAPHS),
             Entry(t.ForceField, data.MOLECULES),
             Entry(t.PhysicsInformed, data.POINTS),
-            Entry(t.TwoTowers, data.TOWERS),
             Entry(t.MAML, data.TASKS),
             Entry(t.Snapshot, data.IMAGES),
-            *(Entry(m, data.TRANSITIONS) for m in (t.DQN, t.DDPG)),
+            Entry(t.DQN, data.TRANSITIONS),
             Entry(t.Detection, data.SCENES, MICRO, OWN_BATCH),
-            Entry(t.Dice, data.MASKS, MICRO, OWN_BATCH),
             Entry(t.Reinforce, data.TRANSITIONS, TWO_RANKS, OWN_PYTHON, resumes=False),
         ],
     ),

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
@@ -43,17 +42,6 @@ class Data(pl.LightningDataModule):
         return DataLoader(Samples(self.draw, 13, 2), 8, collate_fn=self.collate)
 
 
-class TwoLoaders(Data):
-    """Pairs to train on, and a second loader of distractors beside, in a dict."""
-
-    def train_dataloader(self) -> Any:
-        loaders = {
-            name: DataLoader(Samples(self.draw, self.samples, seed), 8, shuffle=True)
-            for name, seed in (("pairs", 1), ("distractors", 3))
-        }
-        return CombinedLoader(loaders, "min_size")
-
-
 class Images(Data):
     """The data of classifiers, by a name that a config can have."""
 
@@ -83,12 +71,6 @@ def noised(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         torch.randn(64, generator=generator),
         torch.randint(10, (), generator=generator),
     )
-
-
-def mask(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """An image (1, 8, 8) and a mask of its bright pixels."""
-    pixels, _ = image(generator)
-    return pixels, (pixels > 1).float()
 
 
 def sentence(generator: torch.Generator) -> Tensor:
@@ -171,26 +153,6 @@ def pair(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return user, (user + torch.randint(3, (), generator=generator)) % 30
 
 
-def series(generator: torch.Generator) -> dict[str, Any]:
-    """Six to nine times of numbers (time, 2) and of categories, and what a shop is."""
-    length = int(torch.randint(6, 10, (), generator=generator))
-    numbers = torch.randn(length, 2, generator=generator).cumsum(0)
-    return {
-        "numbers": numbers,
-        "weekday": torch.arange(length) % 7,
-        "event": torch.randint(3, (length,), generator=generator),
-        "shop": torch.randint(5, (), generator=generator),
-        "target": numbers[-3:, 0].tanh(),
-    }
-
-
-def of_series(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Pad the series of a batch to its longest, and give their lengths."""
-    ragged = {name: pad_sequence([one[name] for one in samples], True) for name in ("numbers", "weekday", "event")}
-    fixed = {name: torch.stack([one[name] for one in samples]) for name in ("shop", "target")}
-    return {**ragged, **fixed, "lengths": torch.tensor([len(one["numbers"]) for one in samples])}
-
-
 def transition(generator: torch.Generator) -> dict[str, Tensor]:
     """A step in a world of four numbers and three actions, of a log of them."""
     state = torch.randn(4, generator=generator)
@@ -217,8 +179,8 @@ def collocation(generator: torch.Generator) -> Tensor:
     return torch.rand(1, generator=generator)
 
 
-IMAGES, VIEWS, NOISED, MASKS = Images, *(partial(Data, draw) for draw in (views, noised, mask))
+IMAGES, VIEWS, NOISED = Images, *(partial(Data, draw) for draw in (views, noised))
 SENTENCES, LINES, SPEECH = partial(Data, sentence, padded), partial(Data, line), partial(Data, utterance, spoken)
 SCENES, GRAPHS, MOLECULES = partial(Data, scene, scenes), partial(Data, graph, joined), partial(Data, molecule)
-PAIRS, TOWERS, SERIES = partial(Data, pair), partial(TwoLoaders, pair), partial(Data, series, of_series)
+PAIRS = partial(Data, pair)
 TRANSITIONS, TASKS, POINTS = partial(Data, transition), partial(Data, task), partial(Data, collocation)

@@ -122,25 +122,6 @@ class EmaCopy(pl.LightningModule):
         return torch.optim.SGD(self.model.parameters(), lr=0.05)
 
 
-class VAE(pl.LightningModule):
-    """Kingma & Welling 2013: noise that the step draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(64, 16), nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 64))
-
-    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
-        mean, log_variance = self.encoder(batch[0]).chunk(2, -1)
-        z = mean + torch.randn_like(mean) * (log_variance / 2).exp()
-        divergence = (mean.square() + log_variance.exp() - 1 - log_variance).sum(-1).mean() / 2
-        loss = mse_loss(self.decoder(z), batch[0])
-        self.log_dict({"reconstruction": loss, "divergence": divergence})
-        return loss + 0.01 * divergence
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-5)
-
-
 class VQEma(pl.LightningModule):
     """van den Oord et al. 2017: a codebook in buffers, which follows the mean of what all ranks assign to it."""
 
@@ -206,27 +187,6 @@ class Coupling(nn.Module):
         scale, shift = self.net(fixed).chunk(2, -1)
         scale = scale.tanh()
         return torch.cat([changed * scale.exp() + shift, fixed], -1), scale.sum(-1)
-
-
-class RealNVP(pl.LightningModule):
-    """Dinh et al. 2016: what its blocks give is changed in place on a view of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Coupling() for _ in range(3))
-        self.log_scale = nn.Parameter(torch.zeros(64))
-
-    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
-        z, volume = batch[0] + 0.1 * batch[1], torch.zeros(len(batch[0]), device=self.device)
-        for block in self.blocks:
-            z, more = block(z)
-            z[:, 32:] *= -1
-            volume = volume + more
-        z = z * self.log_scale.exp()
-        return (z.square().sum(-1) / 2 - volume - self.log_scale.sum()).mean() / 64
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-5)
 
 
 class ActNorm(nn.Module):
@@ -339,20 +299,3 @@ class GradientPenalty(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-class ScoreMatching(pl.LightningModule):
-    """Song et al. 2019: the slice of a Hessian, by a gradient of a gradient's product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = nn.Sequential(nn.Linear(64, 32), nn.SiLU(), nn.Linear(32, 1))
-
-    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
-        x, v = batch[0].clone().requires_grad_(), batch[1].sign()
-        score = -torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
-        along = torch.autograd.grad((score * v).sum(), x, create_graph=True)[0]
-        return ((along * v).sum(-1) + score.square().sum(-1) / 2).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.02)

@@ -7,10 +7,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightswitch.strategies.ema import EMA
@@ -86,32 +86,6 @@ class SpectralNorm(Classifier):
     def __init__(self) -> None:
         super().__init__()
         parametrizations.spectral_norm(self.net[1])
-
-
-class WeightNorm(Classifier):
-    """Salimans & Kingma 2016."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parametrizations.weight_norm(self.net[1])
-
-
-class Distillation(Classifier):
-    """Hinton et al. 2015: a frozen teacher, which is kept in evaluation mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = network(nn.Dropout(0.5)).requires_grad_(False)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.teacher.eval()
-        with torch.no_grad():
-            soft = (self.teacher(batch[0]) / 2).softmax(-1)
-        logits = self.net(batch[0])
-        return cross_entropy(logits, batch[1]) + kl_div((logits / 2).log_softmax(-1), soft, reduction="batchmean")
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1)
 
 
 class MultiTask(Classifier):
@@ -262,6 +236,18 @@ class AdamWScheduleFree(torch.optim.Optimizer):
         return loss
 
 
+class ShowsPictures(Classifier):
+    """What Lightning's examples show by `self.logger.experiment`: a number, a histogram, images."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        board = self.logger.experiment
+        board.add_scalar("by_hand", loss.item(), self.global_step)
+        board.add_histogram("pixels", batch[0], self.global_step)
+        board.add_image("first", batch[0][0].clamp(0, 1), self.global_step)
+        return loss
+
+
 class ScheduleFree(Classifier):
     """Defazio et al. 2024: an optimizer that hooks switch between training's weights and their averages."""
 
@@ -346,17 +332,6 @@ class OneCycle(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class WarmRestarts(Classifier):
-    """A schedule that the module steps itself, by fractions of an epoch."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [{"scheduler": CosineAnnealingWarmRestarts(optimizer, 1), "interval": "step"}]
-
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        scheduler.step(self.global_step / 4)
-
-
 class Plateau(Classifier):
     """A rate that halves where what the training logs has not become less."""
 
@@ -369,23 +344,6 @@ class Plateau(Classifier):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         schedule = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
-
-
-class Warmup(Classifier):
-    """A rate for each group by a lambda, with decay for matrices alone; what warms up is in `optimizer_step`."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer.step(closure=optimizer_closure)
-        if self.trainer.global_step < 3:
-            for group in optimizer.param_groups:
-                group["lr"] = min(1.0, (self.trainer.global_step + 1) / 3) * 0.1
-
-    def configure_optimizers(self) -> Any:
-        matrices = [p for p in self.parameters() if p.ndim > 1]
-        vectors = [p for p in self.parameters() if p.ndim <= 1]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
-        return [optimizer], [LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
 
 
 class Averaged(Classifier):
@@ -428,16 +386,6 @@ class SkipsBatches(Classifier):
         return None if batch_idx == 2 else super().training_step(batch, batch_idx)
 
 
-class StepsByHand(Classifier):
-    """Steps by hand, in automatic optimization, and returns None."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        cross_entropy(self.net(batch[0]), batch[1]).backward()
-        optimizer.step()
-
-
 class LogsOfEveryKind(Classifier):
     """`self.log` of each kind: by step, by epoch, both, sums, extremes, metrics, dicts, of one rank alone."""
 
@@ -463,34 +411,3 @@ class LogsOfEveryKind(Classifier):
         loss = cross_entropy(self.net(batch[0]), batch[1])
         self.log("val_loss", loss, on_step=True, on_epoch=True)
         self.log_dict({"val/a": loss, "val/b": 2 * loss}, batch_size=len(batch[0]))
-
-
-class ShowsPictures(Classifier):
-    """What Lightning's examples show by `self.logger.experiment`: a number, a histogram, images, a figure."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        board = self.logger.experiment
-        board.add_scalar("by_hand", loss.item(), self.global_step)
-        board.add_histogram("pixels", batch[0], self.global_step)
-        board.add_image("first", batch[0][0].clamp(0, 1), self.global_step)
-        from matplotlib.figure import Figure  # an extra's
-
-        figure = Figure()
-        figure.subplots().hist(batch[1].cpu())
-        board.add_figure("classes", figure, self.global_step)
-        return loss
-
-
-class ArcFace(Classifier):
-    """Deng et al. 2018: an angle to normalized rows of a weight, with a margin; the largest gradient is clipped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        unit = nn.functional.normalize(self.net(batch[0])), nn.functional.normalize(self.weight)
-        cosine = nn.functional.linear(*unit).clamp(-0.999, 0.999)
-        margin = 0.3 * nn.functional.one_hot(batch[1], 4)
-        return cross_entropy(8 * torch.cos(cosine.acos() + margin), batch[1])

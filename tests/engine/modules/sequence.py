@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from torch.nn.functional import cross_entropy, ctc_loss, gelu, mse_loss
+from torch.nn.functional import cross_entropy, ctc_loss, gelu
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.engine.modules.data import WORDS
@@ -128,15 +126,6 @@ class MixtureOfExperts(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-5)
 
 
-class LoadBalanced(MixtureOfExperts):
-    """With the loss that spreads tokens over experts: a product of two means over the rank's own tokens."""
-
-    def training_step(self, words: Tensor, batch_idx: int) -> Tensor:
-        likes = self.router(self.embedding(words)).softmax(-1).flatten(0, 1)
-        shares = nn.functional.one_hot(likes.argmax(-1), 3).float().mean(0)
-        return super().training_step(words, batch_idx) + 0.1 * 3 * (shares * likes.mean(0)).sum()
-
-
 class SpeechCTC(pl.LightningModule):
     """Ragged frames and phones, packed for a GRU, and Graves' connectionist temporal classification."""
 
@@ -204,83 +193,6 @@ class TBPTT(pl.LightningModule):
             self.manual_backward(loss)
             optimizer.step()
         self.log("loss", loss)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class GatedResidual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.into, self.out, self.norm = nn.Linear(width, width), nn.Linear(width, 2 * width), nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + nn.functional.glu(self.out(nn.functional.elu(self.into(x))), -1))
-
-
-class TemporalFusion(pl.LightningModule):
-    """Lim et al. 2019, small: embeddings by name, an LSTM that a static variable starts, ragged series, attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = {"weekday": 7, "event": 3, "shop": 5}
-        self.embeddings = nn.ModuleDict({name: nn.Embedding(size, 8) for name, size in sizes.items()})
-        self.prescalers = nn.ModuleDict({"price": nn.Linear(1, 8), "sales": nn.Linear(1, 8)})
-        self.weights = nn.Sequential(nn.Linear(32, 4), nn.Softmax(-1))
-        self.grns = nn.ModuleDict({name: GatedResidual(8) for name in ("weekday", "event", "price", "sales")})
-        self.start_h, self.start_c = GatedResidual(8), GatedResidual(8)
-        self.encoder, self.decoder = nn.LSTM(8, 8, batch_first=True), nn.LSTM(8, 8, batch_first=True)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.after, self.head = GatedResidual(8), nn.Linear(8, 3)
-
-    def forward(self, batch: Sentences) -> Tensor:
-        columns = {name: self.embeddings[name](batch[name]) for name in ("weekday", "event")}
-        columns |= {
-            name: self.prescalers[name](batch["numbers"][..., [index]]) for index, name in enumerate(("price", "sales"))
-        }
-        chosen = self.weights(torch.cat(list(columns.values()), -1))
-        x = (torch.stack([self.grns[name](it) for name, it in columns.items()], -1) * chosen[:, :, None]).sum(-1)
-        shop = self.embeddings["shop"](batch["shop"])
-        state = tuple(grn(shop)[None].contiguous() for grn in (self.start_h, self.start_c))
-        lengths = batch["lengths"].cpu() - 3
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        read, state = self.encoder(packed, state)
-        read, _ = pad_packed_sequence(read, batch_first=True)
-        last = torch.stack([row[length : length + 3] for row, length in zip(x, lengths.tolist(), strict=True)])
-        ahead, _ = self.decoder(last, state)
-        padding = torch.arange(read.shape[1])[None] >= lengths[:, None]
-        seen, _ = self.attention(ahead, read, read, key_padding_mask=padding.to(x.device))
-        return self.head(self.after(ahead + seen))
-
-    def training_step(self, batch: Sentences, batch_idx: int) -> Tensor:
-        errors = batch["target"][..., None] - self(batch)
-        quantiles = torch.tensor([0.1, 0.5, 0.9], device=self.device)
-        return torch.maximum(quantiles * errors, (quantiles - 1) * errors).mean()
-
-    def validation_step(self, batch: Sentences, batch_idx: int) -> None:
-        self.log("val_loss", mse_loss(self(batch)[..., 1], batch["target"]), batch_size=len(batch["shop"]))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.01, eps=1e-5)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
-
-
-class RecurrentCells(pl.LightningModule):
-    """A cell that is called at each time, with the teacher's word or its own by the place in the sentence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.cell, self.head = nn.Embedding(WORDS, 8), nn.LSTMCell(8, 12), nn.Linear(12, WORDS)
-
-    def training_step(self, words: Tensor, batch_idx: int) -> Tensor:
-        h = c = torch.zeros(len(words), 12, device=self.device)
-        said, losses = words[:, 0], []
-        for time in range(1, words.shape[1]):
-            h, c = self.cell(self.embedding(said), (h, c))
-            logits = self.head(h)
-            losses.append(cross_entropy(logits, words[:, time]))
-            said = logits.argmax(-1) if time % 3 == 0 else words[:, time]
-        return torch.stack(losses).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy, l1_loss, mse_loss, triplet_margin_loss
+from torch.nn.functional import cross_entropy, l1_loss, mse_loss
 
 
 class Detection(pl.LightningModule):
@@ -38,21 +37,6 @@ class Detection(pl.LightningModule):
         backbone = {"params": self.backbone.parameters(), "lr": 1e-3}
         others = [p for name, p in self.named_parameters() if not name.startswith("backbone")]
         return torch.optim.AdamW([{"params": others}, backbone], lr=3e-3, eps=1e-5)
-
-
-class Dice(pl.LightningModule):
-    """Milletari et al. 2016: an overlap over the whole of the rank's own batch, and torch's cross-entropy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        likely, mask = self.net(batch[0]).sigmoid(), batch[1]
-        return 1 - 2 * (likely * mask).sum() / (likely.sum() + mask.sum() + 1)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class GraphNetwork(pl.LightningModule):
@@ -126,25 +110,6 @@ class PhysicsInformed(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-5)
 
 
-class TwoTowers(pl.LightningModule):
-    """Retrieval: a dict of two loaders, of which one gives what is not to be found."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.user, self.item = nn.Embedding(20, 8), nn.Embedding(30, 8)
-        self.project = nn.Linear(8, 8)
-
-    def training_step(self, batch: dict[str, tuple[Tensor, Tensor]], batch_idx: int) -> Tensor:
-        (users, items), (_, others) = batch["pairs"], batch["distractors"]
-        return triplet_margin_loss(self.project(self.user(users)), self.item(items), self.item(others))
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.log("val/score", (self.project(self.user(batch[0])) * self.item(batch[1])).sum(-1).mean())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad(self.parameters(), lr=0.05, eps=1e-3)
-
-
 class MAML(pl.LightningModule):
     """Finn et al. 2017, of second order: an inner step by functional calls, task by task."""
 
@@ -204,41 +169,6 @@ class DQN(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.net.parameters(), lr=0.05)
-
-
-class DDPG(pl.LightningModule):
-    """Lillicrap et al. 2015, offline: actor and critic with an optimizer each, and targets that follow both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.actor, self.critic = nn.Linear(4, 2), nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
-        self.actor_target, self.critic_target = copy.deepcopy(self.actor), copy.deepcopy(self.critic)
-        for target in (self.actor_target, self.critic_target):
-            target.requires_grad_(False)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        actor, critic = self.optimizers()
-        with torch.no_grad():
-            ahead = torch.cat([batch["next"], self.actor_target(batch["next"]).tanh()], 1)
-            aim = batch["reward"][:, None] + 0.9 * self.critic_target(ahead)
-        critic_loss = mse_loss(self.critic(torch.cat([batch["state"], batch["move"]], 1)), aim)
-        critic.zero_grad()
-        self.manual_backward(critic_loss)
-        critic.step()
-        self.critic.requires_grad_(False)
-        actor_loss = -self.critic(torch.cat([batch["state"], self.actor(batch["state"]).tanh()], 1)).mean()
-        actor.zero_grad()
-        self.manual_backward(actor_loss)
-        actor.step()
-        self.critic.requires_grad_(True)
-        for target, net in ((self.actor_target, self.actor), (self.critic_target, self.critic)):
-            for aim, parameter in zip(target.parameters(), net.parameters(), strict=True):
-                aim.data.copy_(0.9 * aim.data + 0.1 * parameter.data)
-        self.log_dict({"actor": actor_loss, "critic": critic_loss})
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.actor, self.critic)]
 
 
 class Reinforce(pl.LightningModule):

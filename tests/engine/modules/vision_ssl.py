@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity, cross_entropy, mse_loss, normalize, relu
+from torch.nn.functional import cosine_similarity, cross_entropy, mse_loss, normalize
 
 Views = tuple[Tensor, Tensor, Tensor]
 
@@ -191,41 +191,8 @@ class CLIP(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class VICReg(pl.LightningModule):
-    """Bardes et al. 2021: variances and covariances over the rank's own batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = encoder()
-
-    def training_step(self, batch: Views, batch_idx: int) -> Tensor:
-        one, other = (self.encoder(view) for view in batch[:2])
-        spread = torch.stack([relu(1 - torch.sqrt(z.var(0) + 1e-4)).mean() for z in (one, other)]).sum()
-        return 25 * mse_loss(one, other) + 25 * spread + sum(_off_diagonal(z.T.cov()) for z in (one, other))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
 def _off_diagonal(covariance: Tensor) -> Tensor:
     return (covariance - covariance.diag().diag()).square().sum() / len(covariance)
-
-
-class SimSiam(pl.LightningModule):
-    """Chen & He 2020: a stopped gradient in the place of a target network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.predictor = encoder(), nn.Linear(16, 16)
-
-    def training_step(self, batch: Views, batch_idx: int) -> Tensor:
-        z1, z2 = self.encoder(batch[0]), self.encoder(batch[1])
-        p1, p2 = self.predictor(z1), self.predictor(z2)
-        return -(cosine_similarity(p1, z2.detach()).mean() + cosine_similarity(p2, z1.detach()).mean()) / 2
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
 
 
 class SwAV(pl.LightningModule):
@@ -245,23 +212,6 @@ class SwAV(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-class MaskedAutoencoder(pl.LightningModule):
-    """He et al. 2021: masks that the step draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = encoder(), nn.Linear(16, 64)
-        self.mask_token = nn.Parameter(torch.zeros(64))
-
-    def training_step(self, batch: Views, batch_idx: int) -> Tensor:
-        hidden = torch.rand_like(batch[0]) < 0.5
-        found = self.decoder(self.encoder(torch.where(hidden, self.mask_token, batch[0])))
-        return ((found - batch[0]).square() * hidden).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-5)
 
 
 class KNNMonitor(pl.LightningModule):

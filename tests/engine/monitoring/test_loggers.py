@@ -59,7 +59,7 @@ def test_the_default_self_logger_draws_on_tensorboard_by_rank_0_alone(train: Tra
     (events,) = (run.run_dir / "tensorboard").glob("events.*")
     tags = EventAccumulator(str(events)).Reload().Tags()
     assert {"by_hand", "train/loss"} <= set(tags["scalars"])
-    assert (tags["histograms"], tags["images"]) == (["pixels"], ["first", "classes"])
+    assert (tags["histograms"], tags["images"]) == (["pixels"], ["first"])
     assert list(run.column("train/loss")) == [0, 1]
     assert run.out.count("step 2/2 · loss ") == 1
     told = yaml.safe_load((run.run_dir / "tensorboard/hparams.yaml").read_text())
