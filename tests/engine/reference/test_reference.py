@@ -17,9 +17,7 @@ from lightswitch.config.overrides import asks_for_help
 from lightswitch.errors import RefusedRequest
 from lightswitch.reference.choices import config, groups, help_text
 from lightswitch.reference.schema import schemas
-from tests.engine.config import test_hydra_errors as mistakes
 from tests.engine.conftest import CHECKOUT, PLAIN, Train
-from tests.engine.launch.test_habits import RUNS
 from tests.engine.tables import environment
 from tests.engine.tables.documents import MEASURED
 from tests.engine.tables.reference import NAMES, pages, sentences
@@ -88,26 +86,10 @@ def test_each_key_that_can_be_typed_has_a_sentence() -> None:
     assert [path for path in mute if not path.startswith(unnamed)] == []
 
 
-@pytest.fixture(scope="module")
-def now() -> dict[str, str]:
-    return pages()
-
-
-def test_each_page_is_made_and_is_no_file_of_git(now: dict[str, str]) -> None:
+def test_each_page_is_made_and_is_no_file_of_git() -> None:
     measured = {path.stem for path in MEASURED.glob("*.md")}
-    assert {*now} == {f"reference/{name}.md" for name in (*NAMES, *measured)}
+    assert {*pages()} == {f"reference/{name}.md" for name in (*NAMES, *measured)}
     assert "/docs/reference/" in (CHECKOUT / ".gitignore").read_text().splitlines()
-
-
-def test_each_mistake_that_is_typed_in_a_test_is_on_the_page(now: dict[str, str]) -> None:
-    """By more than what is filled in, so that a search for the line finds it."""
-    typed = {told for told in mistakes.MISTAKES.values() if isinstance(told, str)}
-    habits = [habit.get("told", "") for row in RUNS.values() for habit in row.get("habits", {}).values()]
-    typed |= {told[len("error: ") : -1] for told in habits if re.fullmatch(r"error: .*\n", told)}
-    lines = re.findall("^- `(.*)`$", now["reference/messages.md"], re.MULTILINE)
-    told = [re.split(r"\{[^{}]*\}", line) for line in lines]
-    patterns = [re.compile(".*".join(map(re.escape, parts))) for parts in told if sum(map(len, parts)) >= 8]
-    assert [line for line in typed if not any(pattern.search(line) for pattern in patterns)] == []
 
 
 def test_a_run_leaves_the_files_and_fields_of_the_page_and_no_other(train: Train) -> None:
