@@ -314,7 +314,8 @@ def plan(cfg: DictConfig, run: RunContext) -> None:
             if lacking := list(device.precision_problems(asked, request.device)):
                 raise RefusedRequest(lacking)
             estimates.append(found := fitted(request, candidate))
-            if (other := candidate.recomputing()) is not None and not found.memory.fits:
+            is_whole = found.memory.fits and found.run.accumulation == 1
+            if not is_whole and (other := candidate.recomputing()) is not None:
                 estimates.append(fitted(request, other))
         except NeedsValues as error:
             _tell_states(request, among, str(error))
@@ -324,17 +325,9 @@ def plan(cfg: DictConfig, run: RunContext) -> None:
     if not estimates:
         raise RefusedRequest(dict.fromkeys(line for why in refused.values() for line in why.splitlines()))
     among += [other for one in among if (other := one.recomputing()) is not None]
-    best, *others = report.ordered([*estimates, *_recomputing(request, estimates, among)])
+    best, *others = report.ordered(estimates)
     estimates = report.ordered([confirmed(request, best, among), *others])
     _report(run, request, estimates, refused)
-
-
-def _recomputing(request: Request, estimates: list[Estimate], among: list[Candidate]) -> Iterator[Estimate]:
-    """Yield an estimate of the best strategy with activation checkpointing, unless there is one already."""
-    others = {one.words: one.recomputing() for one in among}
-    best = next((other for one in report.ordered(estimates) if (other := others.get(one.words)) is not None), None)
-    if best is not None and best.words not in {one.words for one in estimates}:
-        yield fitted(request, best)
 
 
 def _report(run: RunContext, request: Request, estimates: list[Estimate], refused: dict[tuple[str, ...], str]) -> None:

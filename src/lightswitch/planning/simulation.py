@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice, zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
@@ -118,8 +119,7 @@ class Simulation:
 def simulate(work: Work) -> Simulation:
     """Simulate an optimizer step at two micro-batch sizes.
 
-    The first step creates the optimizer's state, with twice the samples; the second one is measured. If the two do not
-    allocate corresponding storages, a third step runs with twice the samples.
+    The first step creates the optimizer's state, with twice the samples; the second one is measured.
 
     Raises:
         NeedsValues: the step fails because it reads values of tensors.
@@ -151,7 +151,8 @@ def simulate(work: Work) -> Simulation:
         1 + len(device.units),
         (work.samples, 2 * work.samples if work.is_cut else work.samples),
         device.batches.traces(),
-        *device.batches.flops,
+        ledger.flops,
+        ledger.split_flops,
         dict(ledger.values.replaced),
         [f"{path}.{name}" for path in ledger.split for name, _ in model.get_submodule(path).named_parameters()],
         [ledger.largest(path) for path, style in ledger.split.items() if isinstance(style, RowwiseParallel)],
@@ -259,17 +260,12 @@ class _Batches:
         self._work, self._fake, self._ledger = work, fake, ledger
         larger = 2 * work.samples if work.is_cut else work.samples
         self._given = [work.batch(size) for size in (larger, work.samples)]
-        self.flops = (0.0, 0.0)
 
     def __len__(self) -> int:
-        return 4  # one more than are read: a scheduler may need a metric at the end of an epoch
+        return 3  # one more than are read: a scheduler may need a metric at the end of an epoch
 
     def __iter__(self) -> Iterator[Any]:
-        for step, given in enumerate([*self._given, self._given[0]]):
-            if step == 2:
-                self.flops = self._ledger.flops, self._ledger.split_flops
-                if self._pairs() is not None:
-                    break
+        for given in self._given:
             batch = tree_map_only(Tensor, self._copy, given)
             self._ledger.begin_step(batch)
             yield batch
@@ -286,11 +282,15 @@ class _Batches:
 
     def traces(self) -> tuple[Trace, Trace]:
         """Return the measured step, and the same step with twice the samples."""
-        ledger = self._ledger
-        own, pairs = ledger.trace(1), self._pairs()
+        own, pairs = self._ledger.trace(1), self._pairs()
         if not self._work.is_cut:
             return own, own
-        return own, ledger.trace(2) if pairs is None else ledger.trace(1, pairs)
+        if pairs is not None:
+            return own, self._ledger.trace(1, pairs)
+        larger = self._ledger.trace(0)
+        is_in_forward = np.cumsum(larger.phases != FORWARD) == 0  # later steps hold the last one's gradients there
+        larger.held["gradients"][is_in_forward] += own.held["gradients"][0]
+        return own, larger
 
     def _pairs(self) -> dict[Block, float] | None:
         """Return the bytes that each storage of step 1 has in step 0, or None if the steps do not correspond."""
