@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -103,15 +103,6 @@ class HookedStrategy(Mixin, Strategy):
                 "indices and values as buffers, and make the tensors of them where they are used"
             )
         super().setup(trainer)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The number of data-parallel ranks, and the number of this one. Lightning multiplies nodes and processes, but
-        launchers may start different numbers of processes on the nodes."""
-        found: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]  # only of strategies with ranks
-        if isinstance(self, DDPStrategy) and found["num_replicas"] == self.num_nodes * self.num_processes:
-            return {**found, "num_replicas": self.world_size}
-        return found
 
     def process_dataloader(self, dataloader: object) -> object:
         return super().process_dataloader(self.share(dataloader) if self.share else dataloader)

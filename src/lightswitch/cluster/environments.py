@@ -104,13 +104,9 @@ class ExportedEnvironment(TorchElasticEnvironment):
         os.environ.setdefault("LOCAL_RANK", str(self.local_rank()))  # for libraries that read it, such as DeepSpeed
 
     def local_rank(self) -> int:
-        if self._placement.uneven:
-            return int(os.environ["LOCAL_RANK"])
         return self._placement.rank % (self._placement.devices_per_node or 1)
 
     def node_rank(self) -> int:
-        if self._placement.uneven:
-            return int(os.environ["GROUP_RANK"])
         return self._placement.rank // (self._placement.devices_per_node or 1)
 
 

@@ -23,14 +23,12 @@ class Placement:
     Args:
         launcher: local, torchrun, slurm or env.
         devices_per_node: of this node; None if this process chooses the devices, and starts the other ranks itself.
-        uneven: number of processes on all nodes, if their numbers differ as far as this process knows; else None.
     """
 
     launcher: str
     nodes: int = 1
     devices_per_node: int | None = None
     rank: int = 0
-    uneven: int | None = None
 
     @property
     def is_external(self) -> bool:
@@ -104,24 +102,12 @@ def _from_counts(launcher: str, environ: Mapping[str, str]) -> Placement:
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     local = int(environ.get("LOCAL_WORLD_SIZE", world))
     nodes = int(environ.get("GROUP_WORLD_SIZE", -(-world // local)))  # torchrun calls nodes groups
-    # ranks on lower nodes, if all are like this one
-    before = int(environ.get("GROUP_RANK", rank // local)) * local if launcher == "torchrun" else rank // local * local
-    even = nodes * local == world and before <= rank < before + local
-    return Placement(launcher, nodes, local, rank, None if even else world)
+    return Placement(launcher, nodes, local, rank)
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Placement:
     tasks, nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_STEP_NUM_NODES"])
-    counts = tasks_of_nodes(environ)
-    here = counts[int(environ["SLURM_NODEID"])] if len(counts) == nodes else tasks // nodes
-    even = here * nodes == tasks and len(set(counts)) < 2
-    return Placement("slurm", nodes, here, int(environ["SLURM_PROCID"]), None if even else tasks)
-
-
-def tasks_of_nodes(environ: Mapping[str, str]) -> list[int]:
-    """Return the number of srun's tasks on each node, from a value such as 4(x2),3; empty if it is not exported."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+    return Placement("slurm", nodes, tasks // nodes, int(environ["SLURM_PROCID"]))
 
 
 def is_module() -> bool:

@@ -13,7 +13,6 @@ import secrets
 import socket
 import sys
 import sysconfig
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -116,28 +115,23 @@ def open_store(point: MeetingPoint, purpose: str, met: Meeting | None = None) ->
     if point.rank == 0:
         store.set("world", str(point.world_size))
     else:
-        _take_place(store, point)
+        _check_world(store, point)
     return store
 
 
-def _take_place(store: Store, point: MeetingPoint) -> None:
-    """Take this rank's place in the run of a store.
+def _check_world(store: Store, point: MeetingPoint) -> None:
+    """Check that a store is that of a run of this size.
 
     Raises:
-        Refused: the store is not that of a run, or of another one, which has this rank already or is of another size.
+        Refused: it is not.
     """
     _wait_until(lambda: store.check(["world"]), point.timeout_seconds)
     if not store.check(["world"]):
         raise Refused(_unreached(point, "the server there is not the store of a run"))
-    other = "if that is another run, set another port for every process of this"
     if (world := int(store.get("world"))) != point.world_size:
         raise Refused(
             f"{_who(point)} is one of {point.world_size}, but rank 0 at {point} is one of {world}; start all with the "
-            f"same number, or, {other}"
-        )
-    if store.add(f"place {point.rank}", 1) > 1:
-        raise Refused(
-            f"{_who(point)}: a rank {point.rank} has joined the run at {point} already; start each once, or, {other}"
+            "same number, or, if that is another run, set another port for every process of this"
         )
 
 
@@ -160,7 +154,7 @@ def _joined_anew(point: MeetingPoint) -> Store:
             port, token = board.get("served").decode().split()
             # a port from an earlier start refuses connections
             socket.create_connection((point.address, int(port)), _POLL_SECONDS * 100).close()
-            served = _answered(replace(point, port=int(port)))
+            served = _tcp_store(replace(point, port=int(port)))
             if served.get("token").decode() == token:
                 _lead_to(int(port))
                 return served
@@ -213,7 +207,7 @@ def _joined(point: MeetingPoint) -> Store:
     while True:
         try:
             socket.create_connection((point.address, point.port), max(0.1, end - time.monotonic())).close()
-            return _answered(point)
+            return _tcp_store(point)
         except socket.gaierror as error:
             raise Refused(
                 f"{_who(point)} can't resolve the host name {point.address}: {error.strerror}; {_FIX}"
@@ -222,22 +216,6 @@ def _joined(point: MeetingPoint) -> Store:
             if time.monotonic() > end:
                 raise Refused(_unreached(point, error.strerror or str(error))) from error
         time.sleep(_POLL_SECONDS)
-
-
-def _answered(point: MeetingPoint) -> Store:
-    """Connect to the store in a thread, as another kind of server may never answer, and torch would wait forever."""
-    found: list[Store] = []
-
-    def connect() -> None:
-        with contextlib.suppress(DistError):
-            found.append(_tcp_store(point))
-
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(point.timeout_seconds)
-    if not found:
-        raise Refused(_unreached(point, "the server there is not the store of a run"))
-    return found[0]
 
 
 def _who(point: MeetingPoint) -> str:

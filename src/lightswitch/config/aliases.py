@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-
-log = logging.getLogger(__name__)
+from collections.abc import Iterable
 
 _OVER = "--cfg job, which shows the config and starts nothing"
 _PLACE = "name=NAME run_id=RUN_ID, whose folder is runs/NAME/RUN_ID, or hydra.run.dir=FOLDER"
@@ -244,27 +238,3 @@ MOVED = {
     "lightswitch.monitoring.trackers.MLflowRun": "lightning.pytorch.loggers.MLFlowLogger",
     "lightswitch.monitoring.trackers.WandbRun": "lightswitch.monitoring.metrics.WandbRun",
 }
-_LEFT_OUT_IF_NULL = ("auto_wrap_policy", "activation_checkpointing_policy")  # Lightning's defaults, and the engine's
-
-
-def follow_moved(cfg: DictConfig, reports: bool) -> None:
-    """Update a config of the version before in place, and log what to change in it."""
-    with read_write(cfg), open_dict(cfg):
-        for path, node in list(_nodes(OmegaConf.to_container(cfg, resolve=False))):
-            if (name := MOVED.get(node["_target_"])) is not None:
-                OmegaConf.update(cfg, f"{path}._target_", name)
-                if reports:
-                    log.info(
-                        "advice     %s._target_=%s is now %s; change it in your config", path, node["_target_"], name
-                    )
-            for key in (key for key in _LEFT_OUT_IF_NULL if node.get(key, 0) is None):
-                del OmegaConf.select(cfg, path)[key]
-
-
-def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield the path and the values of each node that names a class."""
-    if isinstance(node, dict) and isinstance(node.get("_target_"), str):
-        yield path, node
-    children: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for key, child in children:
-        yield from _nodes(child, f"{path}.{key}".lstrip("."))

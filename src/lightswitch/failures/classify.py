@@ -239,7 +239,7 @@ def _cut(text: str, longest: int) -> str:
 def rank_of(placement: Placement) -> Rank:
     """Return this process's rank from its environment, before the process group exists."""
     if placement.is_external:
-        number, world = placement.rank, placement.uneven or placement.nodes * (placement.devices_per_node or 1)
+        number, world = placement.rank, placement.nodes * (placement.devices_per_node or 1)
     else:
         number, world = (int(os.environ.get(name, of)) for name, of in (("RANK", placement.rank), ("WORLD_SIZE", 1)))
     return Rank(number, world, node_name(), os.getpid())

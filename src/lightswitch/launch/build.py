@@ -29,7 +29,6 @@ from lightswitch.failures.stopping import LossCheck, Survival
 from lightswitch.failures.verdict import Timeouts
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy, hooked
-from lightswitch.launch import instantiation
 from lightswitch.launch.handshake import arrange_handshake
 from lightswitch.launch.instantiation import OF_PYTORCH_LIGHTNING, instantiated, plugins, raise_all, shards_itself
 from lightswitch.loop.hooks import skip_empty_hooks
@@ -77,7 +76,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Beginning | 
     run_log.quiet_libraries()
     record = RunRecord(_as_used(cfg), run, plan)  # records the request, so it comes before the learning rate is scaled
     cfg = _with_scaled_learning_rate(cfg, plan)
-    refusals = instantiation.refused_optimizers(cfg)
+    refusals: list[Refused] = []
     if (cluster := instantiated(cfg, "cluster", refusals)) is not None:
         environments.export(cluster, cfg.trainer.num_nodes, devices.count(cfg.trainer))
     model = instantiated(cfg, "model", refusals)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -22,7 +19,6 @@ from lightswitch import regular_files
 from lightswitch.batches.loaders import CYCLE, Combined, evaluation_loader, obstacle, training_loader
 from lightswitch.batches.order import TrainingSlices
 from lightswitch.batches.plan import BatchPlan, Position
-from lightswitch.config.confidential import masked_override
 from lightswitch.context import RunContext
 from lightswitch.errors import NeedsValues, Refused, listed, shown
 from lightswitch.launch import commands, plan
@@ -30,13 +26,12 @@ from lightswitch.launch.build import problems_elsewhere
 from lightswitch.launch.instantiation import raise_all
 from lightswitch.launch.plan import Request
 from lightswitch.planning import candidates, report
-from lightswitch.planning.device import GIB, World
+from lightswitch.planning.device import GIB
 from lightswitch.planning.estimate import Estimate
 from lightswitch.preflight import strategies
 from lightswitch.runs import resume
 
 log = logging.getLogger(__name__)
-SCRIPT, OF_ONE_NODE = Path("slurm/multinode.sh"), Path("slurm/single.sh")
 _SHOWN_SAMPLES = 8
 
 
@@ -80,7 +75,6 @@ def dry_run(cfg: DictConfig, run: RunContext) -> None:
         "samples": list(_samples(reads)),
         "memory": [*report.table([found]).splitlines(), *filter(None, [report.replaced(found)])],
         "files": list(_files(cfg, run.run_dir, found)),
-        "job script": [f"{part:<9} {text}" for part, text in _script(request).items()],
         "commands": [
             f"{launcher:<9} {text}"
             for launcher, text in commands.of_each_launcher(
@@ -96,7 +90,7 @@ def dry_run(cfg: DictConfig, run: RunContext) -> None:
         "batch": asdict(batch),
         "samples": {str(rank): [asdict(one) for one in of_rank] for rank, of_rank in reads.items()},
         "estimate": report.of_estimate(found),
-        **{name: sections[name] for name in ("files", "job script", "commands")},
+        **{name: sections[name] for name in ("files", "commands")},
     }
     path = run.run_dir / "dry_run.json"
     regular_files.write_text(path, json.dumps(data, indent=1, default=str))
@@ -203,58 +197,3 @@ def _files(cfg: DictConfig, run_dir: Path, found: Estimate) -> Iterator[str]:
         )
     loggers: Any = OmegaConf.to_container(cfg.get("logger") or OmegaConf.create())
     yield from (f"by logger.{name}: {node.get('_target_')}" for name, node in loggers.items() if node)
-
-
-def _script(request: Request) -> dict[str, str]:
-    program = commands.script_words()
-    folder = Path(sys.argv[0]).absolute().parent
-    typed = [masked_override(word) for word in commands.overrides_of_run()]
-    return job_script(folder, request.world, request.device.kind, program, typed)
-
-
-def job_script(
-    folder: Path, world: World, kind: str, program: Sequence[str], overrides: Sequence[str]
-) -> dict[str, str]:
-    """Return the sbatch command, the script's options and the srun command of a job; empty if there is no job script.
-
-    Args:
-        folder: the folder of the entry script, below which the job script is.
-        kind: the kind of the devices, such as cuda.
-        program: the command that starts one process, as words.
-        overrides: the run's overrides without nodes and devices, which the run reads from the job.
-    """
-    # forks of older versions have no single.sh
-    script = OF_ONE_NODE if world.nodes == 1 and (folder / OF_ONE_NODE).is_file() else SCRIPT
-    if not (folder / script).is_file():
-        return {}
-    options = submitted(world, kind)
-    per_node = [f"--ntasks-per-node={world.devices_per_node}", *_gpus(world, kind)]
-    tasks = [f"--nodes={world.nodes}", f"--ntasks={world.size}", *per_node]
-    return {
-        "submit": shlex.join(["sbatch", *options, str(script), *overrides]),
-        "#SBATCH": shlex.join(_merged(_options_in(folder / script), options)),
-        "srun": shlex.join([*tasks, *program, *overrides]),
-    }
-
-
-def submitted(world: World, kind: str) -> list[str]:
-    """Return the sbatch options for a world, with one task for each device."""
-    if kind == "cuda":
-        return [f"--nodes={world.nodes}", *_gpus(world, kind)]
-    none = ["--gpus-per-node=0"] if world.nodes == 1 else []  # single.sh requests one
-    return [f"--nodes={world.nodes}", *none, f"--ntasks-per-node={world.devices_per_node}"]
-
-
-def _gpus(world: World, kind: str) -> list[str]:
-    return [f"--gpus-per-node={world.devices_per_node}"] if kind == "cuda" else []
-
-
-def _options_in(script: Path) -> list[str]:
-    """Return the options in the #SBATCH lines of a script."""
-    return re.findall(r"^#SBATCH (--\S+)", script.read_text(), re.MULTILINE)
-
-
-def _merged(own: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return the script's options merged with those of the command line, which take precedence."""
-    found = {option.partition("=")[0]: option for option in (*own, *given)}
-    return list(found.values())

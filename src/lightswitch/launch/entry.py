@@ -1,6 +1,6 @@
 """The entry point of train.py, which prints a line at once, and then imports the slow modules.
 
-In a notebook or an interactive shell it runs the script as a command, in a process of its own.
+In a notebook or an interactive shell it refuses: a run has processes of its own (lightswitch.train).
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -21,6 +20,10 @@ if TYPE_CHECKING:
 
 _QUESTIONS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 _SWEEPS = {"--multirun", "-m"}
+_INTERACTIVE = (
+    "error: an interactive process would lose its signals, memory and devices to a run; in place of main(), type "
+    "lightswitch.train('strategy=ddp', …), or in a notebook !python train.py strategy=ddp"
+)
 
 
 def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], None]]:
@@ -33,16 +36,15 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
     def decorate(main: Main) -> Callable[[], None]:
         @functools.wraps(main)
         def run() -> None:
-            _open_closed_streams()
             encode_any_text()
-            script = inspect.getfile(main)
             if hasattr(sys, "ps1") or sys.flags.interactive:
-                return _run_apart(script)
+                print(_INTERACTIVE, file=sys.stderr)
+                raise SystemExit(ExitCode.REFUSED)
             if main.__module__ == "__main__":
                 _fix_hashes()
                 sys.argv[0] = os.path.abspath(sys.argv[0])  # user code may change the working directory
             else:
-                _name_command(script)
+                _name_command(inspect.getfile(main))
             show_first_line(sys.argv[1:])
             try:
                 from lightswitch.launch.hydra_entry import Entry  # importing Hydra takes as long as reading that line
@@ -54,42 +56,6 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         return run
 
     return decorate
-
-
-def _open_closed_streams() -> None:
-    """Open /dev/null for each closed standard stream: otherwise the next opened file would get its descriptor."""
-    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is None:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
-            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
-
-
-def _run_apart(script: str) -> None:
-    """Run the script as a command with the words of sys.argv: this process keeps its signals, memory and devices.
-
-    A rank could not start here: a spawned one would lack what cells define, a forked one could not use CUDA.
-
-    Raises:
-        SystemExit: the command has failed, or main is not in a file.
-    """
-    if not os.path.isfile(script):
-        print(
-            "error: main is not in a file, from which each rank starts; save it as train.py, and type %run train.py",
-            file=sys.stderr,
-        )
-        raise SystemExit(ExitCode.REFUSED)
-    words, own = sys.argv[1:], sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :]
-    if words == own and os.path.abspath(sys.argv[0]) != os.path.abspath(script):
-        words = []  # those of the notebook's kernel
-    python = [sys.executable, "-u", "-X", f"follows={os.getpid()}"]  # hydra_entry ends it with this process
-    with subprocess.Popen([*python, os.path.relpath(script), *words]) as command:
-        while command.returncode is None:
-            try:
-                command.wait()
-            except KeyboardInterrupt:  # a notebook may send it to the command as well, and twice means at once
-                command.terminate()
-    if command.returncode:
-        raise SystemExit(command.returncode)
 
 
 def _name_command(script: str) -> None:

@@ -117,9 +117,6 @@ class Handshake:
         cluster, devices = self.strategy.cluster_environment, self.strategy.parallel_devices
         assert cluster is not None
         assert devices is not None
-        place = self.run.placement
-        if place.uneven:
-            return MeetingPoint(cluster.main_address, cluster.main_port, place.rank, place.uneven, self.timeout_seconds)
         rank = cluster.node_rank() * len(devices) + cluster.local_rank()
         world_size = self.nodes * len(devices)
         return MeetingPoint(cluster.main_address, cluster.main_port, rank, world_size, self.timeout_seconds)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import traceback
-import warnings
-from collections.abc import Iterator
-from functools import partial
 from itertools import dropwhile
 from typing import Any
 
-import torch
 from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf, open_dict
-from torch.optim import Optimizer
 
 from lightswitch.config import hydra_versions
 from lightswitch.config.hydra_versions import instantiate
 from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.failures import classify
-from lightswitch.failures.classify import full_traceback, one_line
-from lightswitch.preflight.targets import ENGINE_KEYS, as_typed
+from lightswitch.failures.classify import full_traceback
+from lightswitch.preflight.targets import ENGINE_KEYS
 
 # A constructor raises the first about files that its arguments name and, by a `raise` statement, the second about the
 # arguments. Any other error is a bug.
@@ -125,41 +119,3 @@ def plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused], strategy: St
 def shards_itself(cfg: DictConfig) -> bool:
     """Return whether the config declares that datasets without indices split themselves between ranks."""
     return bool(cfg.get("data") and cfg.data.get("sharded_by") == "dataset")
-
-
-def refused_optimizers(cfg: DictConfig) -> list[Refused]:
-    """Return the nodes of torch's optimizers and schedules that can't be made with their arguments.
-
-    Otherwise they would fail only in the model, in every process, after all have connected; and for a list that is too
-    short, torch only reports an index out of range.
-    """
-    if cfg.mode not in ("fit", "plan", "dry_run", "check"):  # no other mode creates one
-        return []
-    return [Refused(problem) for path, node in _optimizers(cfg) for problem in _unmade(path, instantiate(node))]
-
-
-def _optimizers(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
-    """Yield each `_partial_` node of a torch optimizer or schedule, with the path at which it is defined.
-
-    Constructors of other packages may build operators, or need special parameters.
-    """
-    for key in node:  # a key may be a number
-        if OmegaConf.is_interpolation(node, key) or not isinstance(node[key], DictConfig) or not node[key]:
-            continue
-        inner, at = node[key], f"{path}.{key}".lstrip(".")
-        if str(inner.get("_target_")).startswith("torch.optim.") and inner.get("_partial_"):
-            yield at, inner
-        yield from _optimizers(inner, at)
-
-
-def _unmade(path: str, made: partial[Any]) -> Iterator[str]:
-    parameter = torch.nn.Parameter(torch.zeros(2, 2))  # a matrix, as Muon accepts nothing else
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run itself shows them
-            made([parameter] if issubclass(made.func, Optimizer) else torch.optim.AdamW([parameter]))  # type: ignore[arg-type]
-    except Exception as error:
-        given = ", ".join(f"{key}={as_typed(value)}" for key, value in made.keywords.items())
-        found = f"{path}: {getattr(made.func, '__name__', 'it')} fails with {given}: {one_line(error).rstrip('.')}"
-        if not re.search(r"missing \d+ required|must define", str(error)):  # what the model may add
-            yield f"{found}; type another value for the key that it names, or leave it out"

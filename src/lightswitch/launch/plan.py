@@ -19,13 +19,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch import regular_files
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.cluster import placement
 from lightswitch.config.hydra_versions import instantiate
 from lightswitch.config.overrides import files_of_group, typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import NeedsValues, Refused, RefusedRequest, Unplanned, shown
 from lightswitch.failures.classify import full_traceback, one_line
-from lightswitch.launch import commands, instantiation
+from lightswitch.launch import commands
 from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
 from lightswitch.planning import candidates, device, report
 from lightswitch.planning.candidates import Candidate
@@ -74,7 +73,7 @@ def requested(cfg: DictConfig, prepares_data: bool = True) -> Request:
         Refused: there is no training data, or a constructor rejects its arguments.
         Unplanned: user code has failed to load the training data.
     """
-    refusals = instantiation.refused_optimizers(cfg)
+    refusals: list[Refused] = []
     data: LightningDataModule | None = instantiated(cfg, "data", refusals)
     model = instantiated(cfg, "model", refusals) if data is None else None
     raise_all(refusals)
@@ -96,12 +95,7 @@ def device_of(cfg: DictConfig) -> Device:
 
 
 def world_of(cfg: DictConfig) -> World:
-    """Return the number of nodes, and of devices on each, of the run; nodes that differ count as nodes of one device.
-
-    All processes have to decide alike, and know only the number of all devices.
-    """
-    if world := placement.detect().uneven:
-        return World(world, 1)
+    """Return the number of nodes, and of devices on each, of the run."""
     plain: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
     return World(plain["num_nodes"], devices.count(plain))
 

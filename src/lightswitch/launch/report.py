@@ -44,8 +44,7 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
     """Log strategy, batch, run directory and the checkpoint that the run starts from."""
     accelerator = type(trainer.accelerator).__name__.removesuffix("Accelerator")
     nodes = f"{trainer.num_nodes} node{'s' if trainer.num_nodes > 1 else ''}"
-    uneven = run.placement.uneven
-    world = f"{uneven} {accelerator} on {nodes}" if uneven else f"{nodes} × {trainer.num_devices} {accelerator}"
+    world = f"{nodes} × {trainer.num_devices} {accelerator}"
     log.info("strategy   %s, precision %s, %s", type(trainer.strategy).__name__, trainer.precision, world)
     if isinstance(trainer.accelerator, CUDAAccelerator) and "trainer.devices" not in typed_keys(run.hydra):
         for message in devices.idle(trainer.num_devices, run.placement):

@@ -100,19 +100,12 @@ def lacking(
 
 
 def _refuse_to_unpickle(trainer: Trainer, checkpoint: Path | None) -> None:
-    """Refuse a checkpoint directory for a strategy that is not the engine's: such a strategy may unpickle its files.
-
-    Raises:
-        Refused: the checkpoint, passed here or found by Lightning after a Slurm requeue, is a directory.
-    """
-    if isinstance(trainer.strategy, PortableCheckpoints):
-        return
-    for path in [checkpoint] if checkpoint else Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"):
-        if path.is_dir():
-            name = type(trainer.strategy).__name__
-            raise Refused(
-                f"{shown(path)} is a directory, which {name} can't read without running code; use strategy=ddp"
-            )
+    """Refuse a checkpoint directory for a strategy that is not the engine's: such a strategy may unpickle its files."""
+    if checkpoint is not None and checkpoint.is_dir() and not isinstance(trainer.strategy, PortableCheckpoints):
+        name = type(trainer.strategy).__name__
+        raise Refused(
+            f"{shown(checkpoint)} is a directory, which {name} can't read without running code; use strategy=ddp"
+        )
 
 
 def _metrics(trainer: Trainer) -> Metrics:

@@ -17,7 +17,6 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from lightswitch import versions
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.cluster.placement import Placement
-from lightswitch.config import aliases
 from lightswitch.config.overrides import AUTO, files_of_group, key_and_value, name_problems, quoted, typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest
@@ -41,7 +40,6 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
             arguments alone, because they may cause the others.
     """
     _raise(root_keys.missing(cfg))
-    aliases.follow_moved(cfg, run.is_first)
     _raise(config_problems(_resolved(cfg), run.hydra))
     plain = _resolved(cfg)  # with the batch size that the data's constructor has, now that it is imported
     _raise(root_keys.unread_problems(cfg, run.hydra))
@@ -70,7 +68,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         _run_directory(run.run_dir),
         _start(plain, run.run_dir),
         () if of_one_process else devices.absent(trainer, place),
-        () if of_one_process else strategies.compiler_problems(plain, kind),
+        () if of_one_process else devices.compiler_problems(plain.get("compile"), kind),
     )
     _raise(() if of_one_process else devices.node_problems(plain, place))
     return _plan(plain, place)
@@ -156,7 +154,6 @@ def _request(cfg: dict[str, Any], place: Placement, accelerator: str) -> strateg
         devices.count(trainer),
         accelerator,
         (cfg["global_batch_size"], None if (size := cfg["micro_batch_size"]) == AUTO else size),
-        place.uneven,
         cfg["on_nan"],
     )
 

@@ -26,6 +26,7 @@ class Launcher:
         starter: how to use it.
         signs: the variables that reveal it.
         needed: the variables that each process needs.
+        world_size: the variable with the number of processes.
         ordered: the global rank, the node's and the local rank.
         options: what sets the number of nodes, and of processes on each.
         fewer: how to start fewer processes on a node, or let each see more GPUs.
@@ -34,6 +35,7 @@ class Launcher:
     starter: str
     signs: tuple[str, ...]
     needed: tuple[str, ...]
+    world_size: str
     ordered: tuple[str, str, str]
     options: tuple[str, str]
     fewer: str
@@ -45,6 +47,7 @@ LAUNCHERS = {
         "start it with torchrun --nproc-per-node=N train.py",
         ("TORCHELASTIC_RUN_ID",),
         ("RANK", "LOCAL_RANK", *_MEETING[1:]),
+        "WORLD_SIZE",
         ("RANK", "GROUP_RANK", "LOCAL_RANK"),
         ("--nnodes={}", "--nproc-per-node={}"),
         "use --nproc-per-node={}, or list {} GPUs in CUDA_VISIBLE_DEVICES",
@@ -53,6 +56,7 @@ LAUNCHERS = {
         f"export {', '.join(_MEETING)} for each process",
         ("RANK", "WORLD_SIZE"),
         _MEETING,
+        "WORLD_SIZE",
         ("RANK", "NODE_RANK", "LOCAL_RANK"),
         ("GROUP_WORLD_SIZE={}", "LOCAL_WORLD_SIZE={}"),
         "export LOCAL_WORLD_SIZE={} and start that many ranks, or list {} GPUs in CUDA_VISIBLE_DEVICES",
@@ -61,29 +65,23 @@ LAUNCHERS = {
         "start it with srun python train.py",
         ("SLURM_STEP_NUM_TASKS",),
         ("SLURM_STEP_NUM_NODES", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
+        "SLURM_STEP_NUM_TASKS",
         ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"),
         ("--nodes={}", "--ntasks-per-node={}"),
         "use --ntasks-per-node={}, or --gpus-per-node={} in place of --gpus-per-task",
     ),
 }
-_UNEVENLY = {  # what each process needs, too, where nodes have different numbers of processes
-    **dict.fromkeys(("torchrun", "env"), ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")),
-    "slurm": ("SLURM_STEP_TASKS_PER_NODE",),
-}
-_BELOW = {  # ranks, and the counts that they must be below
-    **{"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE", "GROUP_RANK": "GROUP_WORLD_SIZE"},
-    **{"SLURM_PROCID": "SLURM_STEP_NUM_TASKS", "SLURM_NODEID": "SLURM_STEP_NUM_NODES"},
-}
+# ranks, and the counts that they must be below
+_BELOW = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE", "GROUP_RANK": "GROUP_WORLD_SIZE"}
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 _COUNTS = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"),
 )
-_FORMS = {  # each variable with a pattern and its description
-    **dict.fromkeys((*_RANKS, "JSM_NAMESPACE_RANK"), (r"[0-9]{1,9}", "a whole number from 0")),
-    **dict.fromkeys(_COUNTS, (r"0*[1-9][0-9]{0,8}", "a whole number from 1")),
-    **dict.fromkeys(("MASTER_PORT", "STANDALONE_PORT"), (r"0*[1-9][0-9]{0,4}", "a port from 1 to 65535")),
-    "MASTER_ADDR": (r"\s*\S+\s*", "a host's name or address"),
+_NUMBERS = {  # what each variable may be
+    **dict.fromkeys(_RANKS, (range(10**9), "a whole number from 0")),
+    **dict.fromkeys(_COUNTS, (range(1, 10**9), "a whole number from 1")),
+    **dict.fromkeys(("MASTER_PORT", "STANDALONE_PORT"), (range(1, 2**16), "a port from 1 to 65535")),
 }
 
 
@@ -100,11 +98,12 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def _malformed(environ: Mapping[str, str]) -> Iterator[str]:
-    for name, (form, expected) in _FORMS.items():
-        value = environ.get(name)
-        is_port = expected.startswith("a port")
-        if value is not None and (not re.fullmatch(form, value, re.ASCII) or (is_port and int(value) >= 2**16)):
+    for name, (numbers, expected) in _NUMBERS.items():
+        value = environ.get(name, str(numbers[0]))
+        if not re.fullmatch("[0-9]{1,12}", value) or int(value) not in numbers:
             yield f"{name}: found {value!r}, expected {expected}; set a valid value, or type unset {name}"
+    if not environ.get("MASTER_ADDR", "localhost").strip():
+        yield "MASTER_ADDR: found '', expected a host's name or address; set a valid value, or type unset MASTER_ADDR"
 
 
 def _misplaced(environ: Mapping[str, str]) -> Iterator[str]:
@@ -127,27 +126,33 @@ def _missing(launcher: Launcher, needed: Sequence[str], environ: Mapping[str, st
 def _beyond(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
     counts = {"LOCAL_WORLD_SIZE": environ["WORLD_SIZE"], **environ} if "WORLD_SIZE" in environ else environ
     for name, count in _BELOW.items():
-        is_read = name.startswith("SLURM_") == (launcher == "slurm")
-        if is_read and name in counts and count in counts and int(counts[name]) >= int(counts[count]):
+        is_read = launcher != "slurm" and name in counts and count in counts
+        if is_read and int(counts[name]) >= int(counts[count]):
             yield f"{_set(counts, (name, count))}: export a {name} from 0 to {int(counts[count]) - 1}"
 
 
 def _out_of_order(name: str, launcher: Launcher, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield a problem if the ranks are not numbered node by node.
+    """Yield a problem if nodes have different numbers of processes, or if the ranks are not numbered node by node.
 
     Lightning, and strategies that shard over the devices of a node, rely on that order.
     """
     place = placement.detect(environ)
-    if place.uneven:
-        yield from _missing(launcher, _UNEVENLY[name], environ)
-        return
     _, node, local = launcher.ordered
-    per_node = place.devices_per_node or 1
+    per_node, processes = place.devices_per_node or 1, int(environ[launcher.world_size])
+    if place.nodes * per_node != processes or len({*_tasks_of_nodes(environ)}) > 1:
+        found = f"{launcher.world_size}={processes}: {name} started different numbers of processes on the nodes"
+        yield f"{found}; start each node with the same {launcher.options[1].format('N')}"
+        return
     number = int(environ.get(node, place.rank // per_node if name == "env" else 0))
     if number * per_node + int(environ.get(local, place.rank % per_node)) != place.rank:
         found = _set(environ, [one for one in launcher.ordered if one in environ])
         whole = f"{per_node} processes on each of {place.nodes} nodes"
         yield f"{found}: {whole} must be numbered node by node; {launcher.starter}"
+
+
+def _tasks_of_nodes(environ: Mapping[str, str]) -> list[str]:
+    """Return the different numbers of srun's tasks on a node, from a value such as 4(x2),3; else nothing."""
+    return re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
 
 
 def _ranks_of_nobody(environ: Mapping[str, str]) -> Iterator[str]:
@@ -165,9 +170,8 @@ def _ranks_of_nobody(environ: Mapping[str, str]) -> Iterator[str]:
     if int(environ.get("NODE_RANK", 0)) > 0 and not environ.keys() >= {"MASTER_ADDR", "MASTER_PORT"}:
         found = f"{_set(environ, ('NODE_RANK',))}: there is no MASTER_ADDR, MASTER_PORT"
         yield f"{found}; export them on each node, or type unset NODE_RANK"
-    for name, starter in (("SLURM_PROCID", "srun"), ("JSM_NAMESPACE_RANK", "jsrun")):
-        if int(environ.get(name, 0)) > 0:
-            yield f"{name}={environ[name]}: {starter} started no other process of this run; type unset {name}"
+    if int(environ.get("SLURM_PROCID", 0)) > 0:
+        yield f"{_set(environ, ('SLURM_PROCID',))}: srun started no other process of this run; type unset SLURM_PROCID"
 
 
 def _set(environ: Mapping[str, str], names: Sequence[str]) -> str:
@@ -183,7 +187,6 @@ _ACCELERATE = {  # what `accelerate launch` exports, and the key that does the s
     "ACCELERATE_GRADIENT_CLIPPING": "trainer.gradient_clip_val",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "micro_batch_size",
 }
-_STEPS_OF_ONE_BATCH = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}
 
 
 def accelerate_problems(typed: Set[str], environ: Mapping[str, str] = os.environ) -> Iterator[str]:
@@ -193,8 +196,8 @@ def accelerate_problems(typed: Set[str], environ: Mapping[str, str] = os.environ
         typed: the keys on the command line, which decide.
     """
     values = {name: environ.get(name, "no").lower() for name, key in _ACCELERATE.items() if key not in typed}
-    off = ("no", "false", "none", "auto")
-    if asked := [name for name, value in values.items() if value not in (*off, _STEPS_OF_ONE_BATCH.get(name))]:
+    off = ("no", "false", "none", "auto", "1")  # one accumulation step
+    if asked := [name for name, value in values.items() if value not in off]:
         words = " ".join(f"{key}=VALUE" for key in dict.fromkeys(_ACCELERATE[name] for name in asked))
         found = f"{_set(environ, asked)}: accelerate launch has exported what a run takes from its config"
         yield f"{found}; type {words}"
@@ -345,8 +348,10 @@ def idle(used: int, place: Placement, there: Present | None = None) -> Iterator[
         yield f"{found}; type {words}"
 
 
-def missing_compiler(accelerator: str) -> Iterator[str]:
+def compiler_problems(compile: Mapping[str, Any] | None, accelerator: str) -> Iterator[str]:
     """Yield the tools that inductor needs to build its kernels, and that are missing."""
+    if not compile or compile.get("backend", "inductor") != "inductor":
+        return
     if accelerator not in ("cpu", "mps") and importlib.util.find_spec("triton") is None:
         yield "on a GPU, compile=true needs triton, which is not installed; type pip install triton"
     variable, default = ("CXX", "g++") if accelerator in ("cpu", "mps") else ("CC", "gcc")
@@ -380,8 +385,6 @@ def process_problems(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
                 yield f"{found}; type unset {name}, or give trainer.{key}"
     elif (place.nodes, place.devices_per_node) != (nodes, per_node):
         found = f"{_counted(place.nodes, 'node')} × {_counted(place.devices_per_node, 'process')}"
-        if place.uneven:
-            found = f"{place.uneven} processes on {place.nodes} nodes, {place.devices_per_node} of them here"
         counts = zip(LAUNCHERS[started].options, (place.nodes, place.devices_per_node), (nodes, per_node), strict=True)
         options = " ".join(option.format(asked) for option, there, asked in counts if there != asked)
         yield (

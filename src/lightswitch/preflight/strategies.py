@@ -32,7 +32,6 @@ class Request:
         devices: number per node.
         accelerator: the one in use: cpu, cuda, mps or tpu.
         batch: global_batch_size and micro_batch_size, in samples.
-        uneven: number of devices over all nodes, if the nodes have different numbers; else None.
     """
 
     strategy: dict[str, Any]
@@ -42,7 +41,6 @@ class Request:
     devices: int
     accelerator: str
     batch: tuple[int, int | None] = (1, None)
-    uneven: int | None = None
     on_nan: str = "stop"
 
     @property
@@ -53,12 +51,12 @@ class Request:
     @property
     def world_size(self) -> int:
         """Number of devices over all nodes."""
-        return self.uneven or self.nodes * self.devices
+        return self.nodes * self.devices
 
     @property
     def world(self) -> str:
         """The number of devices in words, such as `2 × 4`."""
-        return str(self.uneven or f"{self.nodes} × {self.devices}")
+        return f"{self.nodes} × {self.devices}"
 
     @property
     def precision(self) -> str:
@@ -114,8 +112,6 @@ def _sharded(request: Request) -> Iterator[str]:
     ranks = request.world_size // options.get("tensor_parallel_size", 1)
     if shard_size is not None and not is_hybrid:
         yield "trainer.strategy.shard_size is an option of HYBRID_SHARD; use strategy=fsdp_hybrid, or leave it out"
-    elif is_hybrid and request.uneven and request.devices % (shard_size or request.uneven):
-        yield "HYBRID_SHARD: shard_size has to divide the devices of each node; use strategy=fsdp, or another size"
     elif shard_size is not None and (shard_size < 1 or ranks % shard_size):
         sizes = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
         yield f"trainer.strategy.shard_size={shard_size} does not divide {ranks} devices; use one of {sizes}"
@@ -134,9 +130,8 @@ def _tensor_parallel(request: Request) -> Iterator[str]:
         # torch's fused Adam, which computes in 32 bits, refuses parameters on two meshes: of sharded and other layers
         yield "strategy=fsdp_tp steps float16 weights in float16, which loses Adam's moments; use precision=bf16-true"
     if size < 1 or request.world_size % size:
-        fit = f"use trainer.devices={max(1, size)} or a multiple of it"
-        fit = f"start a multiple of {max(1, size)} processes in all" if request.uneven else fit
-        yield f"trainer.strategy.tensor_parallel_size={size} does not divide {request.world} devices; {fit}"
+        found = f"trainer.strategy.tensor_parallel_size={size} does not divide {request.world} devices"
+        yield f"{found}; use trainer.devices={max(1, size)} or a multiple of it"
     elif model not in plans:
         only = f", only for {', '.join(plans)}" if plans else ""
         yield (
@@ -267,12 +262,6 @@ def precision_problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
         if not isinstance(node, dict):
             continue
         path = "optimizer" if node == cfg.get("optimizer") else f"model.{key}"
-        clips = precision in (16, "16", "16-mixed") and cfg["trainer"].get("gradient_clip_val")
-        if clips and node.get("fused") is True:  # torch's unscales gradients in step(), after clipping
-            yield (
-                f"{path}.fused=true: under precision=16-mixed a fused optimizer unscales gradients after they are "
-                f"clipped; leave it out (the engine fuses Adam in another way), or type trainer.gradient_clip_val=null"
-            )
         keeps_float32 = "DeepSpeed" in str(cfg["trainer"].get("strategy"))  # its optimizers step in 32 bits
         if precision == "16-true" and not keeps_float32 and _has_eps_of_zero(node):
             found = f"eps={node['eps']:g}" if "eps" in node else "default eps"
@@ -291,24 +280,6 @@ def _has_eps_of_zero(node: dict[str, Any]) -> bool:
     return "lr" in takes and is_number and node.get("eps", 0.0) < 2.0**-14
 
 
-def compiler_problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
-    """Yield the reasons why the model can't be compiled as configured."""
-    node, strategy = cfg.get("compile") or {}, cfg["trainer"].get("strategy")
-    name = str(strategy.get("_target_")).rpartition(".")[2] if isinstance(strategy, dict) else ""
-    is_zero_3 = name == "DeepSpeed" and strategy.get("stage") == 3
-    if node.get("scope") == "whole" and is_zero_3:
-        yield "compile.scope=whole: at ZeRO stage 3 the graph would break at each layer; leave it out"
-    if node and node.get("backend", "inductor") == "inductor":
-        yield from devices.missing_compiler(accelerator)
-        with_graphs = accelerator == "cuda" and node.get("mode") in ("reduce-overhead", "max-autotune")
-        if with_graphs and (is_zero_3 or name in ("FSDP", "TensorParallel")):  # pytorch/pytorch#183451
-            yield (
-                f"compile.mode={node['mode']}: CUDA graphs need parameters at fixed addresses, but the strategy "
-                "gathers them at a new address each time, so graphs would be recorded again and again; leave it out, "
-                "type compile.mode=max-autotune-no-cudagraphs, or use strategy=ddp"
-            )
-
-
 def mode_problems(
     cfg: dict[str, Any], place: Placement, precisions: Collection[str], strategies: Collection[str]
 ) -> Iterator[str]:
@@ -320,7 +291,8 @@ def mode_problems(
     mode, node = cfg["mode"], cfg["check"] if cfg["mode"] == CHECK else cfg["plan"]
     if place.is_external:
         found = f"mode={mode} runs in a single process, but {place.launcher} started several"
-        yield f"{found}; type python train.py mode={mode} trainer.num_nodes=N trainer.devices=N"
+        counts = "check.devices=N" if mode == CHECK else "trainer.num_nodes=N trainer.devices=N"
+        yield f"{found}; type python train.py mode={mode} {counts}"
     group, known = ("strategy", strategies) if mode == CHECK else ("precision", precisions)
     key = "check.strategies" if mode == CHECK else "plan.precisions"
     asked = node[key.partition(".")[2]]
@@ -329,6 +301,8 @@ def mode_problems(
         other = aliases.choice(group, str(name))
         hint = f" Did you mean {other}?" if other in known else nearest(str(name), known)
         yield f"{key}: there is no {group} {name}.{hint} Use all, or a list of {', '.join(known)}"
+    if asked == []:
+        yield f"{key}=[]: it names none; leave it out, or type {key}=all"
     if mode == CHECK and {*named} == {"single"}:
         yield f"check.strategies={asked}: single is what a strategy is compared with; name another, or all"
     if mode != CHECK:

@@ -269,7 +269,8 @@ def _node_problems(path: str, node: Any, cfg: dict[str, Any]) -> Iterator[str]:
     try:
         accepted = signature(node["_target_"])
     except LookupError as error:
-        yield f"{path}._target_={node['_target_']}: {error.args[0]}"
+        moved = aliases.MOVED.get(node["_target_"])
+        yield f"{path}._target_={node['_target_']}: {f'it is now {moved}; change it' if moved else error.args[0]}"
         return
     if accepted is not None:
         yield from _lacking(path, node, accepted)

@@ -189,7 +189,6 @@ class RunRecord(Callback):
             devices=trainer.num_devices,
             trained_twice=max(0, resume.logged_steps(self.run_dir) - trainer.global_step),
             job=claim.job() or "",
-            uneven=self.run.placement.uneven or 0,
         )
 
     def _write(self, trainer: Trainer, starts: list[Start]) -> None:

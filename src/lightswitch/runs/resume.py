@@ -98,10 +98,10 @@ class Start:
     Args:
         step: number of optimizer steps in the checkpoint that it resumes from; 0 without one.
         hosts: machine of each node, in rank order.
-        devices: devices of each node, or of the first node if their numbers differ.
+        devices: devices of each node.
         trained_twice: steps that the previous start had logged after that checkpoint, and that are trained again.
         job: the job whose launcher may start it again, see `claim.job`; empty for a command that someone has typed.
-        uneven: devices of all nodes, if their numbers differ; else 0.
+        uneven: unused; records of earlier versions have it.
     """
 
     step: int
@@ -114,13 +114,12 @@ class Start:
     @property
     def size(self) -> int:
         """Number of devices of all nodes."""
-        return self.uneven or len(self.hosts) * self.devices
+        return len(self.hosts) * self.devices
 
     @property
     def world(self) -> str:
         """Nodes × devices, such as `4 nodes × 2`."""
-        nodes = f"{len(self.hosts)} node{'' if len(self.hosts) == 1 else 's'}"
-        return f"{self.uneven} devices on {nodes}" if self.uneven else f"{nodes} × {self.devices}"
+        return f"{len(self.hosts)} node{'' if len(self.hosts) == 1 else 's'} × {self.devices}"
 
     def change_from(self, before: Start) -> str:
         """Return the change of the world since another start, in one line; empty if there is none."""

@@ -25,7 +25,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch import patches
 from lightswitch.cluster import placement
-from lightswitch.config import aliases
 from lightswitch.config.confidential import masked_override
 from lightswitch.config.overrides import check_names, key_and_value, quoted, typed_overrides
 from lightswitch.errors import ExitCode, Refused, RefusedRequest
@@ -235,6 +234,5 @@ def _problems_of_job(job: DictConfig) -> list[str]:
     hydra = job.hydra
     with open_dict(job):
         del job["hydra"]
-    aliases.follow_moved(job, reports=False)
     plain: Any = OmegaConf.to_container(job, resolve=True)
     return check.config_problems(plain, hydra) or list(root_keys.unread_problems(job, hydra))

@@ -15,10 +15,9 @@ from omegaconf import OmegaConf
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.launch.build import _of_other_kinds, _strategy
-from lightswitch.launch.instantiation import plugins, refused_optimizers
+from lightswitch.launch.instantiation import plugins
 from lightswitch.strategies.ddp import DDP, Single
 from lightswitch.strategies.fsdp import FSDP
-from tests.engine.conftest import Train
 from tests.engine.fits import Fit, trained
 from tests.engine.modules import walk
 from tests.engine.plain import PlainData, PlainModel
@@ -78,69 +77,6 @@ def test_lightning_is_handed_16_mixed_as_a_plugin_where_it_refuses_the_name(
     (plugin,) = handed
     assert isinstance(plugin, kind)
     assert isinstance(plugin.scaler, torch.amp.GradScaler)
-
-
-# Values that an optimizer or a schedule of torch's fails with
-
-_OPTIM, _SCHEDULES = "torch.optim", "torch.optim.lr_scheduler"
-
-
-def _told(target: str, run_mode: str = "fit", **arguments: Any) -> list[str]:
-    node = {"_target_": target, "_partial_": True, **arguments}
-    return [
-        str(one)
-        for one in refused_optimizers(OmegaConf.create({"mode": run_mode, "tuned": node, "model": {"by": "${tuned}"}}))
-    ]
-
-
-@pytest.mark.parametrize(
-    ("target", "arguments", "line"),
-    [
-        (
-            "Adam",
-            {"betas": [0.9]},
-            "Adam fails with betas=[0.9]: IndexError: list index out of range; type another value ",
-        ),
-        (
-            "AdamW",
-            {"lr": 1e-3, "eps": -1},
-            "AdamW fails with lr=0.001, eps=-1: ValueError: Invalid epsilon value: -1; ",
-        ),
-        ("SGD", {"nesterov": True, "momentum": 0.9, "dampening": 0.5}, "SGD fails with nesterov=true, momentum=0.9, "),
-        ("Rprop", {"lr": 0.1, "etas": [0.5]}, "Rprop fails with lr=0.1, etas=[0.5]: "),
-        ("lr_scheduler.OneCycleLR", {"max_lr": 0.1, "total_steps": 9, "pct_start": 3.0}, "OneCycleLR fails with "),
-        ("lr_scheduler.ReduceLROnPlateau", {"mode": "least"}, "ReduceLROnPlateau fails with mode=least: "),
-    ],
-)
-def test_an_optimizer_that_can_not_be_made_is_refused(target: str, arguments: dict[str, Any], line: str) -> None:
-    (told,) = _told(f"{_OPTIM}.{target}", **arguments)
-    assert told.startswith(f"tuned: {line}")
-    assert not _told(f"{_OPTIM}.{target}", run_mode="test", **arguments)  # which makes none
-
-
-def test_what_the_model_may_yet_add_or_a_gpu_take_is_let_through() -> None:
-    assert not _told(f"{_SCHEDULES}.CosineAnnealingLR", eta_min=0.0)  # its T_max
-    assert not _told(f"{_SCHEDULES}.OneCycleLR", max_lr=1.0)  # its total_steps
-    assert not _told(f"{_OPTIM}.SparseAdam", eps=1e-6)  # its gradients are sparse
-    assert not _told(f"{_OPTIM}.AdamW", capturable=True)
-    for name in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD"):
-        assert not _told(f"{_OPTIM}.{name}", lr=1e-3, foreach=True)
-
-
-def test_no_random_number_is_drawn() -> None:
-    before = torch.get_rng_state()
-    assert _told(f"{_OPTIM}.AdamW", betas=[0.9])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("mode", ["fit", *at_night("plan")])
-def test_a_list_that_is_too_short_is_a_line(train: Train, mode: str) -> None:
-    run = train(f"mode={mode}", "optimizer.betas=[0.9]", "strategy=ddp", "trainer.devices=2", check=False)
-    assert run.returncode == 2
-    assert run.err.splitlines() == [
-        "error: optimizer: AdamW fails with lr=0.003, weight_decay=0.1, betas=[0.9]: IndexError: list index out of "
-        "range; type another value for the key that it names, or leave it out"
-    ]
 
 
 # What a strategy can't do with a module

@@ -18,9 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.cluster import placement
 from lightswitch.config.overrides import normalised
-from lightswitch.launch import commands, dry_run
+from lightswitch.launch import commands
 from lightswitch.launch.hydra_entry import register_resolvers
-from lightswitch.planning.device import World
 from tests.engine.cluster.test_placement import SRUN, TORCHRUN
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train
 from tests.engine.failures.pace import PACE_TARGET
@@ -180,42 +179,43 @@ def test_what_a_run_of_an_odd_name_says_to_type_goes_on_in_it(run_id: str, name:
     assert f"reads      runs/{name}/{run_id}/checkpoints/best.ckpt" in train(*words[1], folder=first.folder).out
 
 
-# The job script of a dry run
+# The commands of a dry run
 
 WORDS = ["strategy=fsdp", "data.files=[a b.txt]"]
 
 
+def _commands(monkeypatch: pytest.MonkeyPatch, nodes: int, devices: int, uses_gpus: bool) -> dict[str, str]:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *WORDS])
+    return commands.of_each_launcher(nodes, devices, uses_gpus)
+
+
 @pytest.mark.parametrize(
-    ("kind", "of_slurm"), [("cuda", {"SLURM_GPUS_PER_NODE": "h100:4"}), ("cpu", {"SLURM_NTASKS": "8"})]
+    ("uses_gpus", "of_slurm"), [(True, {"SLURM_GPUS_PER_NODE": "h100:4"}), (False, {"SLURM_NTASKS": "8"})]
 )
-def test_the_script_starts_what_a_dry_run_says(tmp_path: Path, kind: str, of_slurm: dict[str, str]) -> None:
-    told = dry_run.job_script(CHECKOUT, World(2, 4), kind, ["python", "train.py"], WORDS)
+def test_the_script_starts_what_a_dry_run_says(
+    tmp_path: Path, uses_gpus: bool, of_slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = shlex.split(_commands(monkeypatch, 2, 4, uses_gpus)["srun"])
     given = _given_to_srun(tmp_path, SLURM_NNODES="2", SLURM_CPUS_ON_NODE="16", **of_slurm)
-    options = {word for word in shlex.split(told["srun"]) if word.startswith("--")}
-    assert options == {word for word in given if word.startswith(("--nodes", "--ntasks", "--gpus"))}
-    assert shlex.split(told["srun"])[-3:] == ["train.py", *WORDS]
+    options = {word for word in told if word.startswith("--")}
+    assert options == {word for word in given if word.startswith(("--nodes", "--ntasks-per", "--gpus"))}
+    assert told[-3:] == ["train.py", *WORDS]
     assert given[-3:] == [str(CHECKOUT / "train.py"), *WORDS]
 
 
-def test_what_is_typed_counts_before_what_the_script_says() -> None:
-    told = dry_run.job_script(CHECKOUT, World(128, 8), "cuda", ["python", "train.py"], WORDS)
-    assert told["submit"].startswith("sbatch --nodes=128 --gpus-per-node=8 slurm/multinode.sh strategy=fsdp ")
-    options = shlex.split(told["#SBATCH"])
-    assert {"--nodes=128", "--gpus-per-node=8", "--exclusive", "--requeue"} <= set(options)
-    assert "--nodes=2" not in options
-
-
-def test_one_node_is_shared() -> None:
-    told = dry_run.job_script(CHECKOUT, World(1, 2), "cuda", ["python", "train.py"], WORDS)
-    assert told["submit"].startswith("sbatch --nodes=1 --gpus-per-node=2 slurm/single.sh strategy=fsdp ")
-    assert "--exclusive" not in told["#SBATCH"]
-    assert "--time=04:00:00" in told["#SBATCH"]
-    told = dry_run.job_script(CHECKOUT, World(1, 2), "cpu", ["python", "train.py"], WORDS)
-    assert told["submit"].startswith("sbatch --nodes=1 --gpus-per-node=0 --ntasks-per-node=2 slurm/single.sh ")
-
-
-def test_without_a_script_there_is_no_job(tmp_path: Path) -> None:
-    assert dry_run.job_script(tmp_path, World(1, 1), "cpu", ["python", "train.py"], []) == {}
+@pytest.mark.parametrize(
+    ("world", "submitted"),
+    [
+        ((128, 8, True), "--nodes=128 --gpus-per-node=8 slurm/multinode.sh"),
+        ((1, 2, True), "--nodes=1 --gpus-per-node=2 slurm/single.sh"),
+        ((1, 2, False), "--nodes=1 --gpus-per-node=0 --ntasks-per-node=2 slurm/single.sh"),
+        ((2, 2, False), "--nodes=2 --ntasks-per-node=2 slurm/multinode.sh"),
+    ],
+)
+def test_a_job_is_submitted_with_what_its_script_does_not_ask_for(
+    world: tuple[int, int, bool], submitted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _commands(monkeypatch, *world)["sbatch"].startswith(f"sbatch {submitted} strategy=fsdp ")
 
 
 def _given_to_srun(folder: Path, **environment: str) -> list[str]:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightswitch.checkpoints import optimizers
-from lightswitch.preflight import strategies
 from lightswitch.strategies.callbacks import fuse
 from tests.engine.fits import LANGUAGE, TENSOR_PARALLEL, Fits
 from tests.engine.models.language import LanguageModel
@@ -51,16 +50,6 @@ def test_a_run_steps_by_the_fused_kernel(
 def test_gradients_are_clipped_beside_a_fused_optimizer_in_bfloat16(fits: Fits) -> None:
     fused = partial(LanguageModel, partial(AdamW, lr=0.01, fused=True))
     fits(replace(LANGUAGE, module=fused, steps=1, arguments="precision=bf16-mixed"))
-
-
-def test_what_scales_gradients_refuses_it_before_a_start() -> None:
-    optimizer = {"_target_": "torch.optim.AdamW", "_partial_": True, "fused": True}
-    scaled = {"precision": "16-mixed", "gradient_clip_val": 1.0}
-    cfg = {"trainer": scaled, "model": {"optimizer": optimizer}, "optimizer": optimizer, "mode": "fit"}
-    (problem,) = strategies.precision_problems(cfg, "gpu")
-    assert problem.startswith("optimizer.fused=true: under precision=16-mixed")
-    assert not list(strategies.precision_problems({**cfg, "trainer": {**scaled, "gradient_clip_val": None}}, "gpu"))
-    assert not list(strategies.precision_problems({**cfg, "trainer": {**scaled, "precision": "bf16-mixed"}}, "gpu"))
 
 
 # Which groups
