@@ -187,6 +187,7 @@ _ACCELERATE = {  # what `accelerate launch` exports, and the key that does the s
     "ACCELERATE_GRADIENT_CLIPPING": "trainer.gradient_clip_val",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "micro_batch_size",
 }
+_ONE_BATCH = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
 
 
 def accelerate_problems(typed: Set[str], environ: Mapping[str, str] = os.environ) -> Iterator[str]:
@@ -196,8 +197,8 @@ def accelerate_problems(typed: Set[str], environ: Mapping[str, str] = os.environ
         typed: the keys on the command line, which decide.
     """
     values = {name: environ.get(name, "no").lower() for name, key in _ACCELERATE.items() if key not in typed}
-    off = ("no", "false", "none", "auto", "1")  # one accumulation step
-    if asked := [name for name, value in values.items() if value not in off]:
+    off = ("no", "false", "none", "auto")
+    if asked := [name for name, value in values.items() if value not in off and (name, value) != _ONE_BATCH]:
         words = " ".join(f"{key}=VALUE" for key in dict.fromkeys(_ACCELERATE[name] for name in asked))
         found = f"{_set(environ, asked)}: accelerate launch has exported what a run takes from its config"
         yield f"{found}; type {words}"

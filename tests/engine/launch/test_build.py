@@ -81,10 +81,20 @@ def test_lightning_is_handed_16_mixed_as_a_plugin_where_it_refuses_the_name(
 
 # What a strategy can't do with a module
 
-NONE = (
-    "StepsByHand.training_step returns None in automatic optimization, but all devices have to train on each batch; "
-    "return a loss (to skip a batch, 0 times its loss), or set self.automatic_optimization = False if it steps manually"
-)
+
+class ReturnsNone(PlainModel):
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *at_night("deepspeed_stage_2")])
+def test_a_step_without_a_loss_is_a_line(strategy: str, pool: Pool) -> None:
+    with pytest.raises(RankFailed) as failed:
+        pool(2)(trained, Fit(ReturnsNone, partial(PlainData, 48), strategy, global_batch=8, steps=2))
+    assert str(failed.value.error).startswith(
+        "ReturnsNone.training_step returns None in automatic optimization, but all devices have to train on each "
+        "batch; return a loss (to skip a batch, 0 times its loss), or set self.automatic_optimization = False if it "
+    )
 
 
 class Raises(PlainModel):
@@ -96,10 +106,8 @@ class Raises(PlainModel):
 @pytest.mark.parametrize(
     ("name", "way", "line"),
     [
-        ("StepsByHand", "ddp", NONE),
         ("GradientPenalty", "fsdp", "GradientPenalty differentiates a gradient (create_graph=True), which needs each "),
         *at_night(
-            ("StepsByHand", "ZeRO 2", NONE),
             ("Snapshot", "fsdp", "Snapshot fails in its first steps under FSDP, which shards parameters over devices"),
             ("PhysicsInformed", "ZeRO 3", "PhysicsInformed fails in its first steps under DeepSpeed, which "),
         ),
