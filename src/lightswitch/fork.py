@@ -17,13 +17,13 @@ import keyword
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import NamedTuple
 
 from lightswitch.errors import Command, Refused, listed
 
@@ -32,11 +32,6 @@ _WITH_SOURCES = {  # commands that copy src into an image, which needs the wheel
     "container/Dockerfile": ("COPY src src\n", "COPY wheels wheels\n"),
     "container/apptainer.def": ("    src /opt/code/src\n", "    wheels /opt/code/wheels\n"),
 }
-
-
-class File(NamedTuple):
-    content: bytes
-    is_executable: bool = False
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -71,19 +66,16 @@ def _make(asked: argparse.Namespace, root: Path, space: Path) -> None:
         paths = listed([change[3:] for change in changes], shown=1)
         raise Refused(f"found changes that are not committed: {paths}; commit or stash them")
     commit, address = _git(root, "rev-parse", "HEAD").strip(), _published(root)
-    wheels: dict[str, File] = {}
+    wheel = None
     if not (pin := asked.engine or (f"lightswitch @ git+{address}@{commit}" if address and not in_place else "")):
-        pin, wheels = _wheel(root, commit, space)
-    pages = address or "lightswitch"
-    files = {
-        **_files(root, asked.name, asked.bare, {"name": asked.name, "pin": pin, "pages": pages}, bool(wheels)),
-        **wheels,
-    }
+        pin, wheel = _wheel(root, commit, space)
+    folder = space / "project" if in_place else into
+    _write(root, folder, asked, {"name": asked.name, "pin": pin, "pages": address or "lightswitch"}, wheel)
+    _commit(folder, asked.name, author_of=root if in_place else into)
     if in_place:
-        _replace(root, asked.name, files, space / "project")
-    else:
-        _create(into, asked.name, files, into)
-    print(f"{asked.name:<10} {'this folder, on a branch of that name' if in_place else into}: {len(files)} files")
+        _replace(root, asked.name, folder)
+    count = len(_git(folder, "ls-files").splitlines())
+    print(f"{asked.name:<10} {'this folder, on a branch of that name' if in_place else into}: {count} files")
     print(f"engine     {pin}")
     print(f"train      {'' if in_place else f'cd {shlex.quote(str(into))} && '}make train")
     print("test       make test")
@@ -145,8 +137,8 @@ def _published(root: Path) -> str:
     return re.sub(r"^https://[^/]*@", "https://", address) if has_it and is_on_host else ""
 
 
-def _wheel(root: Path, commit: str, space: Path) -> tuple[str, dict[str, File]]:
-    """Return a requirement of the engine of a commit, and its wheel, by its path in the project.
+def _wheel(root: Path, commit: str, space: Path) -> tuple[str, Path]:
+    """Return a requirement of the engine of a commit, and its wheel.
 
     The commit is a local part of its version, which no index has: pip can take the wheel alone.
 
@@ -168,43 +160,48 @@ def _wheel(root: Path, commit: str, space: Path) -> tuple[str, dict[str, File]]:
         line = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise Refused(f"pip could not build a wheel of the engine: {line}; type make train first")
     (built,) = space.glob("lightswitch-*.whl")
-    return f"lightswitch=={version}", {f"wheels/{built.name}": File(built.read_bytes())}
+    return f"lightswitch=={version}", built
 
 
 # The files of a project
 
 
-def _files(root: Path, name: str, bare: bool, words: Mapping[str, str], with_wheel: bool) -> dict[str, File]:
-    """Return the files of a project by their paths.
+def _write(root: Path, folder: Path, asked: argparse.Namespace, words: Mapping[str, str], wheel: Path | None) -> None:
+    """Write the files of a project into a folder.
 
     Args:
-        bare: with one small model and dataset in place of the examples.
         words: what stands for {{name}}, {{pin}} and {{pages}}.
+        wheel: the engine, if the project brings it along.
     """
-    tracked = [path for path in _git(root, "ls-files", "-z").split("\0") if path]
     taken, examples, words_of_bare = (
         _lines(root / "template" / one) for one in ("taken.txt", "examples.txt", "words_of_bare.txt")
     )
-    paths = {path: path for path in tracked if path.startswith(taken) and not (bare and path.startswith(examples))}
-    for folder in ("template/files/", "template/bare/") if bare else ("template/files/",):
-        paths |= {path.removeprefix(folder): path for path in tracked if path.startswith(folder)}
-    files = {}
-    for path, source in sorted(paths.items()):
-        content, mode = (root / source).read_bytes(), (root / source).stat().st_mode
-        if path not in _AS_THEY_ARE:
-            text = content.decode()
-            for word, value in words.items():
-                text = text.replace(f"{{{{{word}}}}}", value)
-            for line in words_of_bare if bare else ():
-                with_examples, _, without = line.partition(" =>")
-                text = text.replace(with_examples, without[1:])
-            if with_wheel and path in _WITH_SOURCES:
-                text = text.replace(_WITH_SOURCES[path][0], "".join(_WITH_SOURCES[path]))
-            if path.startswith(("slurm/", "cloud/")):  # names of jobs, in which Kubernetes allows no _
-                text = text.replace("lightswitch", name.replace("_", "-"))
-            content = (text if path == "pyproject.toml" else _renamed(text, name)).encode()
-        files[re.sub(r"^(src|tests)/project(?=/)", rf"\1/{name}", path)] = File(content, bool(mode & 0o100))
-    return files
+    tracked = [path for path in _git(root, "ls-files", "-z").split("\0") if path]
+    sources = {
+        path: path for path in tracked if path.startswith(taken) and not (asked.bare and path.startswith(examples))
+    }
+    for own in ("template/files/", "template/bare/") if asked.bare else ("template/files/",):
+        sources |= {path.removeprefix(own): path for path in tracked if path.startswith(own)}
+    for path, source in sources.items():
+        where = folder / re.sub(r"^(src|tests)/project(?=/)", rf"\1/{asked.name}", path)
+        where.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / source, where)
+        if path in _AS_THEY_ARE:
+            continue
+        text = where.read_text(encoding="utf-8")
+        for word, value in words.items():
+            text = text.replace(f"{{{{{word}}}}}", value)
+        for line in words_of_bare if asked.bare else ():
+            with_examples, _, without = line.partition(" =>")
+            text = text.replace(with_examples, without[1:])
+        if wheel is not None and path in _WITH_SOURCES:
+            text = text.replace(_WITH_SOURCES[path][0], "".join(_WITH_SOURCES[path]))
+        if path.startswith(("slurm/", "cloud/")):  # names of jobs, in which Kubernetes allows no _
+            text = text.replace("lightswitch", asked.name.replace("_", "-"))
+        where.write_text(text if path == "pyproject.toml" else _renamed(text, asked.name), encoding="utf-8")
+    if wheel is not None:
+        (folder / "wheels").mkdir()
+        shutil.copy(wheel, folder / "wheels")
 
 
 def _lines(path: Path) -> tuple[str, ...]:
@@ -224,34 +221,25 @@ def _ordered(imports: str) -> str:
     return "".join(sorted(imports.splitlines(keepends=True), key=lambda line: line.split()[1]))
 
 
-# The repository of a project
-
-
-def _create(into: Path, name: str, files: Mapping[str, File], author_of: Path) -> None:
-    """Make a repository with the files in a single commit, by the author that git knows in a folder."""
-    for path, file in files.items():
-        where = into / path
-        where.parent.mkdir(parents=True, exist_ok=True)
-        where.write_bytes(file.content)
-        where.chmod(0o755 if file.is_executable else 0o644)
-    _git(into, "init", "--quiet", "--initial-branch=main")
-    _git(into, "add", "--force", "--pathspec-from-file=-", "--pathspec-file-nul", given="\0".join(files))
+def _commit(folder: Path, name: str, author_of: Path) -> None:
+    """Make a repository of a folder, with a single commit by the author that git knows in another folder."""
+    _git(folder, "init", "--quiet", "--initial-branch=main")
+    _git(folder, "add", "--all", "--force")
     try:
         author, address = re.findall(r"(.*) <(.*)> ", _git(author_of, "var", "GIT_COMMITTER_IDENT"))[0]
     except Refused:  # git was told of none
         author, address = name, f"{name}@localhost"
     identity = ("-c", f"user.name={author}", "-c", f"user.email={address}")
-    _git(into, *identity, "commit", "--quiet", "--no-verify", "--message", f"Begin {name}")
+    _git(folder, *identity, "commit", "--quiet", "--no-verify", "--message", f"Begin {name}")
 
 
-def _replace(root: Path, name: str, files: Mapping[str, File], space: Path) -> None:
-    """Check the files out on a new branch without history; the previous branch stays as it is.
+def _replace(root: Path, name: str, made: Path) -> None:
+    """Check a project out on a new branch of the checkout, without history; the previous branch stays as it is.
 
     Raises:
         Refused: the branch exists, or a file that git ignores is in the way; nothing is changed.
     """
-    _create(space, name, files, author_of=root)
-    _git(root, "fetch", "--quiet", "--no-tags", str(space), f"main:{name}")
+    _git(root, "fetch", "--quiet", "--no-tags", str(made), f"main:{name}")
     try:
         _git(root, "checkout", "--quiet", "--no-overwrite-ignore", name)
     except Refused as refused:
@@ -276,17 +264,14 @@ def _print_changes(asked: argparse.Namespace, root: Path, space: Path) -> None:
     print(_git(space / "now", "diff", "--binary", "FETCH_HEAD", "HEAD"), end="")
 
 
-def _git(folder: Path, *arguments: str, given: str | None = None) -> str:
+def _git(folder: Path, *arguments: str) -> str:
     """Run git in a folder and return its output.
-
-    Args:
-        given: text for its standard input.
 
     Raises:
         Refused: git is missing, or fails; with its first error.
     """
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], input=given, capture_output=True, text=True)
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
     except FileNotFoundError:
         raise Refused("found no git; install it") from None
     if done.returncode:

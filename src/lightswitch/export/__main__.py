@@ -5,12 +5,14 @@ python -m lightswitch.export runs/NAME/RUN_ID/checkpoints/last.ckpt -o model.pt 
 python -m lightswitch.export runs/NAME/RUN_ID -o model.ckpt
 python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --shard-size 500MB
 python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --format hf
+python -m lightswitch.export runs/NAME/RUN_ID -o exports/adapters --format peft
 
 -o names a .safetensors file, a .pt file, a .ckpt file for Lightning's load_from_checkpoint, or a folder, in which
 model.safetensors is written. The model's config is written beside it as FILE.yaml, so that
 lightswitch.load("model.safetensors") returns the model. Safetensors above the shard size are split into several files
 with an index, as Hugging Face does; memory holds one of them at a time. A .pt or .ckpt file is held in memory whole.
---format hf writes a folder for transformers' from_pretrained; the model must have a method to_hf.
+--format hf writes a folder for transformers' from_pretrained, with adapters merged into the weights, and --format peft
+one of the adapters alone; the model must have a method to_hf, or to_peft.
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ from lightswitch.regular_files import MARK, remove_tree
 
 FOLDER_FILE = "model.safetensors"  # the file name if -o names a folder
 DTYPES = ("bfloat16", "float16", "float32")
+LOADS = {  # by format
+    "hf": 'transformers.AutoModelForCausalLM.from_pretrained("{}")',
+    "peft": 'peft.PeftModel.from_pretrained(BASE_MODEL, "{}")',
+}
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -39,8 +45,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = _parser()
     arguments = parser.parse_args(words)
     try:
-        if arguments.format == "hf":
-            _export_hf(arguments)
+        if arguments.format:
+            _export_to_hub(arguments)
         else:
             _refuse_to_replace(arguments.output)  # before torch is imported and checksums are compared
             _export(arguments)
@@ -58,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-o", "--output", type=_file, metavar="FILE", required=True)
     parser.add_argument(
-        "--format", choices=("hf",), help="hf: a folder for transformers; default: the model's tensor names"
+        "--format", choices=LOADS, help="hf: a folder for transformers; peft: one of adapters; default: tensors alone"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="type of all floating-point tensors; default: as saved")
     parser.add_argument(
@@ -133,13 +139,13 @@ def _call(file: Path) -> str:
 # A folder for Hugging Face's libraries
 
 
-def _export_hf(arguments: argparse.Namespace) -> None:
+def _export_to_hub(arguments: argparse.Namespace) -> None:
     """Write the model to a temporary folder, read it back as its users do, compare, and rename the folder.
 
     The whole model is in memory, twice during the comparison.
     """
     if arguments.output.name != FOLDER_FILE:
-        raise Refused(f"-o {arguments.output}: --format hf writes a folder; name one")
+        raise Refused(f"-o {arguments.output}: --format {arguments.format} writes a folder; name one")
     folder: Path = arguments.output.parent
     if folder.exists():
         raise Refused(f"{folder} exists already; remove it, or name another folder")
@@ -148,7 +154,7 @@ def _export_hf(arguments: argparse.Namespace) -> None:
 
     checkpoint = checkpoint_at(arguments.source)
     print(f"reads      {checkpoint}", flush=True)
-    model, *companions = _hf_parts(checkpoint, arguments.dtype)
+    model, *companions = _parts(checkpoint, arguments.format, arguments.dtype)
     partial = directory.make_empty(folder.with_name(f"{folder.name}.partial"))
     try:
         model.save_pretrained(partial, max_shard_size=arguments.shard_size)
@@ -166,23 +172,21 @@ def _export_hf(arguments: argparse.Namespace) -> None:
     partial.replace(folder)
     for path in sorted(folder.iterdir()):
         print(f"written    {path}")
-    print(f'load       model = transformers.AutoModelForCausalLM.from_pretrained("{folder}")')
+    print(f"load       model = {LOADS[arguments.format].format(folder)}")
 
 
-def _hf_parts(checkpoint: Path, dtype: str | None) -> list[Any]:
-    """Return the objects to save: a model of transformers in a dtype, and its companions such as a tokenizer."""
+def _parts(checkpoint: Path, format: str, dtype: str | None) -> list[Any]:
+    """Return the objects to save: a model of transformers or its adapters in a dtype, and companions as a tokenizer."""
     import torch
 
     from lightswitch.export.models import load
 
     model = load(checkpoint)
-    name, to_hf = type(model).__name__, getattr(model, "to_hf", None)
-    if to_hf is None:
-        raise Refused(
-            f"{name} has no method to_hf, which returns the equivalent transformers model; leave out --format"
-        )
+    name, convert = type(model).__name__, getattr(model, f"to_{format}", None)
+    if convert is None:
+        raise Refused(f"{name} has no method to_{format}, which returns what --format {format} saves; leave it out")
     try:
-        parts = list[Any](to_hf())
+        parts = list[Any](convert())
     except (ValueError, ModuleNotFoundError) as error:
         raise Refused(f"{name}: {error}") from error
     if dtype is not None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -70,3 +75,35 @@ def merged(model: nn.Module) -> nn.Module:
             part.merge()
             model.set_submodule(path, part.get_base_layer())
     return model
+
+
+@dataclass
+class Adapters:
+    """Adapters without their model, in a folder that peft's PeftModel.from_pretrained reads."""
+
+    config: LoraConfig
+    weights: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, config: LoraConfig) -> Adapters:
+        """Return a model's adapters under the names that peft gives them in a file."""
+        held = {name: value for name, value in model.state_dict().items() if ".lora_" in name}
+        pattern = r"(?<=lora_magnitude_vector)\.default\.weight$|\.default(?=\.|$)"
+        return cls(config, {f"base_model.model.{re.sub(pattern, '', name)}": value for name, value in held.items()})
+
+    @classmethod
+    def from_pretrained(cls, folder: Path, **_: Any) -> Adapters:
+        from peft import LoraConfig
+
+        return cls(LoraConfig.from_pretrained(folder), load_file(folder / "adapter_model.safetensors"))
+
+    def save_pretrained(self, folder: Path, **_: Any) -> None:
+        """Write adapter_config.json and adapter_model.safetensors."""
+        self.config.save_pretrained(str(folder))
+        save_file(self.weights, folder / "adapter_model.safetensors")
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.weights
+
+    def to(self, dtype: torch.dtype) -> None:
+        self.weights = {name: value.to(dtype) for name, value in self.weights.items()}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from project.hub import check_weights, folder_of, read_tokenizer, require
-from project.models.hf_adapters import check_targets, lora_config, merged, with_lora
+from project.models.hf_adapters import Adapters, check_targets, lora_config, merged, with_lora
 from project.models.hf_config import read_config
 from project.models.language_model import LanguageModel
 from project.optimizer import OptimizerFactory, SchedulerFactory
@@ -55,7 +55,7 @@ class HFCausalLM(LanguageModel):
         if self.folder is not None:
             check_weights(self.folder)
         self.vocab_size = self.config.get_text_config().vocab_size
-        self.adapters = lora_config(lora) if lora else None
+        self.adapters = lora_config({"base_model_name_or_path": pretrained, **lora}) if lora else None
         longest = getattr(self.config, "max_position_embeddings", None) or context
         if context > longest:
             raise ValueError(f"context is {context}, but the model's maximum is {longest}; set model.context={longest}")
@@ -91,6 +91,12 @@ class HFCausalLM(LanguageModel):
     def to_hf(self) -> list[Any]:
         """Return the transformers model, with its adapters merged into the weights for good, and its tokenizer."""
         return [merged(self.model), *([read_tokenizer(self.tokenizer)] if self.tokenizer else [])]
+
+    def to_peft(self) -> list[Any]:
+        """Return the adapters alone. Raises ValueError if there are none."""
+        if self.adapters is None:
+            raise ValueError("no adapters, as model.lora is not set; use --format hf")
+        return [Adapters.of(self.model, self.adapters)]
 
     def from_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return weights of the hub under the names of this model, in which adapted layers are nested more deeply."""

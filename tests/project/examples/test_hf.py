@@ -137,7 +137,7 @@ def test_a_folder_without_weights_that_can_be_read_is_refused(pretrained, tmp_pa
 
 @pytest.mark.parametrize("adapters", [{"r": 2}, {"r": 2, "use_dora": True}], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("kind", [LLAMA, GPT2], ids=lambda kind: kind["model_type"])
-def test_merged_adapters_have_the_logits_of_the_model_beside_them(kind, adapters):
+def test_merged_adapters_and_a_folder_of_peft_have_the_logits_of_the_model_beside_them(kind, adapters, tmp_path):
     model = built(config=kind, lora=adapters)
     untuned = logits(model)
     for name, parameter in model.named_parameters():
@@ -145,6 +145,13 @@ def test_merged_adapters_have_the_logits_of_the_model_beside_them(kind, adapters
             parameter.data += torch.randn(parameter.shape) / 2
     tuned = logits(model)
     assert not torch.allclose(tuned, untuned, atol=1e-2)
+    from peft import PeftModel
+
+    for part in model.to_peft():
+        part.save_pretrained(tmp_path)
+    base, state = built(config=kind).model, model.model.state_dict().items()
+    base.load_state_dict({name.replace(".base_layer.", "."): value for name, value in state if ".lora_" not in name})
+    assert torch.allclose(logits(PeftModel.from_pretrained(base, tmp_path)), tuned, atol=1e-5)
     (hub,) = model.to_hf()
     assert torch.allclose(logits(hub), tuned, atol=1e-5)
     assert {name for name, _ in hub.named_parameters()} == {
@@ -205,6 +212,11 @@ def test_a_tuned_model_is_killed_resumed_under_other_strategies_and_given_back(
     assert all((tmp_path / "given" / file).stat().st_size < 60_000 for file in shards.values())
     assert torch.allclose(logits(reread(tmp_path / "given")), logits(lightswitch.load(stored)), atol=1e-5)
     assert not torch.allclose(logits(reread(tmp_path / "given")), logits(reread(pretrained)), atol=1e-2)
+    from peft import PeftModel
+
+    main([str(stored), "--format", "peft", "-o", str(tmp_path / "adapters")])
+    tuned = PeftModel.from_pretrained(reread(pretrained), tmp_path / "adapters")
+    assert torch.allclose(logits(tuned), logits(lightswitch.load(stored)), atol=1e-5)
     card = (tmp_path / "given" / "README.md").read_text()
     assert "library_name: transformers" in card
     assert (tmp_path / "given" / "tokenizer.json").is_file()
