@@ -17,11 +17,10 @@ from benchmarks.gpt import flops_per_token, shape_of
 from lightswitch.preflight import strategies
 from lightswitch.preflight.strategies import Request
 from tests.engine.conftest import CHECKOUT
-from tests.engine.gpu import machine, suite
+from tests.engine.gpu import machine, pieces
 from tests.engine.gpu.__main__ import FAILED, MISTAKEN, PASSED, PIECES, UNFINISHED, main, run
-from tests.engine.gpu.cells import Cell, Piece, Result, Scale
-from tests.engine.gpu.matrix import TRAINS, expected
-from tests.engine.gpu.record import OtherMachine, Record
+from tests.engine.gpu.cells import Cell, OtherMachine, Piece, Record, Result, Scale
+from tests.engine.gpu.pieces import TRAINS, expected
 from tests.engine.tables.documents import MEASURED
 from tests.engine.tables.gpu import NOTHING, document
 from tests.engine.tables.matrix import EXTRA, PRECISIONS, STRATEGIES
@@ -114,7 +113,7 @@ import os, signal, sys
 from pathlib import Path
 from tests.engine.gpu import __main__ as gpu
 from tests.engine.gpu.cells import Cell, Piece, Result
-from tests.engine.gpu.command import run
+from tests.engine.gpu.cells import run
 
 def waits(folder, seconds, so_far):
     os.kill(os.getpid(), signal.SIGINT)
@@ -140,7 +139,7 @@ def test_ctrl_c_ends_what_runs_and_keeps_what_has_run(tmp_path: Path) -> None:
 def test_what_a_test_on_a_gpu_says_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "test_wrong.py"
     file.write_text("import pytest\n@pytest.mark.gpu(0)\ndef test_wrong():\n    assert 1 + 1 == 3, 'so it is'\n")
-    result = suite.tested(str(file), tmp_path, 60, {})
+    result = pieces.tested(str(file), tmp_path, 60, {})
     assert result.found == {"passed": 0, "skipped": 0, "failed": ["test_wrong"]}
     assert result.problem.startswith("test_wrong failed: AssertionError: so it is")
 

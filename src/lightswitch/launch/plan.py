@@ -326,7 +326,7 @@ def plan(cfg: DictConfig, run: RunContext) -> None:
 
 def _report(run: RunContext, request: Request, estimates: list[Estimate], refused: dict[tuple[str, ...], str]) -> None:
     log.info("\n%s\n", report.table(estimates))
-    for left_out in report.left_out(refused, [one.words for one in estimates]):
+    for left_out in report.left_out(refused):
         log.info("left out   %s", left_out)
     log.info("take       %s", report.answer(estimates[0], request.device))
     for about, message in report.details(estimates[0]):

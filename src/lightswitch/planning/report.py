@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -109,39 +109,18 @@ def answer(best: Estimate, device: Device) -> str:
     return ", ".join([took(best, device), *rates])
 
 
-def left_out(refused: Mapping[tuple[str, ...], str], taken: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """Yield one line per refusal reason, with the strategies and precisions that it excludes.
+def left_out(refused: Mapping[tuple[str, ...], str]) -> Iterator[str]:
+    """Yield one line per refusal reason, after the strategies and precisions that it excludes unless it names one.
 
     Args:
         refused: refusal reasons, one per line, keyed by the overrides that select a strategy and a precision.
-        taken: overrides of the candidates that are not refused.
     """
-    every = {words[:2] for words in (*refused, *taken)}
-    kept_out: dict[str, list[tuple[str, ...]]] = {}
+    excluded: dict[str, list[str]] = {}
     for words, reasons in refused.items():
         for why in reasons.splitlines():
-            kept_out.setdefault(why, []).append(words[:2])
-    for why, those in kept_out.items():
-        chosen = _chosen(those, every)
-        yield why if why.startswith(chosen) else f"{chosen}: {why}"
-
-
-def _chosen(those: Sequence[tuple[str, ...]], every: Collection[tuple[str, ...]]) -> str:
-    """Return refused strategies and precisions in short form.
-
-    Precisions are omitted if these strategies are refused in all of them, and strategies likewise.
-    """
-    parts = [list(dict.fromkeys(words[place] for words in those if place < len(words))) for place in (0, 1)]
-    for place, part in enumerate(parts):
-        if {words for words in every if words[place : place + 1] and words[place] in part} <= set(those):
-            return _joined(part)
-    return " ".join(_joined(part) for part in parts if part)
-
-
-def _joined(words: Sequence[str]) -> str:
-    """Join overrides of one key: strategy=ddp,fsdp."""
-    key = words[0].partition("=")[0]
-    return f"{key}={','.join(word.partition('=')[2] for word in words)}"
+            excluded.setdefault(why, []).append(" ".join(words[:2]))
+    for why, those in excluded.items():
+        yield why if why.startswith(("strategy=", "precision=")) else f"{', '.join(those)}: {why}"
 
 
 def details(best: Estimate) -> Iterator[tuple[str, str]]:

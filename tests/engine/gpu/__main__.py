@@ -26,18 +26,16 @@ import psutil
 import torch
 
 from tests.engine.conftest import CHECKOUT
-from tests.engine.gpu import benchmark, failures, machine, matrix, memory, parts, shared, suite, ways
-from tests.engine.gpu.cells import Cell, Lacking, Piece, Result, Scale
-from tests.engine.gpu.command import end_children
-from tests.engine.gpu.record import OtherMachine, Record
+from tests.engine.gpu import benchmark, machine, memory, parts, pieces, shared
+from tests.engine.gpu.cells import Cell, Lacking, OtherMachine, Piece, Record, Result, Scale, end_children
 from tests.engine.tables.gpu import RESULTS
 
 PIECES: dict[str, Callable[[Scale], Piece]] = {
-    "tests": suite.piece,
-    "matrix": matrix.piece,
-    "parity": ways.parity,
-    "resume": ways.resume,
-    "failures": failures.piece,
+    "tests": pieces.tests,
+    "matrix": pieces.matrix,
+    "parity": pieces.parity,
+    "resume": pieces.resume,
+    "failures": pieces.failures,
     "shared": shared.piece,
     "memory": memory.planned,
     "benchmark": benchmark.eager,

@@ -17,8 +17,7 @@ from benchmarks.gpt import flops_per_token, shape_of, tokens_for
 from benchmarks.plain_gpt import Plan
 from tests.engine.conftest import CHECKOUT
 from tests.engine.gpu import machine
-from tests.engine.gpu.cells import Cell, Found, Piece, Result, Scale
-from tests.engine.gpu.command import run, train_py
+from tests.engine.gpu.cells import Cell, Found, Piece, Result, Scale, run, train_py
 
 ON_ONE = ("single",)
 STRATEGIES = ("ddp", "fsdp", "fsdp_grad_op", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3)))

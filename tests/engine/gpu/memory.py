@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.gpt import tokens_for
-from tests.engine.gpu.cells import Cell, Piece, Result, Scale
-from tests.engine.gpu.command import run, train_py
+from tests.engine.gpu.cells import Cell, Piece, Result, Scale, run, train_py
 
 SHORT = (
     *("name=gpt", "trainer.max_steps=3", "trainer.log_every_n_steps=1", "trainer.enable_checkpointing=false"),

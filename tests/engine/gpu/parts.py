@@ -12,8 +12,7 @@ from typing import Any
 from benchmarks.gpt import tokens_for
 from tests.engine.gpu import machine
 from tests.engine.gpu.benchmark import GPT_TINY, Size, gpt2, plain
-from tests.engine.gpu.cells import Cell, Piece, Result, Scale
-from tests.engine.gpu.command import run, train_py
+from tests.engine.gpu.cells import Cell, Piece, Result, Scale, run, train_py
 
 OURS = {  # what is typed
     "single": ("strategy=single",),

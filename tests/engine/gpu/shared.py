@@ -18,11 +18,9 @@ from threading import Lock
 
 from tests.engine.conftest import CHECKOUT, Finished, runs_in
 from tests.engine.curves import largest_difference
-from tests.engine.gpu import failures
-from tests.engine.gpu.cells import Cell, Found, Lacking, Piece, Result, Scale
-from tests.engine.gpu.command import run
-from tests.engine.gpu.matrix import TRAINS
-from tests.engine.gpu.ways import LARGEST
+from tests.engine.gpu import pieces
+from tests.engine.gpu.cells import Cell, Found, Lacking, Piece, Result, Scale, run
+from tests.engine.gpu.pieces import LARGEST, TRAINS
 from tests.engine.tables.failures import CASES, local
 from tests.engine.tables.matrix import cell
 from tests.engine.tables.resume import END, RUN, SAVED, difference
@@ -51,7 +49,7 @@ def piece(scale: Scale) -> Piece:
         **{f"matrix: {strategy}": partial(_trained, scale, strategy) for strategy in STRATEGIES},
         **{f"parity: {name}": partial(_compared, scale, name) for name in OF_TWO},
         **{f"resume: {before} to {after}": partial(_resumed, scale, before, after) for before, after in RESUMED},
-        **{f"failure: {case}": partial(_failed, scale, case) for case in failures.LINES},
+        **{f"failure: {case}": partial(_failed, scale, case) for case in pieces.LINES},
     }
     cells = [
         Cell(name, partial(_once_they_talk, scale, act))
@@ -125,4 +123,4 @@ def _judged(scale: Scale, found: float) -> Result:
 def _failed(scale: Scale, name: str, folder: Path, seconds: float) -> Result:
     case = replace(CASES[name], arguments=(*CASES[name].arguments, f"trainer.accelerator={scale.accelerator}"))
     seen = local(case, (*TRAIN, "strategy=ddp"), folder / "run", seconds)
-    return failures.judged(name, "python", seen)
+    return pieces.judged(name, "python", seen)
