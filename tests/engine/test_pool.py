@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -61,17 +60,9 @@ def state() -> tuple[object, ...]:
     )
 
 
-def warning() -> None:
-    warnings.warn("mind this", UserWarning, stacklevel=1)
-
-
 def test_a_call_returns_what_each_rank_has_returned(pool: Pool) -> None:
     for ranks, total in ((1, 2.0), (2, 6.0), (4, 20.0)):
         assert [value for _, value in pool(ranks)(whole, 2.0)] == [total] * ranks
-
-
-def test_calls_are_served_by_the_same_processes(pool: Pool) -> None:
-    assert pool(2)(whole, 1.0) == pool(2)(whole, 1.0)
 
 
 def test_an_error_names_its_rank_and_leaves_the_others_usable(pool: Pool) -> None:
@@ -97,10 +88,3 @@ def test_a_call_leaves_the_process_as_it_was(pool: Pool) -> None:
     before = pool(1)(state)
     pool(1)(disturbing)
     assert pool(1)(state) == before
-
-
-def test_warnings_are_errors_as_in_the_test(pool: Pool) -> None:
-    with pytest.raises(RankFailed, match="UserWarning: mind this"):
-        pool(1)(warning)
-    warnings.simplefilter("ignore")
-    pool(1)(warning)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,21 +128,6 @@ def test_a_schedule_by_validation_steps_in_the_epoch_that_a_run_resumes_in(train
     resumed = train("~model", *plateau, "trainer.log_every_n_steps=1", "trainer.max_steps=15", folder=first.folder)
     rates = resumed.column("lr-SGD")
     assert [rates[step] for step in range(15)] == [0.05 / 2 ** (step // 5) for step in range(15)]  # of 5 an epoch
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["step_10.ckpt", *at_night("best.ckpt")])
-def test_a_schedule_by_validation_steps_at_the_end_of_the_epoch_that_a_checkpoint_ends(name: str, train: Train) -> None:
-    run = ("++model._target_=tests.engine.plain.PlateauModel", "~model", PLAIN_DATA, "global_batch_size=40")
-    run += ("trainer.log_every_n_steps=1", "callbacks.last_checkpoint.keep=9", "trainer.check_val_every_n_epoch=1")
-    first = train(*run, "run_id=first", "trainer.max_steps=11", "callbacks.last_checkpoint.every_n_steps=5")
-    checkpoint = replace(first, run_id="first").run_dir / "checkpoints" / name
-    resumed = train(*run, "run_id=other", f"resume={checkpoint}", "trainer.max_steps=16", folder=first.folder)
-    resumed = replace(resumed, run_id="other")
-    rates = {step: 0.05 / 2 ** (step // 5) for step in range(16)}
-    begins = min(resumed.column("lr-SGD"))
-    assert begins in (5, 10)
-    assert resumed.column("lr-SGD") == {step: rates[step] for step in range(begins, 16)}
 
 
 @pytest.mark.parametrize(

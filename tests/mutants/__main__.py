@@ -16,8 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.mutants.copy_of import Copy
-from tests.mutants.mutants import listed
+from tests.mutants.mutants import Copy, listed
 
 SUITE = ("tests/engine", "tests/project")
 

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from benchmarks.gpt import flops_per_token, shape_of
 from lightswitch.preflight import strategies
 from lightswitch.preflight.strategies import Request
 from tests.engine.conftest import CHECKOUT
-from tests.engine.gpu import machine, pieces
 from tests.engine.gpu.__main__ import FAILED, MISTAKEN, PASSED, PIECES, UNFINISHED, main, run
 from tests.engine.gpu.cells import Cell, OtherMachine, Piece, Record, Result, Scale
 from tests.engine.gpu.pieces import TRAINS, expected
@@ -96,18 +94,6 @@ def test_a_piece_goes_on_where_its_time_was_up(tmp_path: Path) -> None:
     assert _record(tmp_path).results("one") == {name: Result({"had": n}) for n, name in enumerate("abc")}
 
 
-def test_what_was_not_as_expected_is_run_again_once_all_has_run(tmp_path: Path) -> None:
-    outcomes = {"a": iter(["", "never asked for"]), "b": iter(["wrong", ""])}
-
-    def cell(name: str) -> Cell:
-        return Cell(name, lambda *_: Result({}, next(outcomes[name])))
-
-    piece = Piece("one", [cell("a"), cell("b")])
-    assert _run(piece, _record(tmp_path)) == FAILED
-    assert _run(piece, _record(tmp_path)) == PASSED
-    assert _run(piece, _record(tmp_path)) == PASSED
-
-
 INTERRUPTED_IN_A_CELL = """
 import os, signal, sys
 from pathlib import Path
@@ -134,14 +120,6 @@ def test_ctrl_c_ends_what_runs_and_keeps_what_has_run(tmp_path: Path) -> None:
     assert (finished.returncode, finished.stderr) == (130, "")
     assert finished.stdout.splitlines()[-1] == f"results: {out}"
     assert list(json.loads(out.read_text())["pieces"]["one"]) == ["good"]
-
-
-def test_what_a_test_on_a_gpu_says_is_kept(tmp_path: Path) -> None:
-    file = tmp_path / "test_wrong.py"
-    file.write_text("import pytest\n@pytest.mark.gpu(0)\ndef test_wrong():\n    assert 1 + 1 == 3, 'so it is'\n")
-    result = pieces.tested(str(file), tmp_path, 60, {})
-    assert result.found == {"passed": 0, "skipped": 0, "failed": ["test_wrong"]}
-    assert result.problem.startswith("test_wrong failed: AssertionError: so it is")
 
 
 def test_what_is_not_as_expected_fails_and_is_named_on_the_page(tmp_path: Path) -> None:
@@ -196,27 +174,3 @@ def test_pieces_for_a_gpu_have_all_their_cells() -> None:
     assert any(cell.name == "ddp × 2" and not cell.lacks for cell in two["benchmark"])
     for cells in (*one.values(), *two.values()):
         assert len({cell.name for cell in cells}) == len(cells) > 0
-
-
-@pytest.mark.parametrize(
-    ("card", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA A100-SXM4-40GB", 312),
-        ("NVIDIA A10G", 70),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
-    ],
-)
-def test_a_card_is_known_by_its_name(card: str, tflops: float) -> None:
-    assert machine.peak_flops(card) == tflops * 1e12
-    assert machine.peak_flops("another card") is None
-
-
-def test_the_operations_of_gpt2_are_those_that_nanogpt_counts() -> None:
-    """6 × 123.6 M parameters (without positions, and the norms' and biases' 0.1 M) and 12 × 12 × 768 × 1024."""
-    assert flops_per_token(shape_of("gpt2")) == 6 * (12 * 12 * 768**2 + 50257 * 768) + 12 * 12 * 768 * 1024
-    assert flops_per_token(shape_of("gpt2")) == pytest.approx(0.8547e9, rel=1e-3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -23,13 +22,48 @@ from lightswitch.errors import UnfitCheckpoint
 from lightswitch.export.__main__ import main
 from lightswitch.launch import report
 from tests.engine.checkpoints.damages import Damage, flip, truncate
-from tests.engine.conftest import Train, context
-from tests.engine.export.conftest import RunOf
+from tests.engine.conftest import PLAIN_DATA, Train, context, runs_in
 from tests.engine.export.models import Versioned, question
 from tests.engine.foreign import Late
 from tests.engine.models.language import LanguageModel
-from tests.engine.tiny import PICTURES
+from tests.engine.tiny import LANGUAGE, PICTURES
+from tests.engine.ways import WAYS, Way
 from tests.night import at_night
+
+STRATEGIES = {
+    "single": Way(("strategy=single",)),
+    **{name: Way((f"strategy={name}",), 2) for name in ("ddp", "fsdp", "deepspeed_stage_3")},
+    "fsdp_tp": WAYS["fsdp_tp 2 × 2"],
+}
+
+SHORT = ("trainer.max_steps=4", "trainer.val_check_interval=2", "global_batch_size=24", "run_id=mine")
+ANSWERS = (
+    "callbacks.answer._target_=tests.engine.export.models.Answer",
+    "callbacks.answer.folder=${hydra:runtime.output_dir}",
+)
+MODELS = {
+    "language": (*LANGUAGE, "model.width=32"),
+    "tied": ("model._target_=tests.engine.export.models.Tied", PLAIN_DATA),
+    "versioned": ("model._target_=tests.engine.export.models.Versioned", PLAIN_DATA),
+    "configured": ("model._target_=tests.engine.export.models.Configured", PLAIN_DATA),
+}
+
+RunOf = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="session")
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunOf:
+    """`run_of(model, strategy)`: the directory of a finished run, trained when it is first asked for."""
+    runs: dict[tuple[str, str], Path] = {}
+
+    def run_dir(model: str, strategy: str = "single") -> Path:
+        if (model, strategy) not in runs:
+            train, way = runs_in(tmp_path_factory.mktemp(f"{model}_{strategy}")), STRATEGIES[strategy]
+            finished = train(*MODELS[model], *SHORT, *ANSWERS, *way.switches, ranks=way.ranks)
+            runs[model, strategy] = finished.run_dir
+        return runs[model, strategy]
+
+    return run_dir
 
 
 def export(*words: str | Path) -> None:
@@ -298,20 +332,6 @@ def peak_mb(words: list[str]) -> float:
 
 
 @pytest.mark.nightly
-def test_a_run_whose_weights_can_not_be_copied_has_ended_well_and_says_so(train: Train) -> None:
-    first = train("run_id=mine", "trainer.max_steps=2")
-    in_the_way = first.run_dir / "model.ckpt"
-    in_the_way.unlink()
-    in_the_way.mkdir()
-    (in_the_way / "notes.txt").write_text("the user's own")
-    run = train("run_id=mine", "trainer.max_steps=4", folder=first.folder)
-    assert run.returncode == 0
-    assert "weights    model.ckpt was not written: " in run.out + run.err
-    assert [path.name for path in in_the_way.iterdir()] == ["notes.txt"]
-    assert not list(in_the_way.parent.glob("*.partial"))
-
-
-@pytest.mark.nightly
 def test_a_sharded_model_lists_the_names_of_its_tied_tensors(train: Train, tmp_path: Path) -> None:
     """Under DeepSpeed: test_zero.py."""
     short = ("trainer.max_steps=1", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
@@ -349,12 +369,3 @@ def test_a_checkpoint_of_a_stock_trainer_in_a_run_directory_is_exported(run_of: 
     export(tmp_path / "stock.ckpt", "-o", tmp_path / "tied.safetensors")
     export(run_dir / "checkpoints" / "last.ckpt", "-o", tmp_path / "own.safetensors")
     assert (tmp_path / "tied.safetensors").read_bytes() == (tmp_path / "own.safetensors").read_bytes()
-
-
-@pytest.mark.nightly
-def test_mistakes_of_the_command_line_need_no_torch() -> None:
-    script = (
-        "import sys\nfrom lightswitch.export.__main__ import main\n"
-        "try:\n    main(['x', '-o', 'x.bin'])\nfinally:\n    assert 'torch' not in sys.modules"
-    )
-    assert subprocess.run(("python", "-c", script), capture_output=True).returncode == 2

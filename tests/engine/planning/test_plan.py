@@ -74,16 +74,6 @@ def _only(run: object) -> dict[str, object]:
     return dict(found)
 
 
-@pytest.mark.parametrize("name", ["ManualModel", "PlateauModel"])
-@pytest.mark.nightly
-def test_modules_as_people_write_them_have_a_plan(name: str, train: Train) -> None:
-    """Two optimizers by hand, and a schedule by epochs that goes by a metric."""
-    model = (f"model._target_=tests.engine.plain.{name}", "data._target_=tests.engine.plain.PlainData")
-    found = _only(train("mode=plan", *model, "strategy=ddp", "trainer.devices=2", "trainer.max_epochs=3"))
-    assert found["fits"]
-    assert found["micro_batch"] == 32
-
-
 ASKING = (
     "model._target_=tests.engine.planning.modules.LooksAtValues",
     "data._target_=tests.engine.data.pictures.Pictures",

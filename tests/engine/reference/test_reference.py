@@ -18,10 +18,9 @@ from lightswitch.errors import RefusedRequest
 from lightswitch.reference.choices import config, groups, help_text
 from lightswitch.reference.schema import schemas
 from tests.engine.conftest import CHECKOUT, PLAIN, Train
-from tests.engine.tables import environment
+from tests.engine.tables import reference
 from tests.engine.tables.documents import MEASURED
-from tests.engine.tables.reference import NAMES, pages, sentences
-from tests.engine.tables.run_directory import COLUMNS, FILES, FILES_OF_SOME, RECORDS
+from tests.engine.tables.reference import COLUMNS, FILES, FILES_OF_SOME, NAMES, RECORDS, pages, sentences
 
 TRAIN, CONF = CHECKOUT / "train.py", CHECKOUT / "conf"
 
@@ -120,7 +119,7 @@ def _pattern(name: str) -> str:
 
 
 def test_every_variable_that_is_read_is_told() -> None:
-    assert environment.readers().keys() == {*environment.YOURS, *environment.OF_LAUNCHERS, *environment.SET}
+    assert reference.readers().keys() == {*reference.YOURS, *reference.OF_LAUNCHERS, *reference.SET}
 
 
 # What an editor knows of conf: every file of it is right, and what train.py would refuse is marked

@@ -6,16 +6,26 @@ python -m tests.engine.tables.reference
 from __future__ import annotations
 
 import ast
+import dataclasses
+import dis
 import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import yaml
 
 from lightswitch.errors import ExitCode
+from lightswitch.monitoring.metrics import FIRST_COLUMNS
+from lightswitch.monitoring.step_times import StepTimes
 from lightswitch.reference.choices import Choice, Key, config, groups
+from lightswitch.runs.claim import Holder
+from lightswitch.runs.record import Origin
+from lightswitch.runs.resume import End, Start
+from lightswitch.sweeps.record import Record
 from tests.engine.conftest import CHECKOUT
-from tests.engine.tables import environment, run_directory
 from tests.engine.tables.documents import MEASURED, code, page, table
 
 FOLDER = CHECKOUT / "docs"
@@ -32,7 +42,7 @@ def main() -> None:
 def pages() -> dict[str, str]:
     """Return the text of each page by its path in docs/."""
     reference = {"choices": _choices(), "commands": _commands(), "messages": _exit_codes()}
-    reference |= {"run-directory": run_directory.text(), "environment": environment.text(), "patches": _patches()}
+    reference |= {"run-directory": _run_directory(), "environment": _environment(), "patches": _patches()}
     reference |= {path.stem: path.read_text() for path in MEASURED.glob("*.md")}
     return {f"reference/{name}.md": text for name, text in reference.items()}
 
@@ -126,6 +136,124 @@ def _exit_codes() -> str:
         rows.append((code(str(member.value)), (comment and comment[1]) or member.name.lower()))
     intro = "The last line of stderr says what was found, what was expected and what to type instead."
     return page("Messages and exit codes", intro, table(("exit code", "what it means"), rows))
+
+
+# The environment variables that the engine, the project and the job scripts read
+
+_OF_ENVIRONMENT = yaml.safe_load(Path(__file__).with_name("environment.yaml").read_text())
+YOURS, OF_LAUNCHERS, SET = (_OF_ENVIRONMENT[kind] for kind in ("yours", "of_launchers", "set"))
+OTHER_NAMES = {
+    "FETCH_HEAD",
+    "GIT_COMMITTER_IDENT",
+    *("COMMUNICATION_DATA_TYPE", "NOT_AVAILABLE"),  # of DeepSpeed
+    "TO_BOOL",  # of Python's bytecode, from 3.13
+}
+
+
+def _environment() -> str:
+    """Return the page.
+
+    Raises:
+        KeyError: a variable that is told of is read nowhere.
+    """
+    where = readers()
+    return page(
+        "The environment",
+        "The environment variables that are read, and by which file of `src/lightswitch`, or script. What launchers "
+        "export is checked before anything is imported that believes it: a value that means nothing, or one without "
+        "the others, is told in a line ([On a cluster](../clusters.md)).",
+        "## Yours to export",
+        _rows(YOURS, where),
+        "torch and NCCL have many more: [Debugging](../debugging.md#a-hang). Secrets, as `WANDB_API_KEY`, stay in the "
+        "environment: [Security](../security.md#secrets). A config takes any variable by `${oc.env:NAME}`.",
+        "## Of launchers",
+        _rows(OF_LAUNCHERS, where),
+        "## Set by the engine",
+        _rows(SET, where),
+        "## In reports",
+        "Crash reports and the doctor show the variables of ranks and of the meeting point, and those that begin with "
+        "`CUDA_`, `GLOO_`, `MKL_`, `NCCL_`, `OMP_`, `PYTORCH_`, `SLURM_` and `TORCH`, but none named like a secret.",
+    )
+
+
+def _rows(told: dict[str, str], where: dict[str, list[str]]) -> str:
+    rows = ((code(name), sentence, ", ".join(map(code, where[name]))) for name, sentence in told.items())
+    return table(("variable", "what it is", "read by"), rows)
+
+
+def readers() -> dict[str, list[str]]:
+    """Return the files that name each variable, by its name."""
+    found: dict[str, list[str]] = {}
+    engine = CHECKOUT / "src" / "lightswitch"
+    for path in [*sorted(engine.rglob("*.py")), *sorted((CHECKOUT / "slurm").glob("*.sh"))]:
+        name = str(path.relative_to(engine if path.suffix == ".py" else CHECKOUT))
+        for variable in sorted({*(_of_python(path) if path.suffix == ".py" else _of_shell(path))} - OTHER_NAMES):
+            found.setdefault(variable, []).append(name)
+    return found
+
+
+def _of_python(path: Path) -> Iterator[str]:
+    """Yield what looks like a variable, and is no opcode, in a file that reads any."""
+    source = path.read_text()
+    if not re.search(r"\benviron\b", source) and "IFNAME" not in source:
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in dis.opmap:
+            yield from re.findall(r"^(?:RANK|ENVIRONMENT|[A-Z0-9]+(?:_[A-Z0-9]+)+)$", node.value)
+        elif isinstance(node, ast.keyword) and re.fullmatch("[A-Z]+_[A-Z_]+", node.arg or ""):
+            yield str(node.arg)
+
+
+def _of_shell(path: Path) -> Iterator[str]:
+    yield from re.findall(r"(?:\$\{?|\(\()((?:SLURM|TORCH|OMP|CONDA|VIRTUAL)_[A-Z_]+)", path.read_text())
+
+
+# A run's directory: its files, the columns of metrics.csv, and the fields of what is JSON
+
+_OF_RUNS = yaml.safe_load(Path(__file__).with_name("run_directory.yaml").read_text())
+FILES, FILES_OF_SOME, COLUMNS = (_OF_RUNS[kind] for kind in ("files", "files_of_some", "columns"))
+RECORDS = (
+    *(("run.json", Origin), ("starts of run.json", Start), ("ended of run.json", End)),
+    *(("step_times.json", StepTimes), ("job.json", Record)),
+)
+
+
+def _run_directory() -> str:
+    """Return the page.
+
+    Raises:
+        KeyError: a class of a record has a field without a line in its docstring, or metrics.csv a column.
+    """
+    files = table(("file", "what it is"), ((code(name), told) for name, told in FILES.items()))
+    some = table(("file", "when, and what it is"), ((code(name), told) for name, told in FILES_OF_SOME.items()))
+    assert COLUMNS.keys() >= {*FIRST_COLUMNS}
+    columns = table(("column", "what it is"), ((code(name), told) for name, told in COLUMNS.items()))
+    intro = "A run's files are in `runs/<name>/<run_id>/`. An evaluation has its own, or adds to those of a run."
+    return page(
+        "The run directory",
+        intro,
+        files,
+        f"Some runs have more:\n\n{some}",
+        "## metrics.csv",
+        "A row for each step at which something was logged. It is complete on disk after each row, and a run that goes "
+        "on first drops the rows that it will write again.",
+        columns,
+        "## results.json",
+        "The last value of each metric, by its name in metrics.csv. A run that was stopped has those so far; "
+        "one whose world has changed, also `world_changes` and `steps_trained_twice`.",
+        *(_section(name, record) for name, record in RECORDS),
+        _section(".lock", Holder),
+    )
+
+
+def _section(file: str, record: type) -> str:
+    described, _, arguments = (record.__doc__ or "").partition("Args:")
+    told = {name: " ".join(text.split()) for name, text in re.findall(_ARGUMENT, arguments, re.MULTILINE)}
+    rows = ((code(f.name), code(str(f.type)), told[f.name]) for f in dataclasses.fields(record))
+    return f"## {file}\n\n{' '.join(described.split())}\n\n{table(('field', 'type', 'what it is'), rows)}"
+
+
+_ARGUMENT = r"^        (\w+): (.*(?:\n            .*)*)"
 
 
 if __name__ == "__main__":
