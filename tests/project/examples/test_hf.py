@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
     find_spec("peft") is None and not os.environ.get("LIGHTSWITCH_REQUIRE_ALL"), reason="transformers is an extra"
 )
 
+OF_PEFT = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", **SIZES, "vocab_size": 64, "bos_token_id": None, "eos_token_id": None}
@@ -135,6 +136,7 @@ def test_a_folder_without_weights_that_can_be_read_is_refused(pretrained, tmp_pa
         HFCausalLM(32, ADAMW, pretrained=str(folder))
 
 
+@OF_PEFT
 @pytest.mark.parametrize("adapters", [{"r": 2}, {"r": 2, "use_dora": True}], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("kind", [LLAMA, GPT2], ids=lambda kind: kind["model_type"])
 def test_merged_adapters_and_a_folder_of_peft_have_the_logits_of_the_model_beside_them(kind, adapters, tmp_path):
@@ -173,6 +175,7 @@ def test_a_gpt_of_its_shape_is_a_gpt2_in_both_directions_and_one_of_another_none
     assert torch.equal(logits(other, ids), logits(one, ids))
 
 
+@OF_PEFT
 @pytest.mark.nightly
 def test_a_tuned_model_is_killed_resumed_under_other_strategies_and_given_back(
     pretrained: Path, train: Train, tmp_path: Path
