@@ -74,11 +74,11 @@ lint: $(INSTALLED) $(SCHEMAS) ## check format, lint and shell scripts
 types: $(INSTALLED) ## check types
 	$(PYTHON) -m mypy
 
-format: $(INSTALLED) ## format the code, and mend what ruff can mend
+format: $(INSTALLED) ## format the code, and fix what ruff can fix
 	$(PYTHON) -m ruff check --fix --exit-zero --quiet .
 	$(PYTHON) -m ruff format .
 
-bench: $(INSTALLED) ## measure the speed, in about ten minutes of a quiet machine (docs/speed.md)
+bench: $(INSTALLED) ## measure the speed, in about ten minutes of a quiet machine
 	$(PYTHON) -m benchmarks.startup
 	$(PYTHON) -m benchmarks.step
 	$(PYTHON) -m benchmarks.ddp
@@ -106,7 +106,7 @@ wheelhouse: $(INSTALLED) ## download all packages, for machines without internet
 	@$(call pins_but,torch) && DS_BUILD_OPS=0 $(PIP_DOWNLOAD) $(OF_HASHES)
 	@$(PIP_DOWNLOAD) $$(grep '^torch==' $(PINS))
 
-tables: $(INSTALLED) ## run every strategy at every precision, from each to each other, and every failure, for docs/ (an hour)
+tables: $(INSTALLED) ## run every strategy at every precision, from each to each other, and every failure, for the measured tables (an hour)
 	$(PYTHON) -m tests.engine.tables.matrix
 	$(PYTHON) -m tests.engine.tables.resume
 	$(PYTHON) -m tests.engine.tables.failures

@@ -19,7 +19,7 @@ from benchmarks import dependencies
 from benchmarks.results import Row, options, publish, row
 
 CHECKOUT = Path(__file__).parents[1]
-RUN = ("data=text", f"data.files=['{CHECKOUT}/docs/*.md']", "precision=bf16-mixed", "plan.device=h100")
+RUN = ("data=python_source", "precision=bf16-mixed", "plan.device=h100")
 PLAN = ("mode=plan", "model=gpt_7b", "trainer.num_nodes=4", "trainer.devices=8")
 DRY_RUN = ("mode=dry_run", "model=gpt2_xl", "trainer.num_nodes=128", "trainer.devices=8", "strategy=fsdp_hybrid")
 TASKS = {

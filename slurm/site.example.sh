@@ -15,7 +15,7 @@ if [[ -n ${SLURM_JOB_ID:-} ]]; then
   python=(~/miniconda3/envs/mine/bin/python) # conda
   module load python/3.12 cuda && python=(python) # environment modules
   python=("$checkout/.venv/bin/python") # made by make, or by uv
-  python=(apptainer exec --nv --bind "$checkout,$workdir" "$checkout/image.sif" python) # container/apptainer.def
+  python=(apptainer exec --nv --bind "$checkout,$workdir" "$checkout/image.sif" python) # made by docs/examples/container
   python=(env python) # by pyxis, whose PYTHONPATH is the checkout's, and not the image's
   srun_options=(--container-image="$checkout/image.sqsh" --container-mounts="$checkout,$workdir" --container-env=PYTHONPATH)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_LANGUAGES = {"zh": "zh-Hans"}  # by the folder in docs/
-
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Set the language of a whole page that is in a folder of its own."""
-    language = _LANGUAGES.get(page.file.src_uri.partition("/")[0])
-    return output.replace('<html lang="en"', f'<html lang="{language}"', 1) if language else output
+    """Set the language of a whole page whose folder in docs/ has its name."""
+    folder = page.file.src_uri.partition("/")[0]
+    return output.replace('<html lang="en"', f'<html lang="{folder}"', 1) if folder.startswith("zh-") else output

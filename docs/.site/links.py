@@ -1,4 +1,5 @@
-"""A hook of MkDocs: README.md is the home page, and links that leave docs/ lead to the repository where it is known."""
+"""A hook of MkDocs: README.md is the home page, measured tables are reference pages, and links that leave docs/ lead to
+the repository where it is known."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+_MEASURED = re.compile(r"\]\(((?:\.\./)*)\.\./tests/engine/tables/measured/")
 _RELATIVE = re.compile(r"\]\((?!\w+:|#)(docs/)?")
 
 
@@ -15,6 +17,7 @@ def on_page_markdown(markdown: str, config: Any, page: Any, **_: Any) -> str:
         page.meta["hide"] = ["toc"]  # leaves room for the widest output of a terminal
         readme = Path(config.docs_dir).with_name("README.md").read_text()
         markdown = _RELATIVE.sub(lambda link: "](" if link[1] else "](../", readme)
+    markdown = _MEASURED.sub(r"](\1reference/", markdown)
     address = (config.repo_url or "").rstrip("/")
     by = rf"[\1]({address}/blob/main/\2)" if address else r"\1"
     up = re.escape("../" * (page.file.src_uri.count("/") + 1))  # from a page to the repository

@@ -28,10 +28,6 @@ from pathlib import Path
 from lightswitch.errors import Command, Refused, listed
 
 _AS_THEY_ARE = ("LICENSE", "constraints.txt")
-_WITH_SOURCES = {  # commands that copy src into an image, which needs the wheel as well
-    "container/Dockerfile": ("COPY src src\n", "COPY wheels wheels\n"),
-    "container/apptainer.def": ("    src /opt/code/src\n", "    wheels /opt/code/wheels\n"),
-}
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -40,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("name", metavar="NAME", help="name of the package in src")
     parser.add_argument("into", metavar="INTO", nargs="?", help="a new folder, or . for the checkout itself")
     parser.add_argument("--bare", action="store_true", help="one small model and dataset in place of the examples")
-    parser.add_argument("--engine", metavar="REQUIREMENT", help="pip's, as lightswitch==0.1.0 or lightswitch @ git+URL")
+    parser.add_argument("--engine", metavar="REQUIREMENT", help="pip's, as lightswitch==0.2.0 or lightswitch @ git+URL")
     parser.add_argument("--since", metavar="COMMIT", help="print what changed in a new project since that commit")
     asked = parser.parse_args(words)
     try:
@@ -194,10 +190,8 @@ def _write(root: Path, folder: Path, asked: argparse.Namespace, words: Mapping[s
         for line in words_of_bare if asked.bare else ():
             with_examples, _, without = line.partition(" =>")
             text = text.replace(with_examples, without[1:])
-        if wheel is not None and path in _WITH_SOURCES:
-            text = text.replace(_WITH_SOURCES[path][0], "".join(_WITH_SOURCES[path]))
-        if path.startswith(("slurm/", "cloud/")):  # names of jobs, in which Kubernetes allows no _
-            text = text.replace("lightswitch", asked.name.replace("_", "-"))
+        if path.startswith("slurm/"):  # names of jobs
+            text = text.replace("lightswitch", asked.name)
         where.write_text(text if path == "pyproject.toml" else _renamed(text, asked.name), encoding="utf-8")
     if wheel is not None:
         (folder / "wheels").mkdir()

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,28 +19,35 @@ import numpy as np
 import pytest
 import torch
 
+from lightswitch import load
 from lightswitch.export.__main__ import main as export
 from tests.engine.conftest import CHECKOUT, PLAIN, PLAIN_DATA, Finished, Train
 from tests.engine.curves import largest_difference
 from tests.night import at_night
 
-NAMES = ("running.md", "your-own-code.md", "extension.md", "tutorial.md", "debugging.md", "data.md")
-RUNNING, YOUR_OWN_CODE, EXTENSION, TUTORIAL, DEBUGGING, DATA = ((CHECKOUT / "docs" / n).read_text() for n in NAMES)
-README = (CHECKOUT / "README.md").read_text()
-ADD = YOUR_OWN_CODE.partition("\n## I have a LightningModule\n")[0]
+START, OWN, SCALE_OUT, DEBUGGING, README = (
+    (CHECKOUT / name).read_text()
+    for name in ("docs/start.md", "docs/your-model-and-data.md", "docs/scale-out.md", "docs/debugging.md", "README.md")
+)
+EXAMPLES = CHECKOUT / "docs" / "examples"
+SUFFIXES = (".py", ".yaml")
 LAST_STEPS = ("trainer.max_steps=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1")
 SHORT = (*PLAIN, "trainer.max_steps=2", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=1")
 
 
-def written(page: str, folder: Path, package: str = "shown") -> Path:
+def written(page: str, folder: Path) -> Path:
     """Write a page's files, those of src as a package of another name: the one that they name lies in the checkout."""
     files = dict(re.findall(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
     assert len(files) == page.count("```python\n") + page.count("```yaml\n")
+    return _of_another_package(files, folder)
+
+
+def _of_another_package(files: Mapping[str, str], folder: Path) -> Path:
     modules = [path[len("src/") : -len(".py")].replace("/", ".") for path in files if path.startswith("src/")]
     for path, text in files.items():
         for module in modules:
-            text = text.replace(module, f"{package}.{module}".lstrip("."))
-        file = folder / (path.replace("src/", f"{package}/") if package else path.removeprefix("src/"))
+            text = text.replace(module, f"shown.{module}")
+        file = folder / path.replace("src/", "shown/")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     return folder
@@ -47,32 +55,32 @@ def written(page: str, folder: Path, package: str = "shown") -> Path:
 
 COMMANDS = {
     command: page
-    for page in (RUNNING, ADD, README)
-    for command in re.findall(r"^    python train\.py (.*)$", page, re.MULTILINE)
+    for page in (START, OWN, README)
+    for command in re.findall(r"^(?:    |\| [\w, ]*\| `)python train\.py ([^`…\n]*?)(?:`|$)", page, re.MULTILINE)
+    if not re.search("mode=|debug=|pretrained|max_epochs=5|stps|=single", command)  # which others type, or are refused
 }
-EXAMPLES = [command for command in COMMANDS if "data=" in command]
+BY_DAY = [command for command in COMMANDS if "data=" in command]
 
 
-@pytest.mark.parametrize("command", [*EXAMPLES, *at_night(*(one for one in COMMANDS if one not in EXAMPLES))])
+@pytest.mark.parametrize("command", [*BY_DAY, *at_night(*(one for one in COMMANDS if one not in BY_DAY))])
 def test_the_commands_of_the_first_pages_train(command: str, train: Train, tmp_path: Path) -> None:
-    page = COMMANDS[command]
-    folder = written(ADD if page == ADD else "", tmp_path / "typed")
+    folder = written(OWN if COMMANDS[command] == OWN else "", tmp_path / "typed")
     (folder / "conf").mkdir(parents=True, exist_ok=True)
     words = shlex.split(command.replace("trainer.devices=8", "trainer.devices=2"), comments=True)
-    ranks = 2 if "trainer.devices=2" in words else 0
+    ranks = 2 if "trainer.devices=2" in words and "strategy=ddp_spawn" not in words else 0
     run = train(*words, *LAST_STEPS, "--config-dir", str(folder / "conf"), folder=folder, ranks=ranks)
     assert "step 2/2" in run.out
 
 
 @pytest.mark.nightly
-def test_the_plan_of_the_readme_is_what_its_command_prints(train: Train, tmp_path: Path) -> None:
+def test_the_plan_of_the_page_is_what_its_command_prints(train: Train, tmp_path: Path) -> None:
     """Its table is cut, at the right and below; of another version of torch, a number may differ a little."""
-    ((plan, table),) = re.findall(r"^    \$ python train\.py (mode=plan .*)\n((?:    .*\n)+)", README, re.MULTILINE)
+    shown = r"^    python train\.py (mode=plan .*)\n.*?^```\n(.*?)^…"
+    ((plan, table),) = re.findall(shown, SCALE_OUT, re.MULTILINE | re.DOTALL)
     folder = tmp_path / "plan"
     folder.mkdir()
-    shutil.copy(CHECKOUT / "CHANGELOG.md", folder)  # its data
     printed = map(_cells, train(*shlex.split(plan), folder=folder).out.splitlines())
-    for row in map(_cells, table.removesuffix("    …\n").splitlines()):
+    for row in map(_cells, table.splitlines()):
         expected = [pytest.approx(cell, rel=0.02) if isinstance(cell, float) else cell for cell in row]
         assert any(found[: len(row)] == expected for found in printed), row  # in this order
 
@@ -82,12 +90,14 @@ def _cells(line: str) -> list[str | float]:
     return [float(cell) if re.fullmatch(r"[\d.]+", cell) else cell for cell in re.split(r"\s{2,}", line.strip())]
 
 
-# docs/extension.md
+# docs/examples
 
 
 @pytest.fixture
 def fork(tmp_path: Path) -> Path:
-    return written(EXTENSION, tmp_path / "fork")
+    files = [path for folder in ("src", "conf") for path in (EXAMPLES / folder).rglob("*.*") if path.suffix in SUFFIXES]
+    texts = {path.relative_to(EXAMPLES).as_posix(): path.read_text() for path in (*files, EXAMPLES / "launch.py")}
+    return _of_another_package(texts, tmp_path / "fork")
 
 
 def _overrides(fork: Path, *words: str) -> tuple[str, ...]:
@@ -179,49 +189,35 @@ def test_its_launcher_starts_a_run_of_two_processes(fork: Path) -> None:
     assert len(list(fork.glob("runs/*/mine/checkpoints/step_2.ckpt/*.bin"))) == 2
 
 
-# docs/tutorial.md
+# docs/start.md: its commands in turn
 
-LINES = re.findall(r"^    (\S.*)$", re.sub(r"^```.*?^```", "", TUTORIAL, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
-ELSEWHERE = {  # tried by others: tests/nightly/fork makes forks and runs their make, tests/engine/slurm submits
-    "make fork NAME=birdsong INTO=../birdsong ARGS=--bare",
-    "cd ../birdsong",
-    "make train",
-    "source .venv/bin/activate",
-    "make test",
-    "sbatch --nodes=4 --gpus-per-node=8 slurm/multinode.sh model=listener data=calls strategy=fsdp",
-}
 SAID = {  # of a command, by its beginning
-    "python train.py model=listener data=calls trainer.max_steps=250 run_id=first": r"val/right 0\.9\d",
-    "python train.py model=listener data=calls trainer.max_steps=350": r"resumes .*, at step 250",
+    "python train.py run_id=one trainer.max_steps=600": r"resumes .*, at step 500",
     "python -m lightswitch.compare": r"train/loss differs by \d(\.\d+)?e-0[789] at most",
-    "python train.py mode=plan": r"take       ddp, 32-true, micro batch 8",  # of a step of microseconds, the simplest
-    "python train.py -m": r"lr=0\.001 +0\.7\d+ +finished.*\n.*lr=0\.01 +0\.0\d+ +finished",
-    "python -c": r"Listener\(",
+    "python train.py mode=": r"(test|val)/loss +1\.\d",
 }
 
 
 @pytest.mark.nightly
-def test_the_commands_of_the_tutorial_do_in_turn_what_it_says(train: Train, tmp_path: Path) -> None:
-    """In a folder with the package and the configs that a fork would have them in."""
-    written(TUTORIAL, tmp_path, package="")
-    (tmp_path / "exports").mkdir()
-    (tmp_path / "exports" / "runs").symlink_to(tmp_path / "runs")
-    assert all(any(command.startswith(beginning) for command in LINES) for beginning in SAID)
-    for command in (line for line in LINES if line not in ELSEWHERE):
+@pytest.mark.timeout(1800)  # four runs of 500 steps
+def test_the_commands_of_the_first_page_do_in_turn_what_it_says(train: Train, tmp_path: Path) -> None:
+    page = START.partition("\n## Switch\n")[2]
+    commands = re.findall(r"^    (python (?:train\.py|-m lightswitch\.compare) .*)$", page, re.MULTILINE)
+    assert len(commands) >= 6
+    for command in commands:
         said = _typed(shlex.split(command), train, tmp_path)
         for beginning, expected in SAID.items():
             assert not command.startswith(beginning) or re.search(expected, said), said
+    (loaded,) = re.findall(r'lightswitch\.load\("(.*?)"\)', page)
+    assert load(tmp_path / loaded).training is False
 
 
 def _typed(words: list[str], train: Train, folder: Path) -> str:
-    environment = {"PYTHONPATH": f"{CHECKOUT / 'src'}:{folder}", "PATH": "", "HOME": str(folder)}
-    if words[:2] == ["python", "train.py"]:
-        ranks, configs = 2 if "trainer.devices=2" in words else 0, ("--config-dir", str(folder / "conf"))
-        return train(*words[2:], *configs, folder=folder, ranks=ranks, environment=environment).out
-    # beside the weights, where nobody takes code from unasked, there is no package
-    exports = folder / "exports"
+    if words[1] == "train.py":
+        return train(*words[2:], ranks=2 if "trainer.devices=2" in words else 0, folder=folder).out
+    environment = {"PYTHONPATH": f"{CHECKOUT / 'src'}:{CHECKOUT}", "PATH": "", "HOME": str(folder)}
     return subprocess.run(
-        [sys.executable, *words[1:]], cwd=exports, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, *words[1:]], cwd=folder, env=environment, capture_output=True, text=True, check=True
     ).stdout
 
 
@@ -266,9 +262,8 @@ def test_the_commands_and_the_snippet_of_debugging_do_what_they_say(
     assert float(found["loss"]) > 0  # type: ignore[arg-type]
 
 
-# networks in docs/your-own-code.md and tables in docs/data.md
+# a network and a table of docs/examples
 
-SECTIONS = ((YOUR_OWN_CODE, "A network of torchvision or timm"), (DATA, "A CSV or Parquet file"))
 NETWORK = """
 from torch import nn
 
@@ -279,10 +274,9 @@ def layers(num_classes: int) -> nn.Module:
 
 @pytest.mark.nightly
 def test_a_network_learns_a_table_as_well_over_two_devices_and_a_table_is_read_alike_from_parquet(
-    train: Train, tmp_path: Path
+    train: Train, fork: Path
 ) -> None:
-    pages = [page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0] for page, heading in SECTIONS]
-    folder = written("\n".join(pages), tmp_path / "fork")
+    folder = fork
     (folder / "layers.py").write_text(NETWORK)
     rows = np.random.default_rng(0).normal(5, 2, (400, 2))
     table = np.column_stack([rows, rows[:, 0] > rows[:, 1]])

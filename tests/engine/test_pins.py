@@ -61,10 +61,10 @@ def test_actions_are_pinned_by_commit() -> None:
     assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v[\d.]+", action) for action in used)
 
 
-# container/ has one image in two forms: what it takes from the checkout, what it installs, what it exports
+# docs/examples/container has one image in two forms: what it takes from the checkout, what it installs, what it exports
 
 
-FOLDER = CHECKOUT / "container"
+FOLDER = CHECKOUT / "docs" / "examples" / "container"
 
 
 @dataclass(frozen=True)

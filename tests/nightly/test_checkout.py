@@ -18,6 +18,7 @@ from benchmarks import missed
 from benchmarks.results import Row, interleaved, row
 from tests.engine.conftest import CHECKOUT
 from tests.engine.slurm.cluster import PATH
+from tests.engine.tables.reference import pages
 
 SUITE = ("tests/engine/slurm", "tests/engine/test_regular_files.py")
 
@@ -77,6 +78,9 @@ def copy(tmp_path: Path) -> Path:
     shutil.copytree(CHECKOUT / "docs", tmp_path / "docs")
     for file in ("mkdocs.yml", "README.md"):
         shutil.copy(CHECKOUT / file, tmp_path)
+    for name, text in pages().items():
+        (tmp_path / "docs" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "docs" / name).write_text(text)
     return tmp_path
 
 
@@ -91,14 +95,14 @@ def test_it_is_built_strictly_and_links_to_the_repository(copy: Path) -> None:
     assert built.returncode == 0, built.stderr
     home = (copy / "site" / "index.html").read_text()
     assert 'href="https://example.org/us/lightswitch/blob/main/CONTRIBUTING.md"' in home
-    assert 'href="strategies.html"' in home
+    assert 'href="scale-out.html"' in home
     assert "fonts.googleapis" not in home
-    assert '<html lang="zh-Hans"' in (copy / "site" / "zh" / "guide.html").read_text()
+    assert '<html lang="zh-Hans"' in (copy / "site" / "zh-Hans" / "start.html").read_text()
     assert "does not divide over" in (copy / "site" / "search" / "search_index.json").read_text()
 
 
 def test_a_dead_link_or_anchor_and_a_page_that_is_not_in_the_navigation_fail(copy: Path) -> None:
-    (copy / "docs" / "lost.md").write_text("# Lost\n\n[more](gone.md), [more](strategies.md#nowhere)\n")
+    (copy / "docs" / "lost.md").write_text("# Lost\n\n[more](gone.md), [more](scale-out.md#nowhere)\n")
     built = _built_in(copy)
     assert built.returncode != 0
     assert [name for name in ("lost.md", "gone.md", "nowhere") if name not in built.stderr] == []

@@ -96,7 +96,7 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
         if not name.startswith("lr-")
         and not (name.endswith("_step") and f"{name.removesuffix('_step')}_epoch" in metrics)
     }
-    rows["seconds in all"] = timedelta(seconds=time.time() - psutil.Process().create_time())
+    rows["time in all"] = timedelta(seconds=time.time() - psutil.Process().create_time())
     log.info("\n%s\n", table(rows))
     last = run.run_dir / "checkpoints" / "last.ckpt"
     position = position_of(last) if last.exists() else None

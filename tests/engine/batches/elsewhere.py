@@ -1,4 +1,4 @@
-"""Streams of other libraries, read as the engine reads them: what docs/data.md says of them.
+"""Streams of other libraries, read as the engine reads them: what holds of them.
 
 pip install datasets torchdata webdataset
 python -m tests.engine.batches.elsewhere

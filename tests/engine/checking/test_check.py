@@ -13,7 +13,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lightswitch.checking.check import KINDS, PROMISES, REMEDIES, RESUMED, SINGLE, STARTS
+from lightswitch.checking.check import KINDS, PROMISES, RESUMED, SINGLE, STARTS
 from lightswitch.checking.comparison import Comparison, State, States
 from lightswitch.checking.probe import END, Digest, merged, minus, norm, shards
 from lightswitch.checking.runs import ShortRun
@@ -26,7 +26,7 @@ from tests.engine.checking.measured import check_of, way
 from tests.engine.requests import composed, composing, problems
 from tests.night import at_night
 from tests.pool import Pool
-from tests.runs import CHECKOUT, Finished, Train
+from tests.runs import Finished, Train
 
 DATA = ("data._target_=tests.engine.plain.PlainData", "data.samples=96", "global_batch_size=24")
 CHECK = (*DATA, "mode=check", "run_id=mine", "trainer.devices=8")
@@ -217,11 +217,6 @@ CAUSES = {  # what differs first, and the name of the cause
     "Queued": (r"queue differs first, in the forward pass of step 1", None),
 }
 DAILY = ("Dice", "ScaledByRank")
-
-
-def test_the_page_has_what_to_do_about_each_cause() -> None:
-    page = (CHECKOUT / "docs" / "promises.md").read_text()
-    assert [name for name, remedy in REMEDIES.items() if f"| {name} |" not in page or remedy not in page] == []
 
 
 @pytest.mark.parametrize("module", [*DAILY, *at_night(*(CAUSES.keys() - {*DAILY}))])

@@ -1,4 +1,4 @@
-"""cloud/ is what its schemas allow, and what it starts is one run, which goes on after it was preempted."""
+"""docs/examples/cloud is what its schemas allow, and starts one run, which goes on after it was preempted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 60
 RUN = (*PLAIN_RUN, "trainer.accelerator=cpu", "global_batch_size=24", f"trainer.max_steps={STEPS}")
 RUN += ("trainer.log_every_n_steps=1", "trainer.val_check_interval=20")
 PACE = (PACE_TARGET, "callbacks.pace.seconds=1")
-CLOUD = CHECKOUT / "cloud"
+CLOUD = CHECKOUT / "docs" / "examples" / "cloud"
 
 
 def read(name: str) -> Any:

@@ -72,10 +72,9 @@ def test_an_engine_that_no_host_has_comes_along_as_a_wheel_of_a_version_that_no_
 ) -> None:
     folder = made(clone, tmp_path / "birdsong", "--bare")
     (wheel,) = folder.glob("wheels/*")
-    version = f"0.1.0+g{git(clone, 'rev-parse', 'HEAD')[:7]}"
+    version = f"0.2.0+g{git(clone, 'rev-parse', 'HEAD')[:7]}"
     assert wheel.name == f"lightswitch-{version}-py3-none-any.whl"
     assert f'"lightswitch=={version}",' in (folder / "pyproject.toml").read_text()
-    assert "COPY wheels wheels\n" in (folder / "container/Dockerfile").read_text()
     assert "lightswitch/py.typed" in zipfile.ZipFile(wheel).namelist()
 
 
@@ -171,11 +170,13 @@ def test_make_fork_prints_what_its_page_shows_and_links_lead_somewhere(clone: Pa
     for words in ("NAME=zebra_finch", "INTO=../birdsong", ""):
         told = run(["make", "fork", *words.split()], clone, code=2)
         assert told.startswith("error: name the package and a new folder, as in make fork NAME=birdsong INTO=../bird")
-    shown = re.search(r"^    \$ (make fork .*)\n((?:    .*\n)+)", (clone / "docs/fork.md").read_text(), re.MULTILINE)
+    shown = re.search(
+        r"^    \$ (make fork .*)\n((?:    .*\n)+)", (clone / "docs/your-project.md").read_text(), re.MULTILINE
+    )
     assert shown is not None
     told = run(shown[1].replace("../", f"{tmp_path}/").split(" "), clone)
     masked, expected = r"\d+ files|\+g\w+", re.sub("^    ", "", shown[2], flags=re.MULTILINE)
     assert re.sub(masked, "", told.replace(f"{tmp_path}/", "../")) == re.sub(masked, "", expected)
-    page = tmp_path / "birdsong/README.md"
-    links = re.findall(r"\]\(([^()#\s:]+)[)#]", page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    readme = tmp_path / "birdsong/README.md"
+    links = re.findall(r"\]\(([^()#\s:]+)[)#]", readme.read_text())
+    assert [link for link in links if not (readme.parent / link).exists()] == []

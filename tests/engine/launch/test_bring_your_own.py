@@ -1,4 +1,4 @@
-"""docs/your-own-code.md and docs/fork.md: their right columns can be typed, and the table of callbacks is true."""
+"""What docs/coming-from-elsewhere.md says to type is taken, and the callbacks that are refused are on their page."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from pathlib import Path
 
 from lightning.pytorch import callbacks
 
-from lightswitch.strategies.callbacks import NOWHERE, OF_ONE_PROCESS
+from lightswitch.strategies.callbacks import NOWHERE
 from tests.engine.config.mistaken import refused
 from tests.engine.conftest import CHECKOUT
 
-PAGE = "\n".join((CHECKOUT / "docs" / name).read_text() for name in ("your-own-code.md", "fork.md"))
+PAGE = (CHECKOUT / "docs" / "coming-from-elsewhere.md").read_text()
 CODE = re.compile(r"`([^`]+)`")
-SECTIONS = re.findall(r"^##+ (I .*)$", PAGE, re.MULTILINE)
 
 
-def rows(heading: str) -> Iterator[tuple[str, str]]:
-    """The two cells of each row of a section's table."""
-    (section,) = re.findall(rf"^##+ {re.escape(heading)}\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)
-    for line in re.findall(r"^\| (.+) \|$", section, re.MULTILINE)[1:]:
-        there, here = line.split(" | ")
-        if not there.startswith("---"):
-            yield there, here
+def rows() -> Iterator[str]:
+    """The last cell of each row of the page's tables: what is typed here."""
+    for line in re.findall(r"^\| (.+) \|$", PAGE, re.MULTILINE):
+        *_, here = line.split(" | ")
+        yield here
 
 
 def spans(here: str) -> list[list[str]]:
@@ -33,13 +30,12 @@ def spans(here: str) -> list[list[str]]:
 
 
 def test_what_the_tables_say_to_type_is_taken(tmp_path: Path) -> None:
-    found = [span for name in SECTIONS for _, here in rows(name) for span in spans(here)]
+    found = [span for here in rows() for span in spans(here)]
     assert len(found) > 60
     assert refused(found, tmp_path) == {}
 
 
-def test_the_table_of_callbacks_is_what_the_code_does() -> None:
-    told = {CODE.findall(name)[0]: here for name, here in rows("Lightning's callbacks")}
-    assert sorted(told) == sorted(callbacks.__all__)
-    assert {name for name, here in told.items() if here.startswith("refused")} == set(NOWHERE)
-    assert {name for name, here in told.items() if "refused on several devices" in here} == set(OF_ONE_PROCESS)
+def test_the_callbacks_that_are_refused_are_on_the_page() -> None:
+    page = (CHECKOUT / "docs" / "your-model-and-data.md").read_text()
+    found = re.findall(r"^\| (`.*) \| (?:refused|`callbacks=)", page, re.MULTILINE)
+    assert {*NOWHERE} <= {name for row in found for name in CODE.findall(row)} <= {*callbacks.__all__}

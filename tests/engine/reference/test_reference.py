@@ -87,7 +87,8 @@ def test_each_key_that_can_be_typed_has_a_sentence() -> None:
 
 def test_each_page_is_made_and_is_no_file_of_git() -> None:
     measured = {path.stem for path in MEASURED.glob("*.md")}
-    assert {*pages()} == {f"reference/{name}.md" for name in (*NAMES, *measured)}
+    of_groups = {f"choices-{name.replace('/', '-')}" for name in groups(CONF)}
+    assert {*pages()} == {f"reference/{name}.md" for name in (*NAMES, *of_groups, *measured)}
     assert "/docs/reference/" in (CHECKOUT / ".gitignore").read_text().splitlines()
 
 

@@ -67,7 +67,7 @@ def _by_deepspeed(request: plan.Request) -> list[Candidate]:
 
 def _rows(model: Model, worlds: Sequence[World], tried: Callable[[plan.Request], list[Candidate]]) -> list[list[str]]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", [*model.words, "data=text", f"data.files=['{CHECKOUT}/docs/*.md']", *RUN])
+        cfg = compose("config", [*model.words, "data=python_source", *RUN])
         cards = {
             name: instantiate(compose("config", [f"device={name}"]).plan.device, _convert_="all") for name in CARDS
         }

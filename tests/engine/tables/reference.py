@@ -35,32 +35,40 @@ COMMANDS = ("fork", "doctor", "compare", "export", "reference.schema")
 
 
 def main() -> None:
+    (FOLDER / "reference").mkdir(exist_ok=True)
     for name, text in pages().items():
         (FOLDER / name).write_text(text)
 
 
 def pages() -> dict[str, str]:
     """Return the text of each page by its path in docs/."""
-    reference = {"choices": _choices(), "commands": _commands(), "messages": _exit_codes()}
+    reference = {**dict(_choices()), "commands": _commands(), "messages": _exit_codes()}
     reference |= {"run-directory": _run_directory(), "environment": _environment(), "patches": _patches()}
     reference |= {path.stem: path.read_text() for path in MEASURED.glob("*.md")}
     return {f"reference/{name}.md": text for name, text in reference.items()}
 
 
-def _choices() -> str:
-    intro = (
-        "Every group of `conf/`, every choice in it, and every key that can be typed: `GROUP=CHOICE` and `KEY=VALUE`. "
-        "A value in *set to* is the file's; where there is none, the code's own default holds. "
-        "A key that several choices share is listed with the first of them."
-    )
+def _choices() -> Iterator[tuple[str, str]]:
+    """Yield a page for each group of conf, and the first one, with the keys of the whole run, by their names."""
     conf = CHECKOUT / "conf"
     keys = [key for key in config(conf).keys if not key.is_node]
-    parts = [f"## Of the whole run\n\n{_keys(keys)}"]
-    parts += [_group(name, choices) for name, choices in groups(conf).items()]
-    return page("Choices and keys", intro, *parts)
+    found = groups(conf)
+    intro = (
+        "Every folder of `conf/` is a group, and every file in it a choice: type `GROUP=CHOICE`, and `KEY=VALUE` for "
+        "keys. A value in *set to* is the file's; without one, the code's own default holds."
+    )
+    names = {name: f"choices-{name.replace('/', '-')}" for name in found}
+    rows = ((f"[{name}]({names[name]}.md)", ", ".join(code(one.name) for one in found[name])) for name in found)
+    yield (
+        "choices",
+        page("Choices and keys", intro, table(("group", "choices"), rows), "## Of the whole run", _keys(keys)),
+    )
+    shared = "[All groups](choices.md). A key that several choices share is listed with the first of them."
+    for name, choices in found.items():
+        yield names[name], page(f"Choices of {name}", shared, _group(choices))
 
 
-def _group(name: str, choices: list[Choice]) -> str:
+def _group(choices: list[Choice]) -> str:
     listed = table(("choice", "what it is"), ((code(choice.name), choice.sentence) for choice in choices))
     told: set[str] = set()
     sections = []
@@ -68,8 +76,8 @@ def _group(name: str, choices: list[Choice]) -> str:
         keys = [key for key in choice.keys if not key.is_node and (key.value is not None or key.path not in told)]
         told |= {key.path for key in keys}
         if keys:
-            sections.append(f"### {name}={choice.name}\n\n{_keys(keys)}")
-    return "\n\n".join((f"## {name}", listed, *sections))
+            sections.append(f"## {choice.name}\n\n{_keys(keys)}")
+    return "\n\n".join((listed, *sections))
 
 
 def _keys(keys: Iterable[Key]) -> str:
@@ -96,7 +104,7 @@ def sentences() -> dict[str, str]:
 
 
 def _commands() -> str:
-    intro = "What is run beside `python train.py`. Each refuses in a line, with exit code 2."
+    intro = "Commands beside `python train.py`. On a mistake each prints one line and ends with exit code 2."
     made = subprocess.run(["make", "help"], cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout
     targets = table(("target", "what it does"), (_target(line) for line in made.splitlines() if " make " in line))
     return page("Commands", intro, f"## make\n\n{targets}", *map(_command, COMMANDS))
@@ -160,12 +168,12 @@ def _environment() -> str:
     return page(
         "The environment",
         "The environment variables that are read, and by which file of `src/lightswitch`, or script. What launchers "
-        "export is checked before anything is imported that believes it: a value that means nothing, or one without "
-        "the others, is told in a line ([On a cluster](../clusters.md)).",
+        "export is checked before any library that relies on it is imported: a meaningless value, or one without the "
+        "others, is reported in one line ([scale out](../scale-out.md)).",
         "## Yours to export",
         _rows(YOURS, where),
         "torch and NCCL have many more: [Debugging](../debugging.md#a-hang). Secrets, as `WANDB_API_KEY`, stay in the "
-        "environment: [Security](../security.md#secrets). A config takes any variable by `${oc.env:NAME}`.",
+        "environment ([secrets](../your-project.md#what-a-run-trusts)). A config takes any by `${oc.env:NAME}`.",
         "## Of launchers",
         _rows(OF_LAUNCHERS, where),
         "## Set by the engine",

@@ -1,4 +1,4 @@
-"""Nodes without internet, and the image of container/: made by its own commands, and from a wheelhouse alone."""
+"""Nodes without internet, and the image of a container: made by its own commands, and from a wheelhouse alone."""
 
 from __future__ import annotations
 
