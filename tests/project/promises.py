@@ -1,4 +1,4 @@
-"""The check of a model under each strategy, as mode=check makes it, and what may differ."""
+"""The check of a model under each strategy, as mode=check makes it, what may differ, and what frozen weights cost."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
+
 from lightswitch.checking.check import IN_ONE, KINDS, SINGLE, Check, Row, Way
 from lightswitch.checking.runs import ShortRun
 from tests.project.choices import choices
-from tests.project.witness import WITNESS
 from tests.runs import Train
 
 # What makes a model small enough to train a few steps in a second, as {"large": ("model.layers=2", "model.width=32")}
@@ -34,6 +37,7 @@ ACCEPTED: dict[str, str] = {}
 # By replicas, by torch's shards, by DeepSpeed's, by columns; the other strategies compute and save as one of these
 STRATEGIES = ("ddp", "fsdp", "deepspeed_stage_3", "fsdp_tp")
 STEPS, DEVICES, GLOBAL_BATCH = 8, 2, 8
+WITNESS = ("+callbacks.witness._target_=tests.project.promises.Witness",)
 SHORT = (
     *WITNESS,
     f"global_batch_size={GLOBAL_BATCH}",
@@ -78,3 +82,25 @@ def broken(row: Row) -> list[str]:
         for name, cell in row.cells.items()
         if cell.is_broken and not (cell.status == "differs" and name in follows)
     ]
+
+
+class Witness(Callback):
+    """Switches dropout off, whose masks differ with the number of devices, and fails if frozen weights cost memory."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for module in pl_module.modules():
+            if isinstance(module, _DropoutNd):
+                module.p = 0.0
+            elif isinstance(getattr(module, "dropout", None), float):  # as in nn.MultiheadAttention and nn.LSTM
+                module.dropout = 0.0
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A rank has no gradient of a frozen parameter, and at most Adam's two averages of all that is trained."""
+        optimizer = getattr(trainer.optimizers[0], "optimizer", trainer.optimizers[0])  # DeepSpeed's has another within
+        states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        held = sum(getattr(one, "to_local", lambda one=one: one)().numel() for one in states if one.ndim)
+        trained = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
+        elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
+        assert held <= 2 * elements + 64, f"the optimizer holds {held} elements for {elements} trained ones"  # padding
+        frozen = [name for name, one in pl_module.named_parameters() if not one.requires_grad and one.grad is not None]
+        assert not frozen, f"frozen parameters have gradients: {frozen}"

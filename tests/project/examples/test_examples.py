@@ -20,8 +20,7 @@ from lightswitch.cluster import placement
 from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.preflight import targets
 from tests.project.choices import CONF, choices
-from tests.project.promises import SMALLER
-from tests.project.witness import WITNESS
+from tests.project.promises import SMALLER, WITNESS
 from tests.runs import Train
 
 LANGUAGE_DATA = ("python_source", "text", "text_shards", "tokens")
