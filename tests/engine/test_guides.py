@@ -104,6 +104,7 @@ def _overrides(fork: Path, *words: str) -> tuple[str, ...]:
     return (*words, *SHORT, "--config-dir", str(fork / "conf"))
 
 
+@pytest.mark.nightly
 def test_its_logger_has_a_line_for_each_step_and_its_callback_ends_a_run_whose_loss_is_too_high(
     fork: Path, train: Train
 ) -> None:
@@ -120,6 +121,7 @@ def test_its_logger_has_a_line_for_each_step_and_its_callback_ends_a_run_whose_l
     assert re.match(r"train/loss is [\d.]+ at step \d+; use a smaller", refusal)
 
 
+@pytest.mark.nightly
 def test_its_strategy_gives_the_curve_of_one_process_and_resumes_under_another(fork: Path, train: Train) -> None:
     batch = ("global_batch_size=24", "micro_batch_size=6")
     for steps, strategy in ((6, "all_reduce"), (9, "fsdp")):
