@@ -223,7 +223,7 @@ def test_an_interrupt_ends_the_sweep_and_leaves_no_process(swept: Path) -> None:
     assert process.returncode == 130
     stopped = [["seed=1", "-", "stopped", "runs/waiting/x/0"], ["seed=2", "-", "stopped", "runs/waiting/x/1"]]
     assert [row[1:] for row in rows(out)] == [*stopped, ["seed=3", "-", "not", "begun"]]
-    assert re.search(r"^go on      python \S+swept.py -m .*run_id=x$", out, re.MULTILINE)
+    assert re.search(r"^go on      python \S+swept.py -m .*\brun_id=x\b", out, re.MULTILINE)
     assert children
     assert psutil.wait_procs(children, timeout=300)[1] == [], "they would wait for an hour"
 
