@@ -185,7 +185,7 @@ class Process:
 
         Args:
             is_child: whether rank 0 has started this rank, which would wait half an hour for it, and is followed until
-                the watchdog takes over; otherwise torchrun or a notebook has, and this rank saves and ends.
+                the watchdog takes over; otherwise torchrun or launch/spawn.py has, and this rank saves and ends.
         """
         parent = os.getppid()
 

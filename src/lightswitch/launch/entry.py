@@ -1,12 +1,11 @@
 """The entry point of train.py, which prints a line at once, and then imports the slow modules.
 
-In a notebook or an interactive shell it refuses: a run has processes of its own (lightswitch.train).
+Called by other code, or in a notebook, it refuses: a run has processes of its own (lightswitch.train).
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 
 _QUESTIONS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 _SWEEPS = {"--multirun", "-m"}
-_INTERACTIVE = (
-    "error: an interactive process would lose its signals, memory and devices to a run; in place of main(), type "
+_NO_SCRIPT = (
+    "error: a run starts as a script, in a process of its own; in place of main(), type "
     "lightswitch.train('strategy=ddp', …), or in a notebook !python train.py strategy=ddp"
 )
 
@@ -37,14 +36,11 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         @functools.wraps(main)
         def run() -> None:
             encode_any_text()
-            if hasattr(sys, "ps1") or sys.flags.interactive:
-                print(_INTERACTIVE, file=sys.stderr)
+            if main.__module__ != "__main__" or hasattr(sys, "ps1") or sys.flags.interactive:
+                print(_NO_SCRIPT, file=sys.stderr)
                 raise SystemExit(ExitCode.REFUSED)
-            if main.__module__ == "__main__":
-                _fix_hashes()
-                sys.argv[0] = os.path.abspath(sys.argv[0])  # user code may change the working directory
-            else:
-                _name_command(inspect.getfile(main))
+            _fix_hashes()
+            sys.argv[0] = os.path.abspath(sys.argv[0])  # user code may change the working directory
             show_first_line(sys.argv[1:])
             try:
                 from lightswitch.launch.hydra_entry import Entry  # importing Hydra takes as long as reading that line
@@ -56,16 +52,6 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         return run
 
     return decorate
-
-
-def _name_command(script: str) -> None:
-    """Let sys.argv and sys.orig_argv be a command that repeats this call, if what has imported main has set its words.
-
-    Ranks start by the one, and suggested commands repeat the other.
-    """
-    if sys.orig_argv[-len(sys.argv) :] != sys.argv:
-        sys.argv[0] = script
-        sys.orig_argv[:] = [sys.executable, *sys.argv]
 
 
 def _fix_hashes() -> None:

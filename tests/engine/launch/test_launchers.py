@@ -229,19 +229,11 @@ def test_spawned_ranks_print_the_commands_that_were_typed(start: Start, tmp_path
     assert [place["environment"] for place in witnesses(run_dir)] == [[rank, rank, "2", "2"] for rank in "01"]
 
 
-@pytest.mark.nightly
-def test_a_script_that_imports_main_starts_every_rank(start: Start, tmp_path: Path) -> None:
-    words = [*RUN, "strategy=ddp", "trainer.devices=2"]
-    (tmp_path / "other.py").write_text(f"import sys, train\nsys.argv[1:] = {words}\ntrain.main()\n")
-    out = finish(start("python", "other.py"))
-    assert len(witnesses(the_run(tmp_path))) == 2
-    assert f"go on      python {TRAIN_PY} {' '.join(RUN[:2])}" in out
-
-
-def test_an_interactive_shell_is_refused_with_what_runs_there(tmp_path: Path) -> None:
-    command = [sys.executable, "-i", "-c", f"import sys; sys.path[0] = {str(CHECKOUT)!r}; import train; train.main()"]
+@pytest.mark.parametrize("options", [["-i", "-c"], ["-c"]], ids=["an interactive shell", "another script"])
+def test_main_is_refused_elsewhere_with_what_runs_there(options: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, *options, f"import sys; sys.path[0] = {str(CHECKOUT)!r}; import train; train.main()"]
     done = subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert done.stderr.startswith("error: an interactive process would lose its signals, memory and devices to a run;")
+    assert done.stderr.startswith("error: a run starts as a script, in a process of its own; in place of main(), type ")
     assert "type lightswitch.train('strategy=ddp', …), or in a notebook !python train.py" in done.stderr
 
 
