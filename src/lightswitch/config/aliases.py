@@ -60,7 +60,7 @@ _WORDS = {
     # Strategies and their options
     "strategy": "distributed_strategy",
     "strategy=ddp": "ddp distributed strategy=horovod strategy=dist strategy=distributed strategy=ddp2 zero_stage=0",
-    "strategy=ddp, which starts its ranks from a notebook, too": "strategy=ddp_notebook",
+    "strategy=ddp, which lightswitch.train runs in a notebook, too": "strategy=ddp_notebook",
     "strategy=ddp_spawn": "strategy=mp_spawn strategy=spawn",
     "strategy=ddp_spawn, as a forked process can't use CUDA if its parent has": "strategy=ddp_fork",
     "strategy=ddp, which starts a process for each device; Lightning no longer supports DataParallel": "strategy=dp "
