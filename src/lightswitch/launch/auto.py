@@ -35,9 +35,9 @@ def decide(cfg: DictConfig, run: RunContext, batch: BatchPlan) -> BatchPlan:
 
 
 def _asks_for_strategy(cfg: DictConfig) -> bool:
-    """Return whether strategy=auto has to be decided."""
+    """Return whether strategy=auto has to be decided; an evaluation is single or ddp."""
     strategy = cfg.trainer.get("strategy")
-    if cfg.mode == "plan" or not isinstance(strategy, DictConfig):
+    if cfg.mode not in ("fit", "dry_run") or not isinstance(strategy, DictConfig):
         return False
     return str(strategy.get("_target_")) == "lightswitch.strategies.ddp.auto" and _is_memory_known(cfg)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -33,66 +32,32 @@ _TYPE = "type micro_batch_size=N"
 _MOMENTS = 2  # Adam's, each as large as the parameters; assumed before an optimizer has created any
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The strategy that strategy=auto chooses.
-
-    Attributes:
-        told: the strategy and the reason, for the log.
-        candidate: None for the default of strategies/ddp.py: single on one device, ddp on several.
-        words: overrides that choose it on the command line.
-    """
-
-    told: str
-    candidate: Candidate | None = None
-    words: tuple[str, ...] = ()
-
-
 def strategy(cfg: DictConfig, run: RunContext) -> BatchPlan | None:
     """Set the strategy that strategy=auto chooses, and its micro-batch, in a composed config.
 
-    Return the batch, or None if the config stays unchanged. Each process that a launcher started decides by itself,
-    from the config, the data and its machine's smallest GPU; the handshake refuses processes that decide differently.
-    Ranks that this process starts receive its decision.
+    Return the batch, or None if the config stays unchanged: single on one device, ddp on several. Each process that a
+    launcher started decides by itself, from the config, the data and its machine's smallest GPU; the handshake refuses
+    processes that decide differently. Ranks that this process starts receive its decision.
 
     Raises:
         Refused: nothing fits; the text says what would.
     """
+    device, world = plan.device_of(cfg), plan.world_of(cfg)
+    usable = device.usable_bytes(world.devices_per_node)
+    among, chosen = candidates.simplest(run.hydra, world.nodes, world.devices_per_node, device), None
     try:
-        choice = _choice(cfg, run)
+        states = _STATES_BY_ADAM * plan.parameter_bytes(cfg)
+        told = f"single or ddp: states are {report.share(states, usable)} on {device.name}"
+        if states >= _SMALL_SHARE * usable:
+            chosen, found = first_that_fits(_request(cfg, run), among)
+            told, words = report.took(found, device), plan.words_of(found)
     except Unplanned as unplanned:
-        choice = Choice(f"single or ddp, because the model's memory is unknown: {unplanned}")
+        told = f"single or ddp, because the model's memory is unknown: {unplanned}"
     finally:
         gc.collect()  # off until the run is built: free what was simulated
     if run.is_first:
-        log.info("auto       %s", choice.told)
-    return None if choice.candidate is None else _put(choice, choice.candidate, cfg, run)
-
-
-def _choice(cfg: DictConfig, run: RunContext) -> Choice:
-    device, world = plan.device_of(cfg), plan.world_of(cfg)
-    usable = device.usable_bytes(world.devices_per_node)
-    parameters = plan.parameter_bytes(cfg)
-    among = candidates.simplest(run.hydra, world.nodes, world.devices_per_node, device)
-    if cfg.mode not in ("fit", "dry_run"):
-        return _evaluating(
-            parameters, usable, among, f"parameters are {report.share(parameters, usable)} on {device.name}"
-        )
-    if _STATES_BY_ADAM * parameters < _SMALL_SHARE * usable:
-        of = report.share(_STATES_BY_ADAM * parameters, usable)
-        return Choice(f"single or ddp: states are {of} on {device.name}")
-    states = sum(plan.states(cfg).values())
-    among = with_room(among, states, usable, world)
-    candidate, found = first_that_fits(_request(cfg, run), among)
-    words = tuple(plan.words_of(found))
-    return Choice(f"{report.took(found, device)}; all states are {report.amount(states)}", candidate, words)
-
-
-def _evaluating(parameters: float, usable: float, among: Sequence[Candidate], told: str) -> Choice:
-    sharding = next((one for one in among if one.shards_all), None)
-    if sharding is None or parameters < _KNOWN_SHARE * usable:
-        return Choice(f"single or ddp: {told}")
-    return Choice(f"{sharding.name}: {told}", sharding, sharding.words)
+        log.info("auto       %s", told)
+    return None if chosen is None else _put(chosen, words, cfg, run)
 
 
 def _request(cfg: DictConfig, run: RunContext) -> Request:
@@ -106,13 +71,6 @@ def _request(cfg: DictConfig, run: RunContext) -> Request:
 def _without_steps(cfg: DictConfig) -> Request:
     device = plan.device_of(cfg)
     return plan.of_states(cfg, device.with_memory(_KNOWN_SHARE * device.memory_gib), plan.world_of(cfg))
-
-
-def with_room(among: Sequence[Candidate], states: float, usable: float, world: World) -> list[Candidate]:
-    """Return the strategies whose share of the states fits on a device, or all if there are none."""
-    return [one for one in among if states * one.resident_share(world.nodes, world.devices_per_node) < usable] or [
-        *among
-    ]
 
 
 def first_that_fits(request: Request, among: Sequence[Candidate]) -> tuple[Candidate, Estimate]:
@@ -152,9 +110,9 @@ def _what_would(tried: Sequence[tuple[Candidate, Estimate]], request: Request) -
     return f"{report.answer(least, request.device)}; {candidates.what_would_fit(every, sharding, request.device)}"
 
 
-def _put(choice: Choice, candidate: Candidate, cfg: DictConfig, run: RunContext) -> BatchPlan:
-    run.process.decided.extend(choice.words)
-    micro = dict(word.split("=", 1) for word in choice.words).get("micro_batch_size", cfg.micro_batch_size)
+def _put(candidate: Candidate, words: Sequence[str], cfg: DictConfig, run: RunContext) -> BatchPlan:
+    run.process.decided.extend(words)
+    micro = dict(word.split("=", 1) for word in words).get("micro_batch_size", cfg.micro_batch_size)
     with open_dict(cfg):
         cfg.trainer.strategy = dict(candidate.node)
         cfg.micro_batch_size = None if micro is None else int(micro)

@@ -72,23 +72,21 @@ def _rows(model: Model, worlds: Sequence[World], tried: Callable[[plan.Request],
             name: instantiate(compose("config", [f"device={name}"]).plan.device, _convert_="all") for name in CARDS
         }
     cfg.micro_batch_size = 1
-    states = sum(plan.states(cfg).values())
     samples = replace(plan.requested(cfg).samples, is_cut=False)  # no other micro batch is asked for
     rows = []
     for world in worlds:
         simulated: dict[Any, Any] = {}
         of = {name: plan.Request(cfg, card, world, samples, simulated=simulated) for name, card in cards.items()}
-        rows.append([model.size, str(world.size), *(_cell(one, tried(one), states) for one in of.values())])
+        rows.append([model.size, str(world.size), *(_cell(one, tried(one)) for one in of.values())])
         print(*rows[-1], sep=" | ", flush=True)
     return rows
 
 
-def _cell(request: plan.Request, among: Sequence[Candidate], states: float) -> str:
+def _cell(request: plan.Request, among: Sequence[Candidate]) -> str:
     request.cfg.global_batch_size = request.world.size  # a sample each
     request.cfg.trainer.num_nodes, request.cfg.trainer.devices = request.world.nodes, request.world.devices_per_node
-    usable = request.device.usable_bytes(request.world.devices_per_node)
     try:
-        _, found = fitting.first_that_fits(request, fitting.with_room(among, states, usable, request.world))
+        _, found = fitting.first_that_fits(request, among)
     except Refused:
         return "more devices"
     host = found.memory.host_bytes
