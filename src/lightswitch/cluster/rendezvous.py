@@ -261,21 +261,19 @@ _FIXES = {  # by kind: the wording of a value, and what the user can do about a 
 _BY_CLOCK = "each process reads its clock, so type the value, or export it and type ${oc.env:NAME}"
 
 
-def compare(
-    store: Store, point: MeetingPoint, own: Evidence, run_dir: Path, tell: bool = False, refusal: str = ""
-) -> str:
+def compare(store: Store, point: MeetingPoint, own: Evidence, run_dir: Path, refusal: str) -> str:
     """Wait for all processes, and return the reason why they can't start, the same in each; an empty string if none.
 
-    Each compares what it has with what rank 0 has, and tells rank 0 the differences.
+    Each compares what it has with what rank 0 has, and tells rank 0 the differences. Rank 0 prints the line before the
+    others read it: the first process to exit may end all others.
 
     Args:
         run_dir: in which every process has to see what rank 0 writes.
-        tell: whether rank 0 prints the line before the others read it: the first process to exit may end all others.
         refusal: the reason why rank 0 may not continue; ignored in other ranks.
     """
     who = {"rank": point.rank, "node": socket.gethostname(), "run_dir": str(run_dir.absolute())}
     if point.rank == 0:
-        return _judge(store, point, {**own, **who}, run_dir, tell, refusal)
+        return _judge(store, point, {**own, **who}, run_dir, refusal)
     of_first = json.loads(store.get("0"))
     differing = {kind: _differing(values, of_first[kind]) for kind, values in own.items()}
     mark = run_dir / os.path.basename(of_first["mark"])
@@ -293,7 +291,7 @@ def _differing(values: Mapping[str, str], of_first: Mapping[str, str]) -> dict[s
     return {name: values.get(name) for name in {**of_first, **values} if values.get(name) != of_first.get(name)}
 
 
-def _judge(store: Store, point: MeetingPoint, own: Mapping[str, Any], run_dir: Path, tell: bool, refusal: str) -> str:
+def _judge(store: Store, point: MeetingPoint, own: Mapping[str, Any], run_dir: Path, refusal: str) -> str:
     mark = run_dir / f".meeting_{secrets.token_hex(8)}"
     mark.touch()
     store.set("0", json.dumps({**own, "mark": mark.name}))
@@ -303,7 +301,7 @@ def _judge(store: Store, point: MeetingPoint, own: Mapping[str, Any], run_dir: P
     if not verdict:
         others = store.multi_get([str(rank) for rank in range(1, point.world_size)])
         verdict = difference(own, [json.loads(one) for one in others])
-    if verdict and tell:
+    if verdict:
         print(f"error: {verdict}", file=sys.stderr, flush=True)
     store.set("verdict", verdict)
     if verdict:  # this process may serve the store

@@ -98,9 +98,7 @@ class Handshake:
         point = self._meeting_point()
         met = self.run.process.take_meeting()
         store = rendezvous.open_store(point, "meeting", met if isinstance(met, Meeting) else None)
-        verdict = rendezvous.compare(
-            store, point, self.evidence, self.run.run_dir, tell=True, refusal=self.run.process.refusal
-        )
+        verdict = rendezvous.compare(store, point, self.evidence, self.run.run_dir, self.run.process.refusal)
         if verdict:
             raise ReportedElsewhere(verdict) if self._shares_a_terminal(point.rank) else Refused(verdict)
         return store
