@@ -164,10 +164,8 @@ def _profiles(trainer: Trainer) -> dict[str, str]:
 
 
 def _mode_of_evaluation(trainer: Trainer) -> str | None:
-    data = trainer.datamodule  # type: ignore[attr-defined]  # it is set past Lightning's declaration
-    of_ranks = data is None  # in a process that has forked its ranks: only the ranks have attached the data
-    lacking = [stages.lacking(mode, trainer.lightning_module, data, of_ranks) for mode in _EVALUATIONS]
-    return next((mode for mode, lacks in zip(_EVALUATIONS, lacking, strict=True) if not lacks), None)
+    model, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]  # set past its declaration
+    return next((mode for mode in _EVALUATIONS if not stages.lacking(mode, model, data)), None)
 
 
 def _run_dir_of(checkpoint: Path) -> Path:

@@ -83,18 +83,12 @@ def evaluate(
     return _metrics(trainer)
 
 
-def lacking(
-    stage: str, model: LightningModule, data: LightningDataModule | None, has_other_data: bool = False
-) -> str | None:
-    """Return a message about a method that an evaluation stage needs and that is missing; None if none is missing.
-
-    Args:
-        has_other_data: whether the dataloaders may come from another object than ``data`` and ``model``.
-    """
+def lacking(stage: str, model: LightningModule, data: LightningDataModule | None) -> str | None:
+    """Return a message about a method that an evaluation stage needs and that is missing; None if none is missing."""
     step, loader = _NEEDS[stage]
     if step and not is_overridden(step, model):
         return f"{type(model).__name__} has no {step}"
-    if not has_other_data and not any(owner is not None and is_overridden(loader, owner) for owner in (data, model)):
+    if not any(owner is not None and is_overridden(loader, owner) for owner in (data, model)):
         return f"{type(data or model).__name__} has no {loader}"
     return None
 
