@@ -15,7 +15,6 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
-from lightswitch.cluster.placement import is_module
 from lightswitch.config.overrides import quoted
 from lightswitch.context import RunContext
 from lightswitch.errors import ExitCode, Refused
@@ -51,7 +50,7 @@ class Scripts(_SubprocessScriptLauncher):
         os.environ["LOCAL_RANK"] = str(cluster.local_rank())
         run_dir = quoted(str(self.run.run_dir))
         own = [f"run_id={self.run.run_id}", f"hydra.run.dir={run_dir}", "hydra.output_subdir=null"]
-        command = [sys.executable, *_script(), *sys.argv[1:], *self.run.process.decided, *own]
+        command = [sys.executable, *sys.argv, *self.run.process.decided, *own]  # entry.py has made the path absolute
         for local_rank in range(1, self.num_processes):
             environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
             environment.pop("RANK", None)  # so that it is a rank of this process, see placement.is_child
@@ -81,11 +80,6 @@ class Scripts(_SubprocessScriptLauncher):
             process.note_failure(line)
             print(line, file=sys.stderr, flush=True)
         process.leave_now(ExitCode.REFUSED if code == ExitCode.REFUSED else ExitCode.FAILED)
-
-
-def _script() -> list[str]:
-    module = sys.modules["__main__"].__spec__ if is_module() else None
-    return [os.path.abspath(sys.argv[0])] if module is None else ["-m", module.name]
 
 
 def install_launcher(strategy: HookedStrategy, run: RunContext) -> None:

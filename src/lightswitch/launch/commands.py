@@ -10,7 +10,7 @@ import sys
 from omegaconf import DictConfig
 
 from lightswitch.batches.plan import Position
-from lightswitch.cluster.placement import NO_SHARED_STORE, Placement, elastic_nodes, is_module
+from lightswitch.cluster.placement import NO_SHARED_STORE, Placement, elastic_nodes
 from lightswitch.config.confidential import masked_override
 from lightswitch.config.overrides import quoted, shortened
 
@@ -153,10 +153,7 @@ def _options_of_torchrun(placement: Placement) -> list[str]:
 
 def _script(words: list[str]) -> slice:
     """Return where the script is in a command's words: `train.py`, or `-m train` if Python runs it as a module."""
-    spec = sys.modules["__main__"].__spec__ if is_module() else None
-    for index, word in enumerate(words):
-        if word.endswith(".py"):
-            return slice(index, index + 1)
-        if spec is not None and words[index : index + 2] == ["-m", spec.name]:
-            return slice(index, index + 2)
-    return slice(0, 1)
+    at = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
+    if at is None and "-m" in words:
+        return slice(words.index("-m"), words.index("-m") + 2)
+    return slice(at or 0, (at or 0) + 1)

@@ -61,9 +61,8 @@ def _exit_code_of(count: int, run: RunContext) -> int:
     gc.freeze()  # otherwise Python searches all that is imported once more when this process ends
     os.environ.setdefault("PYTHONHASHSEED", "0")  # as of a script of its own; a debugger or a notebook left it open
     own = [f"run_id={run.run_id}", f"hydra.run.dir={quoted(str(run.run_dir))}", "hydra.output_subdir=null"]
-    main = sys.modules["__main__"].__spec__  # None unless started by `python -m`
     with reserve_port() as held:
-        arguments = (count, held.getsockname()[1], main and main.name, sys.orig_argv, [*sys.argv, *own])
+        arguments = (count, held.getsockname()[1], sys.orig_argv, [*sys.argv, *own])
         signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)  # the ranks inherit that, and unblock what they handle
         ranks: list[BaseProcess] = start_processes(_rank, arguments, count, join=False).processes  # type: ignore[no-untyped-call]
         signal.set_wakeup_fd(-1)  # else its reader would end this process before its ranks
@@ -73,16 +72,13 @@ def _exit_code_of(count: int, run: RunContext) -> int:
         return _wait(ranks)
 
 
-def _rank(rank: int, count: int, port: int, module: str | None, typed: list[str], arguments: list[str]) -> None:
+def _rank(rank: int, count: int, port: int, typed: list[str], arguments: list[str]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sys._xoptions["follows"] = str(os.getppid())  # torch sends SIGINT when that ends, which a background job ignores
     sys.orig_argv[:] = typed  # printed commands repeat what the user typed
     sys.argv[:] = arguments
-    if module is None:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    else:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _forward(number: int, ranks: Sequence[BaseProcess]) -> None:
