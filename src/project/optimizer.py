@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
@@ -18,8 +19,11 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 def configured(
     model: LightningModule, optimizer: OptimizerFactory, scheduler: SchedulerFactory | None
 ) -> OptimizerLRScheduler:
-    """Return an optimizer over the decay groups, with a schedule that advances at each optimizer step."""
-    built = optimizer(decay_groups(model))
+    """Return an optimizer over its groups of parameters, with a schedule that advances at each optimizer step."""
+    kind = getattr(optimizer, "func", optimizer)  # of a functools.partial
+    if kind is getattr(torch.optim, "Muon", None):
+        raise ValueError("torch.optim.Muon takes matrices alone; type optimizer=muon, which uses AdamW for the rest")
+    built = optimizer(getattr(kind, "groups", decay_groups)(model))
     if scheduler is None:
         return built
     if isinstance(scheduler, WarmupDecay) and scheduler.total_steps == -1:
@@ -37,11 +41,11 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
-                groups[name == "weight" and _is_matrix(module)].append(parameter)
+                groups[name == "weight" and is_matrix(module)].append(parameter)
     decaying, others = {"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}
     return [group for group in (decaying, others) if group["params"]]
 
 
-def _is_matrix(module: nn.Module) -> bool:
+def is_matrix(module: nn.Module) -> bool:
     """Return whether a module's weight is a matrix: of a linear layer, an embedding, or transformers' Conv1D."""
     return isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D"

@@ -41,12 +41,21 @@ def test_a_line_ends_at_zero_and_stays_there():
     assert WarmupDecay(total_steps=-1).over(100).factor(100) == pytest.approx(0.1)  # of a run of epochs
 
 
+def test_wsd_holds_the_rate_until_the_last_fifth_of_the_steps():
+    cfg = OmegaConf.load(Path(__file__).parents[2] / "conf/scheduler/wsd.yaml")
+    cfg.total_steps = 105
+    seen = rates(instantiate(cfg), 106)
+    assert seen[5:86] == [2.0] * 81  # 5 of warm-up, 100 after it
+    assert seen[86:] == pytest.approx([2.0 * left / 20 for left in range(19, -1, -1)])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"total_steps": 0}, r"total_steps is 0; expected at least 1, or -1 for the steps of the run"),
         ({"total_steps": 9, "final_fraction": float("nan")}, r"final_fraction is nan; expected a number, at least 0"),
         ({"total_steps": 9, "warmup_fraction": 1.5}, r"warmup_fraction is 1\.5; expected at least 0"),
+        ({"total_steps": 9, "decay_fraction": 0}, r"decay_fraction is 0; expected more than 0, at most 1"),
         ({"total_steps": 9, "decay": "sine"}, r"decay is 'sine'; use cosine or linear"),
     ],
 )

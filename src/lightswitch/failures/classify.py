@@ -100,8 +100,8 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
 
     The engine reports such problems by `Refused`. Lightning reports them by any error of its own before the first step.
     The code of the model and the data reports them by a `raise` statement with a ValueError, FileNotFoundError or
-    ModuleNotFoundError: the model's before the first step, the data's at any time, since it may read files later. Every
-    other error is a bug.
+    ModuleNotFoundError: the model's before the first step, as torch's optimizers do, the data's at any time, since it
+    may read files later. Every other error is a bug.
     """
     if isinstance(error, Refused):
         return error.problems
@@ -120,6 +120,8 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
     if is_before and module in _LOADERS:
         empty = "; its dataset is empty" if text.endswith("num_samples=0") else ""
         return [f"data: {text}{empty}"]
+    if is_before and module.startswith("torch.optim."):
+        return [f"optimizer: {text}"]
     module, text = _raised_by_worker(error) or (module, text)
     node = _owner(module, cfg, {type(owner).__name__ for owner in _owners(error)}) if module else None
     return [f"{node}: {text}"] if node == "data" or (node and is_before) else []

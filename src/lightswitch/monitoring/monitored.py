@@ -23,6 +23,16 @@ log = logging.getLogger(__name__)
 Mode = Literal["min", "max"]
 
 
+class ValidateAtStart(Callback):
+    """Callback that validates a new run before its first step, and logs that at step 0; a resumed run does not."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step == 0 and trainer.enable_validation:
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.run()
+            trainer.training = True
+
+
 class Monitored(Callback):
     """Base class of callbacks that monitor a metric, which they look up once a validation has logged it.
 

@@ -6,7 +6,7 @@ import logging
 import resource
 import sys
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightswitch.monitoring.step_results import batches, is_logged
 
 log = logging.getLogger(__name__)
+_FORMATS = {"16": "fp16", "bf16": "bf16", "64": "fp64"}  # by the prefix of a precision's name
 
 
 class Throughput(Callback):
@@ -32,11 +34,21 @@ class Throughput(Callback):
     Args:
         samples_per_step: the global batch size.
         tokens_per_sample: length of a sample in tokens, if samples are sequences.
+        peak_tflops: peak arithmetic of a device by format (fp64, fp32, tf32, bf16, fp16), in 10¹² operations per second,
+            for MFU, its utilization by the model's own operations (Chowdhery et al. 2022, appendix B); None logs none.
     """
 
-    def __init__(self, samples_per_step: int, tokens_per_sample: int | None = None) -> None:
+    def __init__(
+        self,
+        samples_per_step: int,
+        tokens_per_sample: int | None = None,
+        peak_tflops: Mapping[str, float] | None = None,
+    ) -> None:
         self._samples_per_step = samples_per_step
         self._tokens_per_sample = tokens_per_sample
+        self._peak_tflops = peak_tflops or {}
+        self._step_tflop = 0.0
+        self._counter: FlopCounterMode | None = None
         self._meter = Meter()
 
     def count(self, samples_per_step: int) -> None:
@@ -48,6 +60,16 @@ class Throughput(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._meter.resume()
+        if self._peak_tflops and self._meter.is_warming_up and pl_module.automatic_optimization:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            # without what activation checkpointing repeats, a backward pass takes twice the forward pass
+            self._step_tflop += 3 * self._counter.get_total_flops() / 1e12 / Meter.WARMUP_STEPS
+            self._counter = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -59,6 +81,8 @@ class Throughput(Callback):
         metrics = {"memory/peak_gib": peak_bytes(trainer.strategy.root_device) / 2**30}
         if (steps_per_second := self._meter.read(batches(trainer))) is not None:
             metrics |= self._speed(steps_per_second)
+            if peak_tflops := self._peak(trainer.precision):
+                metrics["throughput/mfu"] = self._step_tflop * steps_per_second / peak_tflops
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
@@ -77,6 +101,14 @@ class Throughput(Callback):
         if self._tokens_per_sample is not None:
             speed["throughput/tokens_per_second"] = samples_per_second * self._tokens_per_sample
         return speed
+
+
+    def _peak(self, precision: str) -> float | None:
+        """Return a device's peak arithmetic, if it and the operations of a step are known."""
+        name = _FORMATS.get(precision.partition("-")[0], "fp32")
+        if name == "fp32" and torch.get_float32_matmul_precision() != "highest":
+            name = "tf32"
+        return self._peak_tflops.get(name, self._peak_tflops.get("fp32")) if self._step_tflop else None
 
 
 class Meter:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, stdev
 
 from lightswitch import regular_files
 from lightswitch.config.overrides import key_and_value
@@ -18,6 +21,7 @@ from lightswitch.monitoring.objective import find, of_module
 _FILE = "job.json"
 # A job may be started again with others of these: a higher limit continues it, and the last two do not change the run
 _MAY_CHANGE = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time", "resume", "tags")
+_REPEATS = re.compile(r"\+*(seed|(\w+\.)*fold)=")  # keys whose values repeat one experiment
 RUNNING, FINISHED, FAILED, STOPPED, NOT_BEGUN = "running", "finished", "failed", "stopped", "not begun"
 
 
@@ -104,7 +108,24 @@ def table(records: list[Record], objective: str, logged: Iterable[str] = ()) -> 
         there = f", only {listed(names, 'metrics', shown=8)}" if names else ""
         advice = f"objective={find(names, None) or 'NAME'} for another metric, or trainer.val_check_interval=N"
         lines += ["", f"no job has logged {objective}{there}; type {advice} if jobs end before a validation"]
-    return "\n".join(["", *aligned([header, *rows], range(len(header))), *lines, ""])
+    return "\n".join(["", *aligned([header, *rows], range(len(header))), *means(records, objective), *lines, ""])
+
+
+def means(records: list[Record], objective: str) -> list[str]:
+    """Return an empty line, then the mean and sample deviation of each set of jobs that differ only in seed or fold."""
+    sets: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for record in records:
+        others = tuple(text for text in record.overrides if not _REPEATS.match(text))
+        if record.objective is not None and record.is_comparable and len(others) < len(record.overrides):
+            sets[others].append(record.objective)
+    repeated = {others: values for others, values in sets.items() if len(values) > 1}
+    shared = set.intersection(*map(set, repeated)) if len(repeated) > 1 else set(*repeated)
+    lines = [
+        f"{objective} {mean(values):.5g} ± {stdev(values):.2g} over {len(values)} jobs"
+        + "".join(f" {text}" for text in others if text not in shared)
+        for others, values in repeated.items()
+    ]
+    return ["", *lines] if lines else []
 
 
 def distinct(records: list[Record]) -> list[str]:

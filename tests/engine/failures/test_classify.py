@@ -222,6 +222,15 @@ def test_a_permission_that_is_not_of_a_file_is_a_bug() -> None:
     assert classify.problems_of(PermissionError(13, "Permission denied"), OmegaConf.create(), True) == []
 
 
+def test_what_torchs_optimizer_refuses_before_the_first_step_is_told_in_a_line() -> None:
+    with pytest.raises(ValueError, match="empty parameter list") as empty:
+        torch.optim.SGD([])
+    assert classify.problems_of(empty.value, OmegaConf.create(), False) == [
+        "optimizer: optimizer got an empty parameter list"
+    ]
+    assert classify.problems_of(empty.value, OmegaConf.create(), True) == []
+
+
 CLOSED = ("strategy=single", "run_id=mine", "trainer.accelerator=cpu", "trainer.max_steps=50")
 
 

@@ -71,6 +71,21 @@ def rows(out: str) -> list[list[str]]:
     return [line.split() for line in table.strip().split("\n\n")[0].splitlines()]
 
 
+def test_jobs_that_differ_only_in_seed_or_fold_get_their_mean_and_deviation() -> None:
+    values = {"a": [0.1, 0.2, 0.3], "b": [0.5, 0.7, math.nan]}
+    jobs = [
+        record.Record(fold, [f"name={name}", "tags=[x]", f"data.fold={fold}"], "x", record.FINISHED, value)
+        for name, found in values.items()
+        for fold, value in enumerate(found)
+    ]
+    # mean and sample deviation by hand: 0.2, √((0.01 + 0 + 0.01) / 2) = 0.1; 0.6, √(0.02) = 0.14
+    expected = ["", "val/loss 0.2 ± 0.1 over 3 jobs name=a", "val/loss 0.6 ± 0.14 over 2 jobs name=b"]
+    assert record.means(jobs, "val/loss") == expected
+    assert "\n\nval/loss 0.2 ± 0.1 over 3 jobs name=a\n" in record.table(jobs, "val/loss")
+    assert record.means(jobs[:3], "val/loss") == ["", "val/loss 0.2 ± 0.1 over 3 jobs"]
+    assert record.means(jobs[:1], "val/loss") == []
+
+
 def test_a_sweep_runs_what_has_not_finished_and_leaves_a_directory_of_another_job(sweep: Sweep) -> None:
     jobs = ("name=one,broken_once", "seed=3")
     first, second = sweep(*SWEPT, *jobs), sweep(*SWEPT, *jobs)
