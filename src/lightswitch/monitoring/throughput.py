@@ -34,8 +34,8 @@ class Throughput(Callback):
     Args:
         samples_per_step: the global batch size.
         tokens_per_sample: length of a sample in tokens, if samples are sequences.
-        peak_tflops: peak arithmetic of a device by format (fp64, fp32, tf32, bf16, fp16), in 10¹² operations per second,
-            for MFU, its utilization by the model's own operations (Chowdhery et al. 2022, appendix B); None logs none.
+        peak_tflops: peak arithmetic of a device by format (fp64, fp32, tf32, bf16, fp16), in 10¹² operations a second,
+            for MFU, its utilization by the model's own operations (Chowdhery et al. 2022, appendix B).
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Throughput(Callback):
         self._meter.resume()
         if self._peak_tflops and self._meter.is_warming_up and pl_module.automatic_optimization:
             self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()
+            self._counter.__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._counter is not None:
-            self._counter.__exit__(None, None, None)
+            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # likewise
             # without what activation checkpointing repeats, a backward pass takes twice the forward pass
             self._step_tflop += 3 * self._counter.get_total_flops() / 1e12 / Meter.WARMUP_STEPS
             self._counter = None
@@ -101,7 +101,6 @@ class Throughput(Callback):
         if self._tokens_per_sample is not None:
             speed["throughput/tokens_per_second"] = samples_per_second * self._tokens_per_sample
         return speed
-
 
     def _peak(self, precision: str) -> float | None:
         """Return a device's peak arithmetic, if it and the operations of a step are known."""

@@ -98,4 +98,5 @@ class MemorySnapshot(Callback):
 
     def _write(self, trainer: Trainer) -> None:
         self._folder.mkdir(exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(self._folder / f"rank_{trainer.global_rank}.pickle"))
+        path = self._folder / f"rank_{trainer.global_rank}.pickle"
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]  # torch has no types for it

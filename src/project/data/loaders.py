@@ -68,10 +68,9 @@ class BatchedData(LightningDataModule, ABC):
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             persistent_workers=self.num_workers > 0,
-            collate_fn=collate,
+            collate_fn=self.collate,
         )
 
-
-def collate(batch: Any) -> Any:
-    """Return a batch from `__getitems__` unchanged; stack single samples, from a wrapper without `__getitems__`."""
-    return batch if isinstance(batch, tuple) else default_collate(batch)
+    def collate(self, batch: Any) -> Any:
+        """Return a batch from `__getitems__` unchanged; stack single samples, from a wrapper without `__getitems__`."""
+        return batch if isinstance(batch, tuple) else default_collate(batch)

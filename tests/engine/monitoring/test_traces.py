@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 
-import pytest
-
 from tests.engine.conftest import Train
 from tests.engine.tiny import LANGUAGE_MODEL, TEXT
 

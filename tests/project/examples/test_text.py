@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from project.data.loaders import collate
 from project.data.text import HELD_OUT_BYTES, PythonSource, TextFiles
 from project.data.tokens import TokenFiles
 from project.data.windows import Windows
@@ -160,7 +159,7 @@ def test_a_test_run_ends_with_a_sample_that_tensorboard_keeps(gpt, trainer, text
 def test_a_wrapper_that_knows_single_samples_only_is_collated(text):
     text.setup("fit")
     train = text.splits["train"]
-    inputs, targets = collate([train[2], train[5]])
+    inputs, targets = text.collate([train[2], train[5]])
     expected = train.__getitems__([2, 5])
     assert torch.equal(inputs, expected[0])
     assert torch.equal(targets, expected[1])
