@@ -17,7 +17,7 @@ _ALLOCATIONS = 100_000  # the newest, of which a snapshot has the stack
 
 
 class Trace(Callback):
-    """Callback that writes `trace/rank_N.json.gz` into the run directory, which https://ui.perfetto.dev opens.
+    """Callback that writes `trace/rank_0.json.gz` into the run directory, which https://ui.perfetto.dev opens.
 
     A process can have only one torch profiler at a time, so `compare=true` measures its steps before.
 
@@ -25,24 +25,21 @@ class Trace(Callback):
         folder: the run directory.
         skip_steps: optimizer steps before the trace.
         steps: optimizer steps in the trace.
-        ranks: ranks that write one.
     """
 
-    def __init__(self, folder: str, skip_steps: int = 20, steps: int = 3, ranks: list[int] | None = None) -> None:
+    def __init__(self, folder: str, skip_steps: int = 20, steps: int = 3) -> None:
         if skip_steps < 0 or steps < 1:
             raise ValueError(f"skip_steps={skip_steps}, steps={steps}: skip 0 steps or more, and trace at least 1")
         self._folder = Path(folder, "trace")
         self._skip_steps, self._steps = skip_steps, steps
-        self._ranks = [0] if ranks is None else ranks
         self._profile: profile | None = None
-        self._first: int | None = None
+        self._first = -1
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first = trainer.global_step + self._skip_steps
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank not in self._ranks:
-            return
-        if self._first is None:
-            self._first = trainer.global_step + self._skip_steps
-        if self._profile is None and trainer.global_step == self._first:
+        if trainer.is_global_zero and self._profile is None and trainer.global_step == self._first:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch 2.13 would write a line to the terminal
             self._profile = profile()
             self._profile.start()
@@ -50,18 +47,15 @@ class Trace(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._profile is not None and self._first is not None and batches(trainer) >= self._first + self._steps:
-            self._write(trainer)
+        if batches(trainer) >= self._first + self._steps:
+            self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write(trainer)
-
-    def _write(self, trainer: Trainer) -> None:
         if self._profile is not None:
             self._profile.stop()
             self._folder.mkdir(exist_ok=True)
-            self._profile.export_chrome_trace(str(self._folder / f"rank_{trainer.global_rank}.json.gz"))
-            self._profile, self._ranks = None, []
+            self._profile.export_chrome_trace(str(self._folder / "rank_0.json.gz"))
+            self._profile, self._first = None, -1
 
 
 class MemorySnapshot(Callback):

@@ -116,8 +116,8 @@ def means(records: list[Record], objective: str) -> list[str]:
     sets: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for record in records:
         others = tuple(text for text in record.overrides if not _REPEATS.match(text))
-        if record.objective is not None and record.is_comparable and len(others) < len(record.overrides):
-            sets[others].append(record.objective)
+        if (value := record.comparable_objective) is not None and len(others) < len(record.overrides):
+            sets[others].append(value)
     repeated = {others: values for others, values in sets.items() if len(values) > 1}
     shared = set.intersection(*map(set, repeated)) if len(repeated) > 1 else set(*repeated)
     lines = [
