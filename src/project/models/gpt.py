@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from project.models.cross_entropy import LinearCrossEntropy
 from project.models.document_attention import document_mask, has_blocks
-from project.models.gpt_hub import from_gpt2, to_gpt2
+from project.models.gpt_hub import from_hub, to_hub
 from project.models.language_model import PADDING, Batch, LanguageModel
 from project.models.transformer import Embedding, Linear, Mask, Shape, Transformer, rotary
 from project.optimizer import OptimizerFactory, SchedulerFactory
@@ -125,12 +125,12 @@ class GPT(LanguageModel):
         return loss
 
     def to_hf(self) -> list[Any]:
-        """Return transformers' GPT-2 with these weights. Raises ValueError if the shape is not GPT-2's."""
-        return [to_gpt2(self)]
+        """Return transformers' GPT-2 or Llama with these weights. Raises ValueError for a shape of neither."""
+        return [to_hub(self)]
 
     def from_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights of a GPT-2 from the hub under the names of this model."""
-        return from_gpt2(self, weights)
+        """Return the weights of a GPT-2 or Llama from the hub under the names of this model."""
+        return from_hub(self, weights)
 
 
 def check_sizes(shape: Shape, vocab_size: int, context: int, position: str) -> None:

@@ -161,10 +161,14 @@ def test_merged_adapters_and_a_folder_of_peft_have_the_logits_of_the_model_besid
     }
 
 
-def test_a_gpt_of_its_shape_is_a_gpt2_in_both_directions_and_one_of_another_none(gpt, tmp_path):
+@pytest.mark.parametrize(
+    "shape",
+    [{"position": "learned", "mlp": "gelu", "bias": True}, {"norm": "rms"}, {"norm": "rms", "tied": False}],
+    ids=["GPT-2", "Llama, tied", "Llama"],
+)
+def test_a_gpt_is_a_model_of_the_hub_of_its_shape_in_both_directions_and_one_of_another_none(shape, gpt, tmp_path):
     with pytest.raises(ValueError, match=r"no model for a GPT with position=rotary, mlp=swiglu, bias=False"):
         gpt().to_hf()
-    shape = {"position": "learned", "mlp": "gelu", "bias": True}
     one, other = gpt(seed=1, **shape), gpt(seed=2, **shape)
     (hub,) = one.to_hf()
     ids = torch.arange(8).view(1, 8)
