@@ -33,12 +33,14 @@ PIP_DOWNLOAD = $(PYTHON) -m pip download -qq --disable-pip-version-check --dest 
 # pins,NAMES and pins_but,NAMES: their entries in the pins, with the lines of hashes that follow each
 pins = awk '/^[^ ]/ { is_named = /^($(1))==/ } is_named' $(PINS) > $(VENV)/hashed.txt
 pins_but = awk '/^[^ ]/ { is_named = /^($(1))==/ } !is_named' $(PINS) > $(VENV)/hashed.txt
-# compile,OPTIONS,FILE: the pins of every package for every Python from 3.11, with the hashes of PyPI's files. torch has
-# no hash, as its build differs by platform and index, and what it alone needs has no line: it names that itself
-compile = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --no-python-downloads \
-  --default-index https://pypi.org/simple --generate-hashes --no-header --no-annotate $(1) pyproject.toml - \
-  | awk '/^[^ ]/ { is_torch = /^(torch==|nvidia|cuda|triton)/ } /^torch==/ { print $$1 } !is_torch' >> .venv/$(2) \
-  && mv .venv/$(2) $(2)
+# uv,COMMAND: of all packages for every Python from 3.11, from PyPI
+uv = .venv/bin/uv $(1) --quiet --no-python-downloads --default-index https://pypi.org/simple
+# pinned,FILE: pins without the hash of torch, whose build differs by platform and index, and without what it alone
+# needs: it names that itself
+pinned = awk '/^[^ ]/ { is_torch = /^(torch==|nvidia|cuda|triton)/ } /^torch==/ { print $$1 } !is_torch' \
+  >> .venv/$(1) && mv .venv/$(1) $(1)
+# comet and float8 are for a service, and for newer GPUs
+EXPORTED = --frozen --all-extras --no-extra comet --no-extra float8 --all-groups --no-emit-project
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -93,13 +95,15 @@ bench: $(INSTALLED) ## measure the speed, in about ten minutes of a quiet machin
 gpu: $(if $(filter command,$(firstword $(origin PYTHON))),,$(INSTALLED)) ## test and measure on GPUs: make gpu PIECE=matrix, for nine minutes
 	PYTHONPATH="$${PYTHONPATH:+$$PYTHONPATH:}src:." $(PYTHON) -m tests.engine.gpu $(PIECE) $(if $(RESULTS),--results "$(RESULTS)") $(ARGS)
 
-constraints: $(INSTALLED) ## pin the newest and the lowest versions that pyproject.toml allows, with their hashes
+constraints: $(INSTALLED) ## lock the newest and the lowest versions that pyproject.toml allows, with their hashes
 	$(PYTHON) -m pip install -qq --disable-pip-version-check uv
-	@echo '# made by `make constraints`: the versions that make installs and the tests ran with, by the hashes of PyPI'\''s files' > .venv/constraints.txt
-	printf '%s\n' pip setuptools wheel | $(call compile,--all-extras,constraints.txt)
+	$(call uv,lock) --upgrade
+	@echo '# made by `make constraints` from uv.lock: the versions that make installs and the tests ran with' > .venv/constraints.txt
+	$(call uv,export) $(EXPORTED) --no-header --no-annotate | $(call pinned,constraints.txt)
 	@echo '# made by `make constraints`: the lowest versions that pyproject.toml allows, for `make test-lowest`' > .venv/constraints-lowest.txt
-	printf '%s\n' 'pip>=24' 'setuptools>=77' 'wheel>=0.45' | $(call compile,--no-config --resolution lowest-direct \
-	  --extra deepspeed --extra digits --extra dev,constraints-lowest.txt)
+	$(call uv,pip compile) --no-config --resolution lowest-direct --extra deepspeed --extra digits --group dev --group make \
+	  --universal --python-version 3.11 --generate-hashes --no-header --no-annotate pyproject.toml \
+	  | $(call pinned,constraints-lowest.txt)
 
 # for a machine of the same kind and Python; what torch alone needs is not pinned
 wheelhouse: $(INSTALLED) ## download all packages, for machines without internet: make train WHEELHOUSE=wheelhouse

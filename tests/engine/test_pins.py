@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from dataclasses import dataclass
 
 import pytest
@@ -23,6 +24,14 @@ def test_every_pin_but_torch_has_hashes(pins: str) -> None:
     assert [
         entry for entry in entries if not re.match(r"[\w.-]+==\S+( ;.*)? \\\n    --hash=sha256:[0-9a-f]{64}", entry)
     ] == [next(entry for entry in entries if entry.startswith("torch=="))]
+
+
+def test_make_installs_the_versions_that_uv_locks() -> None:
+    lock = tomllib.loads((CHECKOUT / "uv.lock").read_text())
+    locked = {(package["name"], package["version"]) for package in lock["package"]}
+    pinned = re.findall(r"^([\w.-]+)==([\w.+]+)", PINS, re.MULTILINE)
+    assert len(pinned) > 150
+    assert {*pinned} <= locked
 
 
 def test_the_lowest_pins_are_the_lower_bounds() -> None:

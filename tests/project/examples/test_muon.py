@@ -11,10 +11,7 @@ from lightswitch.errors import Refused
 from lightswitch.strategies.elementwise import refuse_in_pieces
 from project.models.gpt import GPT
 from project.muon import Muon, orthogonalized
-from tests.project.examples.conftest import gpt
 from tests.runs import Train
-
-__all__ = ["gpt"]
 
 SHORT = ("model=gpt", "model.width=32", "optimizer=muon", "scheduler=wsd", "trainer.accelerator=cpu")
 SHORT += ("global_batch_size=8", "trainer.max_steps=4", "trainer.log_every_n_steps=1", "model.sample_tokens=0")
