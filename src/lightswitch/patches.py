@@ -214,7 +214,6 @@ PATCHES = (
         "ProcessGroup | None",
         "devices that share a layer have read the same samples, and count once",
     ),
-    Patch("torchmetrics.Metric", "_update_count", "int", "marks a restored metric as updated"),
     Patch(
         "lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection",
         "batch_size",
@@ -265,12 +264,13 @@ OVERRIDES = {
     "hydra._internal.hydra.Hydra": ("compose_config", "get_mode", "multirun"),
     f"{_PL}.callbacks.ModelCheckpoint": ("_update_best_and_save",),
     f"{_PL}.loops._FitLoop": (
-        "_should_reload_train_dl",
         "setup_data",
         "skip",
     ),
     f"{_PL}.loops._TrainingEpochLoop": (
+        "_should_accumulate",
         "advance",
+        "global_step",
         "on_advance_end",
         "on_run_start",
         "update_lr_schedulers",
@@ -291,6 +291,7 @@ OVERRIDES = {
         "metrics",
         "on_epoch_end",
         "reset_results",
+        "should_update_logs",
         "update_eval_step_metrics",
         "update_train_step_metrics",
     ),

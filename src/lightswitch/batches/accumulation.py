@@ -57,11 +57,9 @@ def weight_and_samples(loaders: Combined, plan: BatchPlan, micro_batch: int) -> 
     """
     if not loaders.slices:
         return 1.0, None
-    slices, (step, micro) = loaders.slices[0], divmod(micro_batch, plan.accumulation)
-    weight: float = slices.weight(step, micro)
-    are_known = not loaders.others and not loaders.makes_batches
-    samples = round(weight * slices.step_samples(step) / plan.slices) if are_known else None
-    return weight if loaders.is_single else 1.0, samples  # each of several loaders is split evenly
+    weight, samples = loaders.slices[0].weight_and_samples(*divmod(micro_batch, plan.accumulation))
+    # each of several loaders is split evenly
+    return weight if weight == 1.0 or loaders.is_single else 1.0, None if loaders.others else samples
 
 
 class CountedSamples:
@@ -73,16 +71,16 @@ class CountedSamples:
 
     def __init__(self, plan: BatchPlan) -> None:
         self._plan = plan
-        self._is_counted = False
+        self.is_counted = False
 
     def count(self, trainer: Trainer, batch: Any, loaders: Combined) -> None:
         """Count the samples of the first micro-batch, and pass those of a step to throughput and progress.
 
         Of steps whose samples are known, such as those of a batch sampler, the mean over an epoch counts.
         """
-        if self._is_counted:
+        self.is_counted = True
+        if not loaders.is_formed:
             return
-        self._is_counted = True
         if loaders.slices:
             samples = round(loaders.longest.epoch_samples / loaders.longest.own_steps)
             micro = -(-samples // self._plan.slices)

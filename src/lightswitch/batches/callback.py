@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightswitch import patches
 from lightswitch.batches.accumulation import CountedSamples, Items, check_optimizers, weight_and_samples
 from lightswitch.batches.loaders import SharedLoaders, data_rank, samples_in
-from lightswitch.batches.logs import LogsOfRanks, MetricStates, gather_lists_whole
+from lightswitch.batches.logs import LogsOfRanks, best_values, gather_lists_whole, restore_best_values
 from lightswitch.batches.plan import (
     STREAMS,
     BatchPlan,
@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 _TRANSFER = 1  # seed component for the hooks that move a batch to its device, which run before the others
 _END = 1  # seed component for the hooks at the end of an epoch or evaluation
 _LOADERS = 2  # seed component for the methods that make loaders
-_METRICS = "metrics"  # checkpoint key
+_METRICS = "metrics"  # checkpoint key: values of the Trainer's callback metrics
+BEST = "best_values"  # checkpoint key
 _STOPPED_AT = "stopped_at"  # checkpoint key: the limits of a run that was asked to end
 _EVALUATION = -1  # seed component in place of an epoch
 
@@ -69,7 +70,7 @@ class GlobalBatch(Callback):
         self._items = Items()
         self._samples = CountedSamples(plan)
         self._share_of_samples = 1.0  # weight of this micro-batch by its samples
-        self._metrics = MetricStates()
+        self._best: dict[str, float] = {}  # values so far of metrics in the checkpoint
         self._last_values: dict[str, float] = {}  # of the Trainer's callback metrics in the checkpoint
         self._kept: list[Any] = []  # random generators of module, callbacks and data module
         self._drawn = torch.random.get_rng_state()  # random state after model, data, callbacks and loggers are created
@@ -79,6 +80,7 @@ class GlobalBatch(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = HookedStrategy.of(trainer)
         _check_replicas(trainer, self.plan)
+        self._rank = data_rank(trainer)
         strategy.share = partial(self._loaders.share, trainer)
         strategy.on_loaders = partial(self._seed_loaders, trainer)
         strategy.on_batch = partial(self._seed, trainer, _TRANSFER)
@@ -87,7 +89,7 @@ class GlobalBatch(Callback):
         # configure_model draws the same weights as a constructor: from the same random state, in 32 bits, on the CPU
         torch.random.set_rng_state(self._drawn)
         strategy.precision_plugin = with_mixin(_DrawsIn32Bits, strategy.precision_plugin)
-        strategy.on_start = partial(self._metrics.restore, pl_module)
+        strategy.on_start = partial(self._restore_best, pl_module)
         gather_lists_whole()
         self._logs = LogsOfRanks.of(trainer)
         self._logs.combine(self.plan.replicas / trainer.world_size)
@@ -97,6 +99,10 @@ class GlobalBatch(Callback):
         strategy.share = strategy.on_loaders = strategy.on_batch = strategy.on_output = strategy.loss_weight = None
         strategy.on_start = None
         self._logs.combine(None)
+
+    def _restore_best(self, module: LightningModule) -> None:
+        restore_best_values(module, self._best)
+        self._best = {}
 
     # Training
 
@@ -115,7 +121,6 @@ class GlobalBatch(Callback):
                 f"type init_from={trainer.ckpt_path} and another run_id"
             )
         check_optimizers(trainer.optimizers, self.plan)
-        _refuse_unvalidated(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.check_start(trainer)
@@ -129,20 +134,9 @@ class GlobalBatch(Callback):
         trainer._logger_connector._callback_metrics.update(values)
         if self._resumed.step and trainer.is_global_zero:
             log.info(
-                "means      that self.log takes over epoch %d cover the rest of it, in which this run goes on",
+                "means      of self.log and torchmetrics over epoch %d cover the rest of it, in which this run goes on",
                 self._resumed.epoch,
             )
-        self._say_what_is_repeated(trainer)
-
-    def _say_what_is_repeated(self, trainer: Trainer) -> None:
-        """Report that the last step of an epoch has fewer samples than slices: the others repeat one, at weight 0."""
-        for slices in self._loaders.training.slices:
-            if 0 < (last := slices.least_samples) < self.plan.slices and trainer.is_global_zero:
-                log.info(
-                    "last step  of an epoch has %d samples for %d micro batches: the others repeat one, which counts "
-                    "in no loss and no mean, but in torchmetrics; drop_last=True in the loader leaves that step out",
-                    last, self.plan.slices,
-                )  # fmt: skip
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._counter.start_epoch(trainer)
@@ -153,7 +147,7 @@ class GlobalBatch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._loaders.compare_ranks(trainer)
-        if self._loaders.training.is_formed:
+        if not self._samples.is_counted:
             self._samples.count(trainer, batch, self._loaders.training)
         self._share_of_samples, samples = weight_and_samples(
             self._loaders.training, self.plan, self._counter.micro_batches
@@ -167,10 +161,10 @@ class GlobalBatch(Callback):
     def _seed(self, trainer: Trainer, *of: int) -> None:
         """Seed the generators by the position in the run, and by the purpose of the random numbers."""
         at = self._counter
-        seed = mix(self.seed, at.epoch_start.global_step, at.micro_batches, data_rank(trainer), *of)
+        seed = mix(self.seed, at.epoch_start.global_step, at.micro_batches, self._rank, *of)
         seed_generators(seed, trainer.strategy.root_device)
-        # alike on all ranks, as a module that has seeded them itself may rely on
-        seed_own(self._kept, mix(self.seed, at.epoch_start.global_step, at.micro_batches, *of))
+        if self._kept:  # alike on all ranks, as a module that has seeded them itself may rely on
+            seed_own(self._kept, mix(self.seed, at.epoch_start.global_step, at.micro_batches, *of))
 
     def _seed_alike(self, trainer: Trainer, *of: int) -> None:
         """Seed the generators for the hooks around an epoch or evaluation, and for new loaders, alike on all ranks.
@@ -183,12 +177,10 @@ class GlobalBatch(Callback):
         seed_own(self._kept, seed)
 
     def _seed_loaders(self, trainer: Trainer, for_training: bool) -> None:
-        """Seed the generators for new loaders, by the epoch in which an uninterrupted run makes those for training."""
-        if not for_training:
-            self._seed_alike(trainer, _EVALUATION, _LOADERS)
-            return
-        every = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set past its declaration
-        self._seed_alike(trainer, trainer.current_epoch // every * every if every else 0, _LOADERS)
+        """Seed the generators for new loaders, for training by the epoch if they are made anew in some epochs."""
+        is_of_epoch = for_training and trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set past its declaration
+        epoch = trainer.current_epoch if is_of_epoch else 0
+        self._seed_alike(trainer, epoch if for_training else _EVALUATION, _LOADERS)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if not loss.requires_grad:
@@ -276,7 +268,7 @@ class GlobalBatch(Callback):
             samples = samples_in(loaders.flattened[dataloader_idx], batch_idx)
             if samples is not None:
                 patches.replace(trainer._results, "batch_size", samples)
-        seed_generators(mix(self.seed, dataloader_idx, batch_idx, data_rank(trainer)), trainer.strategy.root_device)
+        seed_generators(mix(self.seed, dataloader_idx, batch_idx, self._rank), trainer.strategy.root_device)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
@@ -287,7 +279,7 @@ class GlobalBatch(Callback):
             return
         if trainer.state.status == TrainerStatus.INTERRUPTED:  # an error, in the middle of a step: no run resumes there
             return
-        self._metrics.save(pl_module, checkpoint)
+        checkpoint[BEST] = best_values(pl_module)
         checkpoint[_METRICS] = {name: value.item() for name, value in trainer.callback_metrics.items()}
         if trainer.should_stop:
             checkpoint[_STOPPED_AT] = _limits(trainer)
@@ -302,17 +294,11 @@ class GlobalBatch(Callback):
             return
         assert position is not None, "a run resumes only from a checkpoint with a position"
         self._resumed = position
-        self._metrics.load(checkpoint)
+        self._best = checkpoint.get(BEST, {})
         self._last_values = checkpoint.get(_METRICS, {})
         if (stopped_at := checkpoint.get(_STOPPED_AT)) and stopped_at == _limits(trainer)[: len(stopped_at)]:
             trainer.should_stop = True  # it was asked to end, for example by early stopping, and no limit has changed
         trainer.num_sanity_val_steps = 0  # its batches would count in metrics such as the best value so far
-        if position.lacks_ending and trainer.is_global_zero:
-            log.warning(
-                "resumes    without the validation that was due at step %d, or the end of its epoch: an earlier "
-                "version saved the checkpoint before these",
-                position.global_step,
-            )
         are_new = position.step == 0 and trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set past its type
         self._loaders.start_at(position, [] if are_new else checkpoint.get(STREAMS, []))
         if (fetcher := trainer.fit_loop._data_fetcher) is not None:  # the module has requested the number of steps
@@ -355,7 +341,6 @@ class PositionCounter:
         self.epoch_start = replace(
             at,
             step=0,
-            lacks_ending=False,
             global_step=at.global_step - at.step,
             samples=at.samples - self._samples(at.step, at.epoch),
         )
@@ -455,38 +440,4 @@ def _check_fractions(trainer: Trainer, plan: BatchPlan) -> None:
             raise Refused(
                 f"trainer.{name}={fraction} of an epoch is {micro_batches} micro batches, and {plan.accumulation} are "
                 f"a step; type a number of steps, as trainer.{name}={max(1, int(micro_batches) // plan.accumulation)}"
-            )
-
-
-def _refuse_unvalidated(trainer: Trainer) -> None:
-    """Check that a schedule which reads a metric of validation finds one at the end of its epochs.
-
-    Raises:
-        Refused: there is none yet.
-    """
-    if not trainer.lightning_module.automatic_optimization:  # Lightning steps no schedule
-        return
-    every, first = trainer.check_val_every_n_epoch, trainer.val_check_batch
-    for config in (config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau):
-        of_validation = str(config.monitor).lower().startswith(("val", "eval"))
-        if config.interval != "epoch" or not config.strict or not of_validation:
-            continue
-        if every is not None and config.frequency % every:
-            raise Refused(
-                f"ReduceLROnPlateau reads {config.monitor} every {config.frequency} epochs, but validation "
-                f'runs every {every}; in configure_optimizers, write "frequency": {every} beside '
-                '"monitor", or type trainer.check_val_every_n_epoch=1'
-            )
-        micro_batches = trainer.num_training_batches * config.frequency
-        if (
-            every is None
-            and first is not None
-            and first > micro_batches
-            and config.monitor not in trainer.callback_metrics
-        ):
-            steps = trainer.accumulate_grad_batches
-            raise Refused(
-                f"ReduceLROnPlateau reads {config.monitor} after {micro_batches / steps:g} steps, at the end of an "
-                f"epoch, but the first validation is after {first / steps:g}; type trainer.check_val_every_n_epoch=1 "
-                "to validate once an epoch"
             )

@@ -52,7 +52,6 @@ class SharedLoaders:
         self._is_complete = True  # the set of training loaders; the next one starts a new set
         self._is_compared = False  # the samples that the ranks draw in this epoch
         self._earlier: Any = None  # Lightning's combined loader before this set; it may re-create loaders at any time
-        self._told_limits: set[str] = set()
         self.training = Combined()
 
     def start_at(self, position: Position, states: Sequence[Any]) -> None:
@@ -155,37 +154,14 @@ class SharedLoaders:
                 "a schedule of the module needs the number of steps, but the training stream has no len(), so "
                 "trainer.max_epochs does not limit the steps; type trainer.max_steps=N, or give the dataset a __len__"
             )
-        readers = max(1, loader.num_workers)
-        if is_stream(loader) and trainer.global_rank == 0 and plan.replicas * readers > 1:
-            log.info(
-                "stream     %d readers, %d for each device: each reads the whole stream and uses only its share",
-                plan.replicas * readers, readers,
-            )  # fmt: skip
         return shared
 
     def _evaluation(self, trainer: Trainer, loader: DataLoader[Any]) -> DataLoader[Any]:
-        self._say_what_a_limit_means(trainer, loader)
         gather = functools.partial(_gather, trainer)
         evaluated = evaluation_loader(loader, self._plan, data_rank(trainer), self._seed, _pins(trainer), gather)
         if isinstance(order := _slices(evaluated), EvaluationBatches):
             _compare(trainer, order.digest(loader.dataset), "an evaluation set", forms_batches(loader))
         return evaluated
-
-    def _say_what_a_limit_means(self, trainer: Trainer, loader: DataLoader[Any]) -> None:
-        """Log, once a stage, that a limit counts batches of a device, whose samples depend on how a batch is split."""
-        assert trainer.state.stage is not None
-        name = f"limit_{trainer.state.stage.dataloader_prefix}_batches"
-        limit, plan, own = getattr(trainer, name), self._plan, loader.batch_size or self._plan.micro_batch
-        is_whole = limit == 0 or (limit == 1.0 and isinstance(limit, float))
-        if is_whole or name in self._told_limits or (plan.replicas == 1 and plan.micro_batch >= own):
-            return
-        self._told_limits.add(name)
-        if trainer.global_rank == 0:
-            log.info(
-                "limit      trainer.%s=%s counts the batches of each device, %d × up to %d samples at once: other "
-                "numbers of devices, or another micro_batch_size, evaluate other samples",
-                name, limit, plan.replicas, min(own, plan.micro_batch),
-            )  # fmt: skip
 
 
 def training_loader(
@@ -214,8 +190,6 @@ def training_loader(
     """
     if is_stream(loader):
         return _of_stream(loader, *stream.training_stream(loader, plan, rank, seed, at, combined), pins_for_gpu, gather)
-    if combined is not None:
-        combined.makes_batches |= takes_one(loader)
     read = SeededSamples(loader.dataset, seed, loader.collate_fn)
     if forms_batches(loader):
         formed = unwrapped(loader.batch_sampler)
@@ -400,7 +374,6 @@ class Combined:
         self.mode = mode
         self.slices: list[Any] = []  # of copied loaders: TrainingSlices
         self.others: list[Any] = []  # loaders that run unchanged, and only count toward the length of an epoch
-        self.makes_batches = False  # whether each sample of a dataset is a batch
 
     def add(self, slices: TrainingSlices) -> int:
         """Add the batch sampler of a copied loader; return its index, which is part of the loader's seeds."""
@@ -474,22 +447,12 @@ class Combined:
             )
         for slices in self.slices:
             if not slices.is_even:
-                raise Refused(_uneven(slices))
-
-
-def _uneven(slices: Any) -> str:
-    plan = slices.plan
-    cut = f"which does not divide over {plan.replicas} devices × accumulation {plan.accumulation}"
-    several = "one of several training loaders"
-    if not plan.is_even:
-        size = plan.micro_batch * plan.slices
-        return f"{several} has global_batch_size {plan.global_batch}, {cut}; use global_batch_size={size}"
-    if slices.is_formed:
-        return (
-            f"{several} has a batch sampler, whose batches have any size, {cut}; use batches of one size (batch_size=N)"
-        )
-    last = slices.epoch_samples % plan.global_batch if slices.is_sized else "any size"
-    return f"{several} ends with a batch of {last}, {cut}; set drop_last=True in that loader"
+                plan = slices.plan
+                raise Refused(
+                    "one of several training loaders has a step which does not divide over "
+                    f"{plan.replicas} devices × accumulation {plan.accumulation}; use global_batch_size="
+                    f"{plan.micro_batch * plan.slices}, drop_last=True in that loader, and no batch sampler of its own"
+                )
 
 
 def data_rank(trainer: Trainer) -> int:

@@ -9,7 +9,7 @@ import copy
 import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, chain, cycle, islice, pairwise
+from itertools import accumulate, chain, cycle, islice
 from numbers import Integral
 from typing import Any
 
@@ -140,7 +140,8 @@ class TrainingSlices(StandIn, Sampler[Any]):
                 key, order = self._pass_key(epoch, at_cycle), self._order(epoch, at_cycle)
                 self._compare(str(key), self._digest(order))
             for micro in range(self.plan.accumulation):
-                yield key, self._bounds(step, micro)[0], self._chosen(order, step, micro)
+                begin, end = self._bounds(step, micro)
+                yield key, begin, _chosen(order, begin, end)
 
     def _digest(self, order: Sequence[Any]) -> int:
         return digest(order, self._dataset)
@@ -161,7 +162,7 @@ class TrainingSlices(StandIn, Sampler[Any]):
 
     def samples_of(self, step: int, micro: int) -> list[Any]:
         """Return the indices of this rank's samples in a micro-batch of the current epoch."""
-        return self._chosen(self._order(self.epoch, step // self.own_steps), step, micro)
+        return _chosen(self._order(self.epoch, step // self.own_steps), *self._bounds(step, micro))
 
     def _order(self, epoch: int, cycle: int) -> Sequence[Any]:
         key = self._pass_key(epoch, cycle)
@@ -182,11 +183,6 @@ class TrainingSlices(StandIn, Sampler[Any]):
         """Return the epoch for `set_epoch` in a pass over the samples, in 31 bits: some samplers accept no more."""
         return epoch if cycle == 0 else mix(epoch, cycle) >> 33
 
-    def _chosen(self, order: Any, step: int, micro: int) -> list[Any]:
-        begin, end = self._bounds(step, micro)
-        chosen = order[begin : max(end, begin + 1)]  # an empty slice still reads one sample, at weight 0
-        return chosen.tolist() if hasattr(chosen, "tolist") else list(chosen)
-
     def _bounds(self, step: int, micro: int) -> tuple[int, int]:
         slices, index = self.plan.slices, micro * self.plan.replicas + self.rank
         samples, begin = self.step_samples(step), self._begin(step)
@@ -196,10 +192,13 @@ class TrainingSlices(StandIn, Sampler[Any]):
         """Return the place of a step's first sample in the order of its pass."""
         return step % self.own_steps * self.plan.global_batch
 
-    def weight(self, step: int, micro: int) -> float:
-        """Return the weight of a slice's mean in the mean over its global batch; 1.0 for an even split."""
+    def weight_and_samples(self, step: int, micro: int) -> tuple[float, int]:
+        """Return the weight of a slice's mean in the mean over its global batch, and the slice's number of samples.
+
+        The weight is 1.0 for an even split.
+        """
         begin, end = self._bounds(step, micro)
-        return (end - begin) * self.plan.slices / self.step_samples(step)
+        return (end - begin) * self.plan.slices / self.step_samples(step), end - begin
 
     def step_samples(self, step: int) -> int:
         """Return the number of samples of a step, over all ranks; the last one may be less than a global batch."""
@@ -219,14 +218,14 @@ class TrainingSlices(StandIn, Sampler[Any]):
         return min(self.samples, self.own_steps * self.plan.global_batch)
 
     @property
-    def least_samples(self) -> int:
-        """Samples of the smallest step of an epoch, over all ranks; 0 if it is not known."""
-        return self.epoch_samples % self.plan.global_batch or self.plan.global_batch
-
-    @property
     def is_even(self) -> bool:
         """Whether the slices of each step, including the last one, have the same number of samples."""
         return self.plan.is_even and self.epoch_samples % self.plan.global_batch % self.plan.slices == 0
+
+
+def _chosen(order: Any, begin: int, end: int) -> list[Any]:
+    chosen = order[begin : max(end, begin + 1)]  # an empty slice still reads one sample, at weight 0
+    return chosen.tolist() if hasattr(chosen, "tolist") else list(chosen)
 
 
 class FormedSlices(TrainingSlices):
@@ -289,10 +288,6 @@ class FormedSlices(TrainingSlices):
     @property
     def epoch_samples(self) -> int:
         return self._of_pass(self.epoch, 0)[-1]
-
-    @property
-    def least_samples(self) -> int:
-        return min(end - begin for begin, end in pairwise(self._of_pass(self.epoch, 0)))
 
     @property
     def is_even(self) -> bool:

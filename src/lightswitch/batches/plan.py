@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from math import sqrt
 from types import NoneType
@@ -53,7 +54,7 @@ class BatchPlan:
         accumulation = -(-global_batch // (replicas * most))
         return cls(global_batch, -(-global_batch // (replicas * accumulation)), replicas, accumulation)
 
-    @property
+    @cached_property
     def slices(self) -> int:
         """Slices of a step, over all devices."""
         return self.replicas * self.accumulation
@@ -126,7 +127,6 @@ class Position:
     global_batch: int = 0
     dataset: int | None = None  # samples in the training set; None if its loader runs unchanged
     optimizer_steps: int | None = None  # taken in total, as the Trainer counts them; None if each batch is a step
-    lacks_ending: bool = False  # saved by an earlier version, before its validation or the end of its epoch
     splits_by_seed: bool = False  # data are prepared and set up under `seed` itself; before 0.2, under a hash of it
 
     @property
@@ -172,9 +172,7 @@ def saved_position(checkpoint: Mapping[str, Any]) -> Position | None:
     ):
         raise ValueError(f"its {KEY} is damaged")
     position = Position(**{name: count for name, count in counts.items() if name not in _DUE})
-    if counts.get("epoch_end_due"):
-        position = replace(position, epoch=position.epoch + 1, step=0)
-    return replace(position, lacks_ending=True) if any(counts.get(name) for name in _DUE) else position
+    return replace(position, epoch=position.epoch + 1, step=0) if counts.get("epoch_end_due") else position
 
 
 def save_position(checkpoint: dict[str, Any], position: Position) -> None:

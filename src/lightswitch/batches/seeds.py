@@ -173,6 +173,7 @@ class SeededSamples(StandIn, Dataset[Any]):
 
     def __init__(self, dataset: Any, seed: int, collate_fn: Any = None) -> None:
         self._seed, self._kept = seed, KeptGenerators(whole_dataset(dataset), collate_fn)
+        self._reads_batches = reads_batches(dataset)
         self.given = dataset
 
     def __len__(self) -> int:
@@ -183,13 +184,13 @@ class SeededSamples(StandIn, Dataset[Any]):
 
     def __getitems__(self, key: Any) -> Any:
         if not isinstance(key, tuple):  # of a loader that the module makes itself, with this dataset
-            return self.given.__getitems__(key) if reads_batches(self.given) else [self.given[index] for index in key]
+            return self.given.__getitems__(key) if self._reads_batches else [self.given[index] for index in key]
         epoch, place, indices = key
         return self._read(epoch, range(place, place + len(indices)), indices)
 
     def _read(self, epoch: int, places: Sequence[int], indices: list[Any]) -> Any:
         seeds = mix_each(places, self._seed, epoch)
-        if reads_batches(self.given):
+        if self._reads_batches:
             return self._kept.seeded(self.given.__getitems__, [indices], seeds, epoch)[0]
         return self._kept.seeded(self.given.__getitem__, indices, seeds, epoch)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.utilities import rank_zero_only
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, Sampler, _utils, get_worker_info
 
 from lightswitch import patches
@@ -64,7 +64,6 @@ class Cut(NamedTuple):
     samples: int  # of the whole step, over all ranks; 0 if the stream has ended
     state: Any = None  # state of the dataset after this step, or UnsavableState
     digest: int | None = None  # of this reader's first samples in a pass; only with its first micro-batch
-    skipped: tuple[int, float] | None = None  # samples that a resumed run skipped, and the seconds that took
     own_samples: int = 0  # of this micro-batch, once it is collated
 
 
@@ -155,10 +154,6 @@ class StreamSlices(TrainingSlices):
         place, samples = self._short
         return (place.step - place.begin) * self.plan.global_batch + samples
 
-    @property
-    def least_samples(self) -> int:
-        return super().least_samples if self.is_sized else 0
-
     def step_samples(self, step: int) -> int:
         if self._short is not None and step == self._short[0].step:
             return self._short[1]
@@ -196,11 +191,18 @@ class StreamSlices(TrainingSlices):
         if step == 0:
             return None
         begin = step // self.own_steps * self.own_steps  # first step of the pass
-        if self._kept is None or not begin < self._kept.get("step", 0) <= step:  # a map-style loader's has none
-            return Resume(step - begin)
-        self._states[self._kept["step"]] = self._kept["state"]
-        self._continued = str(self._pass_key(self.epoch, step // self.own_steps))
-        return Resume(step - begin, self._kept["step"] - begin, self._kept["state"])
+        resume = Resume(step - begin)
+        if self._kept is not None and begin < self._kept.get("step", 0) <= step:  # a map-style loader's has none
+            self._states[self._kept["step"]] = self._kept["state"]
+            self._continued = str(self._pass_key(self.epoch, step // self.own_steps))
+            resume = Resume(step - begin, self._kept["step"] - begin, self._kept["state"])
+        if self.rank == 0 and (steps := resume.step - resume.state_step):
+            log.info(
+                "skipped    %s samples of a stream are read again, to resume at the same sample; a dataset with "
+                "state_dict and load_state_dict resumes at once",
+                f"{steps * self.plan.global_batch:,}",
+            )
+        return resume
 
     def note(self, cut: Cut) -> None:
         """Record the number of samples of a micro-batch's step, and the dataset's state after it."""
@@ -310,7 +312,6 @@ class Cursor:
         self._step = -1  # step of the pass that the group belongs to
         self._holder: Any = None  # dataset or iterator with a state dict
         self._next_state_seconds = 0.0
-        self._skip: Resume | None = None
         self._digest: int | None = None  # of the first samples of the pass, until they are sent
         self._is_new = True  # whether nothing of the pass has been read
 
@@ -319,7 +320,7 @@ class Cursor:
         with _without_worker_info():
             if (place.turn, place.key) != self._pass:
                 self._start(dataset, place)
-            skipped = self._read_to(place.step - place.begin)
+            self._read_to(place.step - place.begin)
             last = place.micro == self.plan.accumulation - 1
             state = self._state() if last and self._group and self.rank == 0 else None
         samples, slices = len(self._group), self.plan.slices
@@ -328,7 +329,7 @@ class Cursor:
         chosen = self._group[begin : max(end, begin + 1)]  # an empty slice still reads one sample, at weight 0
         digest, self._digest = self._digest, None
         seed_generators(mix(self.seed, place.key, place.step, index))  # for a random collate function
-        return Cut(place._replace(resume=None), chosen, samples, state, digest, skipped)
+        return Cut(place._replace(resume=None), chosen, samples, state, digest)
 
     def _start(self, dataset: Any, place: Place) -> None:
         self._pass, self._is_new = (place.turn, place.key), True
@@ -336,7 +337,6 @@ class Cursor:
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
             set_epoch(place.epoch)
         samples, step = self._opened(dataset, place.resume)
-        self._skip = place.resume if place.resume and place.resume.step > step else None
         self._step = step - 1
         block = step * self.plan.global_batch // self._seeded_samples
         self._groups = self._groups_of(_seeded(samples, self._seeded_samples, block, self.seed, place.key))
@@ -354,18 +354,12 @@ class Cursor:
             self._holder.load_state_dict(state)
         return samples, resume.state_step
 
-    def _read_to(self, step: int) -> tuple[int, float] | None:
-        """Read up to a step of the pass; return the samples that a resumed run has skipped and the seconds, or None."""
-        began = perf_counter()
-        first, skip, self._skip = self._step + 1, self._skip, None
+    def _read_to(self, step: int) -> None:
         while self._step < step:
             self._group = next(self._groups, [])
             self._step += 1
             if self._is_new:
                 self._is_new, self._digest = False, content_digest(self._group[:_COMPARED_SAMPLES])
-        if skip is None or not self._group:
-            return None
-        return (skip.step - first) * self.plan.global_batch, perf_counter() - began
 
     def _state(self) -> Any:
         now = perf_counter()
@@ -419,18 +413,10 @@ def _loses_a_buffer(part: Any) -> bool:
 
 def _copied(state: Any) -> Any:
     """Return a copy of a state, or UnsavableState with the type of a part that is neither plain nor a tensor."""
-    if type(state) in _PLAIN:
-        return state
-    if isinstance(state, torch.Tensor):
-        return state.detach().cpu().clone()
-    if type(state) not in (dict, list, tuple):
-        return UnsavableState(type(state).__name__)
-    parts = [*map(_copied, [*state, *state.values()] if isinstance(state, dict) else state)]
-    if (lost := next((part for part in parts if isinstance(part, UnsavableState)), None)) is not None:
-        return lost
-    if isinstance(state, dict):
-        return dict(zip(parts[: len(state)], parts[len(state) :], strict=True))
-    return type(state)(parts)
+    lost = [leaf for leaf in tree_leaves(state) if type(leaf) not in _PLAIN and not isinstance(leaf, torch.Tensor)]
+    if lost:
+        return UnsavableState(type(lost[0]).__name__)
+    return tree_map(lambda leaf: leaf.detach().cpu().clone() if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
 class StreamLoader(DataLoader[Any]):
@@ -470,7 +456,7 @@ class StreamReceiver:
         self._slices = slices
         self._gather = gather
         self._digests: dict[tuple[int, int], int] = {}  # of the current pass
-        self._told: set[str] = set()
+        self._is_compared = False
 
     def batches(self, cuts: Iterator[Cut]) -> Iterator[Any]:
         """Yield batches until the stream ends."""
@@ -480,15 +466,11 @@ class StreamReceiver:
                 return
             if cut.digest is not None:
                 self._compare(cut.digest, (cut.place.turn, cut.place.key))
-            if cut.skipped is not None:
-                self._report(
-                    f"skipped    {cut.skipped[0]:,} samples of a stream in {cut.skipped[1]:.1f} s, to resume at the "
-                    "same sample; a dataset with state_dict and load_state_dict resumes at once"
-                )
-            if isinstance(cut.state, UnsavableState):
-                self._report(
-                    f"the stream's state contains a {cut.state.kind}, which a checkpoint can't store: a resumed run "
-                    "reads the stream again up to its position"
+            if isinstance(cut.state, UnsavableState):  # its reader tries no more
+                log.info(
+                    "the stream's state contains a %s, which a checkpoint can't store: a resumed run reads the stream "
+                    "again up to its position",
+                    cut.state.kind,
                 )
                 cut = cut._replace(state=None)
             self._slices.note(cut)
@@ -504,8 +486,8 @@ class StreamReceiver:
         self._digests = {of_pass: digest}
         if known is not None:
             others, which = [known, digest], "the workers of a data loader read"
-        elif "compared" not in self._told:
-            self._told.add("compared")
+        elif not self._is_compared:
+            self._is_compared = True
             others, which = self._gather(digest), "the ranks read"
         else:
             return
@@ -515,10 +497,3 @@ class StreamReceiver:
                 "data.sharded_by=dataset; otherwise, let it draw from the global generators of torch, NumPy and "
                 "Python, or from one that set_epoch seeds"
             )
-
-    @rank_zero_only
-    def _report(self, line: str) -> None:
-        key = line.split()[0]
-        if key not in self._told:
-            self._told.add(key)
-            log.info("%s", line)

@@ -440,11 +440,11 @@ def _found(run_dir: Path) -> tuple[list[tuple[Path, Position]], list[UnfitCheckp
     return readable, damaged
 
 
-def _distance(found: tuple[Path, Position]) -> tuple[int, bool, str]:
+def _distance(found: tuple[Path, Position]) -> tuple[int, str]:
     """Return a sort key for a checkpoint's progress: its step, then its name, so that of equal ones `step_<n>.ckpt` is
     the furthest."""
     path, position = found
-    return position.global_step, not position.lacks_ending, path.name
+    return position.global_step, path.name
 
 
 def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:

@@ -25,7 +25,6 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightswitch.batches.logs import OF_RANKS
 from lightswitch.batches.plan import saved_position
 from lightswitch.checkpoints import directory, names, optimizers
 from lightswitch.checkpoints.finetuning import LEFT_OUT, unfreeze_again
@@ -111,7 +110,7 @@ class PortableCheckpoints(Strategy):
             LostRank: a rank did not reach the save in time, has failed, or is still writing the previous checkpoint.
         """
         tensors, state = self._split(checkpoint)
-        path, own = self._await_ranks(Path(filepath), tensors, state)
+        path, own = self._await_ranks(Path(filepath), tensors)
         if self.is_global_zero:
             with contextlib.suppress(OSError):  # the write makes it again, and raises the error
                 path.parent.mkdir(parents=True, exist_ok=True)  # Lightning links to it before it is written
@@ -166,11 +165,9 @@ class PortableCheckpoints(Strategy):
         self._told = self._told | new.keys()
         return tensors, state
 
-    def _await_ranks(
-        self, path: Path, tensors: dict[str, Stored], state: dict[str, Any]
-    ) -> tuple[Path, dict[str, Stored]]:
+    def _await_ranks(self, path: Path, tensors: dict[str, Stored]) -> tuple[Path, dict[str, Stored]]:
         """Wait until every rank has reached this save and written the previous one; return rank 0's path and the
-        tensors that this rank writes. Rank 0's state also gets the `OF_RANKS` entries of all ranks."""
+        tensors that this rank writes."""
         ranks = self._ranks
         try:
             self.wait_for_write()
@@ -181,25 +178,21 @@ class PortableCheckpoints(Strategy):
         self._log_failure()
         if ranks is None:
             return path, tensors
-        path_of_rank_0, own = self._agree(ranks.staging, path, tensors, state)
+        path_of_rank_0, own = self._agree(ranks.staging, path, tensors)
         if self._writer.has_lost_a_rank:
             self._checkpoint_ranks = None  # the old group can't be used any more
         return path_of_rank_0, own
 
-    def _agree(
-        self, ranks: Steps, path: Path, tensors: dict[str, Stored], state: dict[str, Any]
-    ) -> tuple[Path, dict[str, Stored]]:
+    def _agree(self, ranks: Steps, path: Path, tensors: dict[str, Stored]) -> tuple[Path, dict[str, Stored]]:
         """Return rank 0's path and the tensors that this rank writes: its share if all ranks replicate the same
         tensors, else all."""
         assert self.lightning_module is not None
         replicas = {name: replicas_of(tensor, ranks.rank, ranks.world_size) for name, tensor in tensors.items()}
         held = sorted((name, [*tensors[name].shape], count) for name, (count, _) in replicas.items() if count > 1)
         digest = hashlib.sha256(repr(held).encode()).hexdigest()
-        ranks.take(f"reach the save of {path.name}", lambda: [digest, state.get(OF_RANKS, [])])
+        ranks.take(f"reach the save of {path.name}", lambda: digest)
         of_all = ranks.results(range(ranks.world_size if ranks.rank == 0 else 0))
-        if of_ranks := [one for _, of_rank in of_all for one in of_rank]:
-            state[OF_RANKS] = of_ranks
-        are_alike = len({one for one, _ in of_all}) == 1
+        are_alike = len({*of_all}) == 1
         ranks.take("plan the save", lambda: [str(path), are_alike] if ranks.rank == 0 else None)
         ((path_of_rank_0, are_alike),) = ranks.results([0])
         if are_alike:

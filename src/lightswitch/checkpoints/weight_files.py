@@ -38,6 +38,7 @@ _OF_TRAINING = (
     "optimizer_states",
     "lr_schedulers",
     "streams",
+    "best_values",
     "of_ranks",
     "extra_state",
     "names_of_tied",

@@ -1,4 +1,4 @@
-"""Lightning's calls of hooks, without the hooks that nobody has overridden.
+"""Lightning's calls of hooks, without the hooks that nobody has overridden; errors of steps, in one line.
 
 Lightning calls every hook of every callback, even the empty one of the base class, and before each call it formats a
 name and opens a profiler context. A training step makes more than a hundred such calls, of which few do something.
@@ -7,10 +7,9 @@ User hooks, which may write to weights, run in a context in which the strategy p
 
 from __future__ import annotations
 
-import logging
 import traceback
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -27,23 +26,20 @@ from lightswitch.errors import NeedsValues, Refused
 from lightswitch.failures.classify import is_of_another_rank_or_device, raised_in
 from lightswitch.mixins import callbacks_of
 from lightswitch.strategies.sharded import first_name
-from lightswitch.strategies.weights import WatchedWeights
 
-_call_callbacks, _call_module, _call_strategy = (
-    call._call_callback_hooks,
-    call._call_lightning_module_hook,
-    call._call_strategy_hook,
-)
-_EMPTY = {  # hooks of a step that do nothing in Lightning's base classes
-    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    *("on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end"),
+_EMPTY = {  # hooks of a step that do nothing in LightningModule
+    name: getattr(LightningModule, name)
+    for name in (
+        *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward"),
+        *("on_after_backward", "on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end"),
+    )
 }
+_MONITORING = (EarlyStopping, Checkpoint)
 _KNOWN = ("lightning", "lightswitch")  # packages whose hooks don't write to weights, or only through the strategy
 _WITHOUT_WEIGHTS = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 _OTHERS_WITH_WEIGHTS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
-_EMPTY_OF_MODULE = {getattr(LightningModule, name) for name in _EMPTY}
 _EVALUATION = ("validation_step", "test_step", "predict_step")
-_EMPTY_OF_STRATEGY = {Strategy.on_train_batch_start}
+_NAME = "_current_fx_name"  # attribute of a LightningModule
 STEPS = 3  # number of a process's steps that count as its first
 _KINDS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, KeyError)
 _OTHERS = (torch.OutOfMemoryError, torch.distributed.DistError, NeedsValues)  # reported with messages of their own
@@ -54,141 +50,144 @@ _LIBRARIES = ("torch", "deepspeed", "lightning")
 
 def skip_empty_hooks() -> None:
     """Let Lightning skip empty hooks in this process; order and arguments of the others stay the same."""
-    patches.replace(call, "_call_callback_hooks", _CallbackHooks())
-    patches.replace(call, "_call_lightning_module_hook", _call_lightning_module_hook)
-    patches.replace(call, "_call_strategy_hook", _call_strategy_hook)
+    hooks = _Hooks()
+    patches.replace(call, "_call_callback_hooks", hooks.call_callbacks)
+    patches.replace(call, "_call_lightning_module_hook", hooks.call_module)
+    patches.replace(call, "_call_strategy_hook", hooks.call_strategy)
 
 
-def is_observed(trainer: Trainer) -> bool:
-    """Return whether hook calls are profiled or logged."""
-    profiler = trainer.profiler  # type: ignore[attr-defined]  # set by a connector
-    passes_through = PassThroughProfiler in type(profiler).__mro__  # for an ABC, isinstance takes longer
-    return not passes_through or call.log.isEnabledFor(logging.DEBUG)
+class _Hooks:
+    """Replacements of Lightning's functions that call hooks, eighteen times in a step.
 
-
-class _CallbackHooks:
-    """Replacement of Lightning's `_call_callback_hooks` that determines once for each hook which callbacks have it."""
-
-    def __init__(self) -> None:
-        self._having: dict[str, _Having] = {}
-
-    def __call__(
-        self, trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
-    ) -> None:
-        module: LightningModule | None = trainer.lightning_module  # None before it is attached
-        if module is None:
-            _call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
-            return
-        callbacks = callbacks_of(trainer)
-        having = self._having.get(hook_name)
-        if having is None or not having.fits(callbacks):
-            having = self._having[hook_name] = _Having(hook_name, callbacks)
-        called = having.callbacks
-        if monitoring_callbacks is not None:  # Lightning calls these after the others
-            called = [one for one in called if isinstance(one, EarlyStopping | Checkpoint) == monitoring_callbacks]
-        if is_observed(trainer):
-            users = [callback for callback in called if callback in having.users]
-            with _around(trainer, users[0], hook_name) if users else nullcontext():
-                _call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
-            return
-        known = vars(module)  # bypasses nn.Module's __setattr__, which checks for parameters
-        before, known["_current_fx_name"] = known["_current_fx_name"], hook_name
-        for callback in called:
-            hook = getattr(callback, hook_name)
-            if callback in having.users:
-                with _around(trainer, callback, hook_name):
-                    hook(trainer, module, *args, **kwargs)
-            else:
-                hook(trainer, module, *args, **kwargs)
-        known["_current_fx_name"] = before
-
-
-class _Having:
-    """Callbacks of a Trainer that override a hook of the base class.
-
-    Attributes:
-        callbacks: those that override it, in the Trainer's order.
-        users: those of them whose hook is code of neither Lightning nor the engine.
+    They determine once for a Trainer which callbacks override a hook, and whether calls are profiled. A name that
+    `self.log` reads is set in the module's `__dict__`, past nn.Module's `__setattr__`, which checks for parameters. As
+    in Lightning, it stays set after an error.
     """
 
-    def __init__(self, hook_name: str, among: list[Callback]) -> None:
+    def __init__(self) -> None:
+        self._profiler: Any = None  # of the Trainer, which has one of its own
+        self._callbacks: list[Callback] = []
+        self._is_profiled = False
+        self._overriding: dict[str, list[tuple[Callback, Callable[..., Any], bool]]] = {}
+
+    def call_callbacks(
+        self, trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
+    ) -> None:
+        """Call a hook of the callbacks that override it."""
+        module = trainer.strategy.lightning_module  # None before it is attached
+        if trainer.profiler is not self._profiler or trainer.callbacks != self._callbacks:  # type: ignore[attr-defined]  # set by connectors
+            self._note(trainer)
+        if hook_name not in self._overriding:
+            self._overriding[hook_name] = self._hooks(hook_name)
+        names: dict[str, Any] = {_NAME: None} if module is None else module.__dict__
+        before, names[_NAME] = names[_NAME], hook_name
+        for callback, hook, is_users in self._overriding[hook_name]:
+            if monitoring_callbacks is not None and isinstance(callback, _MONITORING) != monitoring_callbacks:
+                continue  # Lightning calls these after the others
+            context = self._context(trainer, callback, hook_name) if is_users or self._is_profiled else None
+            if context is None:
+                hook(trainer, module, *args, **kwargs)
+            else:
+                with context:
+                    hook(trainer, module, *args, **kwargs)
+        names[_NAME] = before
+
+    def call_module(
+        self, trainer: Trainer, hook_name: str, *args: Any, pl_module: LightningModule | None = None, **kwargs: Any
+    ) -> Any:
+        """Return the result of a module's hook, or None if it is empty."""
+        module: Any = pl_module or trainer.strategy.lightning_module
+        may_be_empty = hook_name in _EMPTY and hook_name not in module.__dict__
+        if may_be_empty and getattr(module.__class__, hook_name) is _EMPTY[hook_name]:
+            return None
+        hook = getattr(module, hook_name)
+        if not callable(hook):
+            return None
+        return self._run(trainer, module, module, hook, hook_name, args, kwargs, _is_users(hook))
+
+    def call_strategy(self, trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of a strategy's hook."""
+        strategy, is_guarded = trainer.strategy, hook_name in _EVALUATION
+        module, hook = strategy.lightning_module, getattr(strategy, hook_name)
+        return self._run(trainer, module, strategy, hook, hook_name, args, kwargs, is_guarded)
+
+    def _run(
+        self,
+        trainer: Trainer,
+        module: Any,
+        owner: Any,
+        hook: Callable[..., Any],
+        hook_name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_guarded: bool,
+    ) -> Any:
+        if trainer.profiler is not self._profiler:  # type: ignore[attr-defined]  # set by a connector
+            self._note(trainer)
+        names = module.__dict__
+        before, names[_NAME] = names[_NAME], hook_name
+        context = self._context(trainer, owner, hook_name) if is_guarded or self._is_profiled else None
+        if context is None:
+            returned = hook(*args, **kwargs)
+        else:
+            with context:
+                returned = hook(*args, **kwargs)
+        names[_NAME] = before
+        return returned
+
+    def _note(self, trainer: Trainer) -> None:
+        self._profiler = trainer.profiler  # type: ignore[attr-defined]  # set by a connector
+        self._is_profiled = not isinstance(self._profiler, PassThroughProfiler)
+        self._callbacks, self._overriding = [*callbacks_of(trainer)], {}
+
+    def _hooks(self, hook_name: str) -> list[tuple[Callback, Callable[..., Any], bool]]:
+        """Return the callbacks that override a hook, their hooks, and whether these are the user's code."""
         empty = getattr(Callback, hook_name, None)
-        self._hook_name, self._among = hook_name, list(among)
-        self.callbacks = [
-            callback
-            for callback in among
+        return [
+            (callback, hook := getattr(callback, hook_name), _is_users(hook))
+            for callback in self._callbacks
             if getattr(type(callback), hook_name, None) is not empty or hook_name in vars(callback)
         ]
-        self.users = [callback for callback in self.callbacks if is_users(getattr(callback, hook_name))]
-        self._others = [vars(callback) for callback in among if callback not in self.callbacks]
 
-    def fits(self, callbacks: list[Callback]) -> bool:
-        """Return whether the callbacks are the same, and none of the others has been given the hook since."""
-        for own in self._others:  # a loop, as this runs at each call of a hook, and `any` takes twice as long
-            if self._hook_name in own:
-                return False
-        return callbacks == self._among
-
-
-def _call_lightning_module_hook(
-    trainer: Trainer, hook_name: str, *args: Any, pl_module: LightningModule | None = None, **kwargs: Any
-) -> Any:
-    module: LightningModule | None = pl_module or trainer.lightning_module
-    if module is None:
-        return _call_module(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
-    hook = getattr(module, hook_name)
-    with _around(trainer, module, hook_name) if is_users(hook) else nullcontext():
-        if is_observed(trainer):
-            return _call_module(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
-        if getattr(hook, "__func__", None) in _EMPTY_OF_MODULE:
-            return None
-        return _call(hook, module, hook_name, args, kwargs)
+    def _context(self, trainer: Trainer, owner: Any, hook_name: str) -> AbstractContextManager[Any] | None:
+        """Return the context in which a hook runs, which may be the profiler's; None for none."""
+        around = _around(trainer, owner, hook_name)
+        if not self._is_profiled:
+            return around
+        kind = next(kind for kind in (Callback, LightningModule, Strategy) if isinstance(owner, kind))
+        entered = ExitStack()
+        entered.enter_context(self._profiler.profile(f"[{kind.__name__}]{type(owner).__name__}.{hook_name}"))
+        if around is not None:
+            entered.enter_context(around)
+        return entered
 
 
-def is_users(hook: Any) -> bool:
+def _is_users(hook: Any) -> bool:
     """Return whether a hook is code of neither Lightning nor the engine."""
     return not _is_known(getattr(hook, "__module__", ""))
 
 
 @cache
 def _is_known(module: object) -> bool:
-    return str(module).partition(".")[0] in _KNOWN
+    return _package(module) in _KNOWN
 
 
-def _around(trainer: Trainer, owner: Callback | LightningModule, hook_name: str) -> AbstractContextManager[None]:
-    """Return a context in which a hook may write to weights; it reports errors of the first steps in one line."""
-    strategy, writes = trainer.strategy, hook_name.startswith("on_") or hook_name in _OTHERS_WITH_WEIGHTS
-    if not isinstance(strategy, WatchedWeights) or not writes or hook_name in _WITHOUT_WEIGHTS:
-        return nullcontext()
+def _around(trainer: Trainer, owner: Any, hook_name: str) -> AbstractContextManager[None] | None:
+    """Return a context in which a hook may write to weights, and errors of the first steps are reported in one line.
+
+    None if the strategy has no copies of weights, or the hook writes to none.
+    """
+    if hook_name in _EVALUATION:
+        loop: Any = trainer._active_loop  # whose first batches count as first steps
+        return refusing(trainer, loop.batch_progress.current.ready - 1)
+    around_hook = getattr(trainer.strategy, "around_hook", None)  # of WatchedWeights
+    writes = hook_name.startswith("on_") or hook_name in _OTHERS_WITH_WEIGHTS
+    if around_hook is None or not writes or hook_name in _WITHOUT_WEIGHTS or not _is_users(getattr(owner, hook_name)):
+        return None
     name = type(owner).__name__.removeprefix("FSDP")  # a prefix that fully_shard adds
-    whole_weights = strategy.around_hook(f"{hook_name} of {name}")
+    whole_weights: AbstractContextManager[None] = around_hook(f"{hook_name} of {name}")
     steps = getattr(trainer.fit_loop.epoch_loop, "begun", 0)  # an attribute of EpochLoop
     return whole_weights if steps >= STEPS else refusing(trainer, steps, whole_weights)
-
-
-def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-    loop: Any = trainer._active_loop if hook_name in _EVALUATION else None  # whose first batches count as first steps
-    with nullcontext() if loop is None else refusing(trainer, loop.batch_progress.current.ready - 1):
-        if is_observed(trainer):
-            return _call_strategy(trainer, hook_name, *args, **kwargs)
-        hook = getattr(trainer.strategy, hook_name)
-        if getattr(hook, "__func__", None) in _EMPTY_OF_STRATEGY:
-            return None
-        return _call(hook, trainer.lightning_module, hook_name, args, kwargs)
-
-
-def _call(hook: Any, module: LightningModule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a hook, with its name set in the module, where `self.log` reads it.
-
-    As in Lightning, the name stays set after an error.
-    """
-    if not callable(hook):
-        return None
-    known = vars(module)  # bypasses nn.Module's __setattr__, which checks for parameters
-    before, known["_current_fx_name"] = known["_current_fx_name"], name
-    returned = hook(*args, **kwargs)
-    known["_current_fx_name"] = before
-    return returned
 
 
 @contextmanager
@@ -206,12 +205,12 @@ def refusing(trainer: Trainer, steps: int, within: AbstractContextManager[None] 
         with within or nullcontext():
             yield
     except Exception as error:
-        if (line := _refused(error, trainer, steps)) is not None:
+        if (line := refusal(error, trainer, steps)) is not None:
             raise line from error
         raise
 
 
-def _refused(error: Exception, trainer: Trainer, steps: int) -> Refused | None:
+def refusal(error: Exception, trainer: Trainer, steps: int) -> Refused | None:
     """Return the refusal for an error of a step; None if the strategy is not the cause.
 
     The strategy is not the cause if it keeps parameters whole, after the first steps, if the error tells of another
@@ -226,17 +225,15 @@ def _refused(error: Exception, trainer: Trainer, steps: int) -> Refused | None:
             "batch; return a loss (to skip a batch, 0 times its loss), or set self.automatic_optimization = False if "
             "it steps manually",
         )
+    is_ddp = isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
     if _is_of_reentrant_checkpoint(error) and trainer.world_size > 1:
-        is_ddp = isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
         return _told(
             error,
             f"the backward pass of {name} computes gradients several times, as reentrant checkpoints do, and "
             f"{type(trainer.strategy).__name__} expects each once; call torch.utils.checkpoint.checkpoint with "
             "use_reentrant=False" + (", or type trainer.strategy.static_graph=true" if is_ddp else ""),
         )
-    is_whole = isinstance(trainer.strategy, SingleDeviceStrategy) or (
-        isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
-    )
+    is_whole = is_ddp or isinstance(trainer.strategy, SingleDeviceStrategy)
     if is_whole or steps >= STEPS or not isinstance(error, _KINDS) or isinstance(error, _OTHERS):
         return None
     if is_of_another_rank_or_device(error):  # a killed rank must not be told as what a strategy can't do

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -25,22 +23,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightswitch import patches
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.loop.hooks import is_observed, refusing
+from lightswitch.loop.hooks import refusal
 from lightswitch.monitoring.step_results import Results, is_logged
-
-log = logging.getLogger(__name__)
-
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def replace_loops(trainer: Trainer, explains: bool = True) -> None:
-    """Replace a Trainer's loops over epochs and batches; hooks, their order and their arguments stay the same.
-
-    Args:
-        explains: report errors that the strategy causes in the first steps in one line.
-    """
-    patches.replace(trainer, "fit_loop", RunLoop(trainer, explains))
+def replace_loops(trainer: Trainer) -> None:
+    """Replace a Trainer's loops over epochs and batches; hooks, their order and their arguments stay the same."""
+    patches.replace(trainer, "fit_loop", RunLoop(trainer))
 
 
 class RunLoop(_FitLoop):
@@ -49,10 +40,10 @@ class RunLoop(_FitLoop):
     Lightning returns at once there, without the hooks of the end of training, which may not have run.
     """
 
-    def __init__(self, trainer: Trainer, explains: bool) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         given = trainer.fit_loop
         super().__init__(trainer, given.min_epochs, given.max_epochs)
-        self.epoch_loop = EpochLoop(trainer, given.epoch_loop.min_steps, given.epoch_loop.max_steps, explains)
+        self.epoch_loop = EpochLoop(trainer, given.epoch_loop.min_steps, given.epoch_loop.max_steps)
 
     def setup_data(self) -> None:
         """Set up the training loader, unless there is one already.
@@ -70,12 +61,6 @@ class RunLoop(_FitLoop):
             raise Refused("data: train_dataloader has no batches; trainer.limit_train_batches=0 leaves training out")
 
     @property
-    def _should_reload_train_dl(self) -> bool:
-        """True if loaders are due anew: at multiples of so many epochs, where Lightning counts from a resume."""
-        every = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set past its declaration
-        return bool(every) and self.trainer.current_epoch // every != self._last_train_dl_reload_epoch // every
-
-    @property
     def skip(self) -> bool:
         has_batches = self.max_batches != 0 and self.trainer.limit_train_batches != 0
         return super().skip and not (self.is_resuming and has_batches)
@@ -87,15 +72,20 @@ class EpochLoop(_TrainingEpochLoop):
     Training steps that take the dataloader's iterator use Lightning's implementation.
     """
 
-    def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int, explains: bool) -> None:
+    def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
-        self._explains = explains
         self._results: Results = Results(training=True)
         self.manual_optimization = OptimizationByHand(trainer)
         self._step: Callable[..., Any] | None = None
         self._takes_index = False
         self.begun = 0  # batches that this process has trained on
         self._moves_by_hooks = True
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps, of which automatic or manual optimization has taken all."""
+        steps: int = self.automatic_optimization.optim_progress.optimizer.step.total.completed
+        return steps or self.manual_optimization.optim_step_progress.total.completed
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         """Prepare for an epoch; a resumed run goes on before a step, so it has nothing to repeat or to leave out."""
@@ -104,11 +94,8 @@ class EpochLoop(_TrainingEpochLoop):
         _Loop.restarting.fset(self.trainer.fit_loop, False)  # type: ignore[attr-defined]  # past FitLoop's own setter, which keeps it set by max_steps
         trainer = self.trainer
         owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
-        self._moves_by_hooks = (
-            any(is_overridden(name, owner) for name in _TRANSFERS for owner in owners)
-            or type(trainer.strategy).batch_to_device is not Strategy.batch_to_device
-            or is_observed(trainer)
-        )
+        own = any(is_overridden(name, owner) for name in _TRANSFERS for owner in owners)
+        self._moves_by_hooks = own or type(trainer.strategy).batch_to_device is not Strategy.batch_to_device
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Train on a batch.
@@ -119,16 +106,23 @@ class EpochLoop(_TrainingEpochLoop):
         if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
             super().advance(data_fetcher)
             return
-        trainer, progress = self.trainer, self.batch_progress
+        trainer, progress, results = self.trainer, self.batch_progress, self._results
+        connector = trainer._logger_connector
         batch, _, _ = next(data_fetcher)
         batch_idx = self.batch_idx + 1
-        progress.increment_by(0, is_last_batch=data_fetcher.done)
+        if progress.is_last_batch != data_fetcher.done:
+            progress.increment_by(0, is_last_batch=data_fetcher.done)
         batch = self._moved(batch)
         progress.increment_ready()
-        trainer._logger_connector.on_batch_start(batch)
-        self._results.start_batch()
-        with refusing(trainer, self.begun) if self._explains else nullcontext():
+        if connector._first_loop_iter is not False:  # for Lightning, the first two batches of an epoch differ
+            connector.on_batch_start(batch)
+        results.start_batch(batch)
+        try:
             output, ends_epoch = self._trained(batch, batch_idx)
+        except Exception as error:
+            if (line := refusal(error, trainer, self.begun)) is not None:
+                raise line from error
+            raise
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
@@ -138,10 +132,12 @@ class EpochLoop(_TrainingEpochLoop):
         call._call_callback_hooks(trainer, "on_train_batch_end", output, batch, batch_idx)
         call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
         self.begun += 1
-        trainer._logger_connector.on_batch_end()
+        if results.of_step is None:
+            connector.on_batch_end()  # which passes values to callbacks and the progress bar
         progress.increment_completed()
         if is_logged(trainer) or trainer.fast_dev_run:
-            trainer._logger_connector.update_train_step_metrics()
+            connector.update_train_step_metrics()
+        results.start_batch(None)
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """Validate if it is due, and count the step."""
@@ -151,6 +147,9 @@ class EpochLoop(_TrainingEpochLoop):
         self.update_lr_schedulers("step", update_plateau_schedulers=True)
         if not self._should_accumulate():
             self._batches_that_stepped += 1
+
+    def _should_accumulate(self) -> bool:
+        return self.trainer.accumulate_grad_batches > 1 and super()._should_accumulate()
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Step the schedulers that are due."""
@@ -162,7 +161,8 @@ class EpochLoop(_TrainingEpochLoop):
         trainer = self.trainer
         batch = trainer.precision_plugin.convert_input(batch)
         if not self._moves_by_hooks:
-            return move_data_to_device(batch, trainer.strategy.root_device)
+            device = trainer.strategy.root_device
+            return batch if device.type == "cpu" else move_data_to_device(batch, device)
         strategy = trainer.strategy
         if isinstance(strategy, HookedStrategy) and strategy.on_batch is not None:
             strategy.on_batch()
@@ -215,9 +215,7 @@ class OptimizationByHand(_ManualOptimization):
     checkpoints depend on the count.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
-        self._depth = 0  # of nested steps
+    _depth = 0  # of nested steps
 
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         self._depth = 0

@@ -37,10 +37,11 @@ class Results(_ResultCollection):
     """Result collection that reads the values of a step only once: on a GPU, each read synchronizes with the device.
 
     Attributes:
+        of_step: values of the last step, as they were read; None if others have been logged since.
         of_batch: this rank's scalars that a batch has logged so far, by key, if they go to loggers at each step.
     """
 
-    _of_step: _METRICS | None = None
+    of_step: _METRICS | None = None
 
     def __init__(self, training: bool) -> None:
         super().__init__(training)
@@ -48,11 +49,12 @@ class Results(_ResultCollection):
 
     def start_epoch(self) -> None:
         """Read the values of a step anew: an epoch's end has reset them."""
-        self._of_step = None
+        self.of_step = None
 
-    def start_batch(self) -> None:
-        """Forget what the batch before has logged."""
+    def start_batch(self, batch: Any) -> None:
+        """Forget what the batch before has logged, and hold this one; None to hold none, as one may be large."""
         self.of_batch = {}
+        self.batch, self.batch_size = batch, None
 
     def count(self, samples: int) -> None:
         """Weight what the current batch logs by its number of samples, which Lightning would guess."""
@@ -61,13 +63,11 @@ class Results(_ResultCollection):
     def metrics(self, on_step: bool) -> _METRICS:
         if not on_step:
             return super().metrics(on_step)
-        if self._of_step is None:
-            self._of_step = super().metrics(on_step=True)
-        last = self._of_step
+        last = self.of_step = self.of_step or super().metrics(on_step=True)
         return _METRICS(callback=dict(last["callback"]), log=dict(last["log"]), pbar=dict(last["pbar"]))
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        self._of_step = None
+        self.of_step = None
         super().update_metrics(key, value, batch_size)
         item = self[key]
         own = item._forward_cache
@@ -76,7 +76,7 @@ class Results(_ResultCollection):
 
     def put_of_step(self, key: str, value: float) -> None:
         """Replace the value logged for a step."""
-        self._of_step = None
+        self.of_step = None
         own = self[key]._forward_cache
         assert isinstance(own, Tensor)
         self[key]._forward_cache = torch.full_like(own, value)

@@ -207,7 +207,7 @@ def test_a_run_whose_loaders_are_made_anew_goes_on_beside_a_schedule_of_its_leng
 
 
 def test_what_the_methods_of_loaders_draw_follows_the_position(train: Train) -> None:
-    run = (*PLAIN[:1], f"data._target_={HERE}.DrawnData", *RUN, "+trainer.reload_dataloaders_every_n_epochs=2")
+    run = (*PLAIN[:1], f"data._target_={HERE}.DrawnData", *RUN, "+trainer.reload_dataloaders_every_n_epochs=1")
     run = (*run, "trainer.max_epochs=4", "trainer.val_check_interval=1.0", "trainer.check_val_every_n_epoch=1")
     alone = train(*run, "callbacks.last_checkpoint.every_n_steps=6", "callbacks.last_checkpoint.keep=9")
     resumed = train(*run, f"resume={alone.run_dir}/checkpoints/step_6.ckpt", "run_id=resumed")

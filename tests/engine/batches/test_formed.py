@@ -60,12 +60,16 @@ def read(
     steps = []
     for step in range(first, len(ranks[0]) // plan.accumulation):
         slices = [
-            next(loader)[0][: None if rank.batch_sampler.weight(step, micro) else 0]
+            next(loader)[0][: None if rank.batch_sampler.weight_and_samples(step, micro)[0] else 0]
             for micro in range(plan.accumulation)
             for rank, loader in zip(ranks, of_ranks, strict=True)
         ]
         steps.append(torch.cat(slices).tolist())
-        weights = [rank.batch_sampler.weight(step, micro) for rank in ranks for micro in range(plan.accumulation)]
+        weights = [
+            rank.batch_sampler.weight_and_samples(step, micro)[0]
+            for rank in ranks
+            for micro in range(plan.accumulation)
+        ]
         assert sum(weights) == pytest.approx(plan.slices)
     assert all(next(one, None) is None for one in of_ranks)
     return steps
@@ -155,7 +159,7 @@ def test_batches_of_one_of_several_loaders_are_not_cut() -> None:
     combined = Combined()
     for loader in (DataLoader(DATA, batch_sampler=Buckets([1.0] * 48, 3.0)), DataLoader(DATA, 4, drop_last=True)):
         training_loader(loader, PLANS[1], 0, 5, Position(), combined)
-    with pytest.raises(Refused, match="which does not divide over 2 devices × accumulation 1; use batches of one size"):
+    with pytest.raises(Refused, match="which does not divide over 2 devices × accumulation 1; use global_batch_size="):
         combined.check()
 
 

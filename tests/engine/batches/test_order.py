@@ -46,7 +46,7 @@ def test_every_cut_of_an_epoch_reads_the_same_samples_a_step(
         for micro_index in range(accumulation):
             assert all(len(rank[step * accumulation + micro_index]) <= plan.micro_batch for rank in batches)
             for rank, sampler in zip(batches, ranks, strict=True):
-                weight = sampler.weight(step, micro_index)
+                weight = sampler.weight_and_samples(step, micro_index)[0]
                 weights += weight
                 if weight:  # an empty slice reads one sample, at weight 0
                     read.update(rank[step * accumulation + micro_index])

@@ -62,13 +62,6 @@ def test_a_checkpoint_that_an_older_python_has_written_is_read(tmp_path: Path) -
     assert "model.seen" in before.read_index(path).like
 
 
-def test_of_two_at_a_step_the_validated_one_is_taken(tmp_path: Path) -> None:
-    """As earlier versions saved them."""
-    write(tmp_path / "checkpoints" / "last.ckpt", global_step=20, validation_due=True)
-    validated = write(tmp_path / "checkpoints" / "best.ckpt", global_step=20)
-    assert newest(tmp_path) == (validated, Position(global_step=20))
-
-
 HARMS: list[Damage] = [
     *(damages.truncate, damages.flip, damages.delete, damages.put_a_directory),
     *(partial(damages.put_a_link, targets=(target,)) for target in ("nowhere", damages.UNREADABLE)),
