@@ -155,8 +155,16 @@ class Entry:
             run.process.end_ranks()
             raise
         except BaseException as error:  # also a SystemExit raised by the model: the run is not finished
-            ending.answer(error, cfg, run)
+            ending.answer(_explained(error), cfg, run)
         return None
+
+
+def _explained(error: BaseException) -> BaseException:
+    """Return a refusal if a fork's script imports what this version of the engine does not have, else the error."""
+    if not (isinstance(error, ImportError) and (error.name or "").startswith("lightswitch")):
+        return error
+    advice = "in a clone of lightswitch, type python -m lightswitch.fork NAME --since COMMIT > new.diff, and merge it"
+    return RefusedRequest([f"{Path(sys.argv[0]).name} is for another version of lightswitch: {error.msg}; {advice}"])
 
 
 def _resume_restarted(cfg: DictConfig, run: RunContext) -> None:

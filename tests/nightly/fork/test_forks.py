@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.engine.fork.forks import clone_into, commit, environment, git, made, run
-from tests.runs import CHECKOUT
 
-THEN = "0ddfbcd1508d7bb290e16cad60d80b9f083e36cf"  # of 2026-11-23, before the engine was distilled
 MODELS = {"convnet": ("ConvNet", "test_acc"), "gan": ("GAN", "g_loss")}  # the class, and a metric that it logs
 LONGEST_TESTS_SECONDS = 300
 Type = Callable[..., str]
@@ -119,6 +116,12 @@ def test_a_fork_trains_with_what_its_wheel_holds(clone: Path, tmp_path: Path) ->
     run(["env", "PIP_FIND_LINKS=wheels", "sh", "-euc", build], folder)  # as the Makefile exports it
     assert (folder / "wheelhouse" / wheel.name).is_file()
     run(["make", "lint"], folder)
+    script = (folder / "train.py").read_text()
+    (folder / "train.py").write_text(
+        script.replace("from lightswitch.runs import ", "from lightswitch.runs import gone, ")
+    )
+    told = run([str(python), "train.py", "debug=limit"], folder, code=2)
+    assert "error: train.py is for another version of lightswitch: cannot import name 'gone' from" in told
 
 
 def test_a_command_that_pip_installed_from_a_git_address_makes_a_fork(clone: Path, tmp_path: Path) -> None:
@@ -147,22 +150,3 @@ def test_examples_give_way_to_a_model_and_a_dataset_as_the_readme_says(clone: Pa
     for command in re.findall(r"^    python (train\.py .*?) *#.*$", readme, re.MULTILINE)[:2]:
         short = ["trainer.max_steps=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"]
         run([str(python), *command.split(), *short], folder)
-
-
-def test_a_fork_made_at_an_earlier_commit_takes_this_engine_and_trains(clone: Path, tmp_path: Path) -> None:
-    """With its own conf and train.py of then."""
-    if subprocess.run(["git", "cat-file", "-e", THEN], cwd=CHECKOUT, capture_output=True).returncode:
-        pytest.fail(f"expected the history down to {THEN[:7]}; type: git fetch --unshallow")
-    then, folder = tmp_path / "then", tmp_path / "birdsong"
-    git(tmp_path, "clone", "--quiet", "--no-checkout", str(CHECKOUT), str(then))
-    git(then, "checkout", "--quiet", THEN)
-    made(then, folder)
-    git(folder, "rm", "-rq", "src/lightswitch", "docs/lightswitch")  # the engine was a folder then
-    python = ["env", f"PYTHONPATH={clone / 'src'}:{folder / 'src'}", sys.executable]
-    few = [f"trainer.{words}" for words in ("max_steps=4", "log_every_n_steps=1", "limit_val_batches=1")]
-    losses = []
-    for words in (["strategy=single"], ["strategy=fsdp", "trainer.devices=2"]):
-        told = run([*python, "train.py", "trainer.accelerator=cpu", *few, *words], folder)
-        assert "judged.BestCheckpoint is now lightswitch.monitoring.monitored.BestCheckpoint" in told
-        losses += [float(line.split()[-1]) for line in told.splitlines() if line.startswith("train/loss")][:1]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
