@@ -57,12 +57,7 @@ BY_DAY = ("single", "ddp", "ddp_spawn", "fsdp", "fsdp_hybrid", "fsdp_tp", "deeps
 
 
 @pytest.mark.parametrize("strategy", [*BY_DAY, *at_night(*(one for one in STRATEGIES if one not in BY_DAY))])
-def test_a_request_is_accepted_or_refused_in_the_same_lines_by_any_launcher(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (operator := tmp_path / "async_io" / "async_io.so").parent.mkdir()
-    operator.touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # as if it were built, which the night does
+def test_a_request_is_accepted_or_refused_in_the_same_lines_by_any_launcher(strategy: str, tmp_path: Path) -> None:
     with composing():
         asked = (f"strategy={strategy}", "trainer.accelerator=cpu", *EXTRA.get(strategy, ()))
         request = composed(*RUN, *asked, into=tmp_path)

@@ -99,8 +99,8 @@ _WORDS = {
     "strategy=deepspeed_stage_2_offload": "offload_optimizer zero_optimization.offload_optimizer",
     "strategy=deepspeed_stage_3_offload": "offload_param zero_optimization.offload_param "
     "strategy=deepspeed_stage_3_offload_optimizer",
-    "strategy=deepspeed_stage_3_offload_nvme trainer.strategy.nvme_path=DIR, as DeepSpeed offloads to NVMe at stage 3 "
-    "alone": "strategy=deepspeed_stage_1_offload_nvme strategy=deepspeed_stage_2_offload_nvme",
+    "strategy=deepspeed_stage_3_offload, to the host's memory: offloading to disk is not supported": "nvme_path "
+    "strategy=deepspeed_stage_2_offload_nvme strategy=deepspeed_stage_3_offload_nvme",
     "strategy=deepspeed trainer.strategy.config={value}": "deepspeed deepspeed_config deepspeed_config_file ds_config",
     # Numbers
     "precision": "dtype mixed_precision",

@@ -22,6 +22,7 @@ _DECIDED_ELSEWHERE = {  # keys that a run decides in another way
     "torch_autocast": "the run's precision switches it on",
 }
 _SWITCHES = ("fp16", "bf16")
+NO_DISK = "checkpoints do not support offloading to disk"
 _KEYS = {  # at the top of a config; DeepSpeed's own classes check the keys within blocks
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "fp16", "bf16",
@@ -98,16 +99,11 @@ def _stage(zero: Any) -> Iterator[str]:
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
     if stage not in (1, 2, 3):
         yield f"zero_optimization.stage is {stage}, which shards nothing; use 1, 2 or 3, or strategy=ddp"
-    elif stage < 3 and blocks_on_disk(zero):
-        yield f"DeepSpeed offloads to NVMe at stage 3 alone, but zero_optimization.stage is {stage}; use 3"
     elif stage < 3 and zero.get("offload_param"):
         yield f"zero_optimization.offload_param is ignored at stage {stage}; use stage 3, or leave it out"
-
-
-def blocks_on_disk(zero: Any) -> list[dict[str, Any]]:
-    """Return the blocks of `zero_optimization` that offload to disk."""
-    named = [zero.get(key) for key in ("offload_optimizer", "offload_param")] if isinstance(zero, dict) else []
-    return [block for block in named if isinstance(block, dict) and block.get("device") == "nvme"]
+    for key in ("offload_optimizer", "offload_param"):
+        if isinstance(zero, dict) and isinstance(block := zero.get(key), dict) and block.get("device") == "nvme":
+            yield f"zero_optimization.{key}.device=nvme: {NO_DISK}; use cpu, or more devices"
 
 
 def _against_run(config: dict[str, Any], run: Run) -> Iterator[str]:
@@ -191,7 +187,7 @@ def _without_auto(node: dict[str, Any]) -> dict[str, Any]:
     return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
-_BUILDERS = {"async_io": "AsyncIOBuilder", "cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder"}
+_BUILDERS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder"}
 _LOADING_SECONDS = 15.0  # how long a start holds the lock of an operator that is built
 
 
@@ -202,12 +198,12 @@ def operator_problems(op: str, purpose: str) -> Iterator[str]:
     file of a build that was killed.
 
     Args:
-        op: DeepSpeed's name of the operator: async_io, cpu_adam or fused_adam.
+        op: DeepSpeed's name of the operator: cpu_adam or fused_adam.
         purpose: what needs the operator; the message begins with it.
     """
     needs = f"{purpose} needs DeepSpeed's {op}"
     folders = list(_folders(op))
-    locks = [path / "lock" for path in (*folders, *_folders("pin_memory")) if path.name in (op, "pin_memory")]
+    locks = [path / "lock" for path in folders if path.name == op]
     until = time.monotonic() + _LOADING_SECONDS
     while held := [lock for lock in locks if lock.exists()]:
         if time.monotonic() > until:

@@ -2,26 +2,16 @@
 
 DeepSpeed's getters and setters fail for several parameter groups at stages 1 and 2 before the first step, and for a
 parameter that does not divide evenly over the ranks at stage 3 (0.19). Therefore, this module finds the shards.
-
-With an offload to disk, DeepSpeed writes each flat group of parameters, each of its optimizer states, and each large
-parameter that computes to a file of its own, and reads it into a buffer when a step needs it
-(deepspeed.runtime.swap_tensor, 0.19). In between, its tensors are empty.
 """
 
 from __future__ import annotations
 
-import atexit
-import hashlib
 import importlib
 import logging
 import os
-import resource
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,15 +23,11 @@ from lightswitch import patches
 from lightswitch.checkpoints import names, optimizers
 from lightswitch.checkpoints.finetuning import LEFT_OUT
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.checkpoints.shards import Piece, Stored, local
-from lightswitch.deepspeed.config import blocks_on_disk
+from lightswitch.checkpoints.shards import Piece, Stored
 from lightswitch.errors import Refused
-from lightswitch.regular_files import make_tree, remove_tree
-from lightswitch.strategies.units import is_compiled
 
 log = logging.getLogger(__name__)
 
-_CAP_IPC_LOCK = 14  # may lock any amount of memory (linux/capability.h)
 LOSS_SCALE = "MixedPrecision"  # Lightning's checkpoint key for the state of the GradScaler
 
 
@@ -174,15 +160,13 @@ def _refuse_other_step(name: str, step: int, other: str, step_of_other: int) -> 
 def parts(engine: Any, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Part | None]]:
     """Yield each parameter with its name and this rank's shard.
 
-    The shard is None if every rank holds the parameter whole, and no optimizer steps it. Tensors that are on disk map
-    their files until the last one is yielded.
+    The shard is None if every rank holds the parameter whole, and no optimizer steps it.
     """
     zero = engine.optimizer
     groups = zip(getattr(zero, "single_partition_of_fp32_groups", ()), getattr(zero, "bit16_groups", ()), strict=True)
     flats = {id(member): flat for flat, group in groups for member in group}
-    with mapped(zero, module):
-        for name, parameter in names.parameters(module).items():
-            yield name, parameter, _part(zero, parameter, flats.get(id(parameter)))
+    for name, parameter in names.parameters(module).items():
+        yield name, parameter, _part(zero, parameter, flats.get(id(parameter)))
 
 
 def _part(zero: Any, parameter: nn.Parameter, flat: Tensor | None) -> Part | None:
@@ -222,8 +206,7 @@ def _spread(engine: Any, key: str, like: Tensor, part: Part) -> Tensor:
     values = _states(engine).setdefault(part.flat, {})
     if not _is_spread(values.get(key), part):
         dtype = part.flat.dtype if like.is_floating_point() else like.dtype
-        on_disk = _new_state_on_disk(engine.optimizer, part.flat, key)
-        values[key] = torch.zeros_like(part.flat, dtype=dtype, requires_grad=False) if on_disk is None else on_disk
+        values[key] = torch.zeros_like(part.flat, dtype=dtype, requires_grad=False)
     found: Tensor = values[key]
     return found
 
@@ -283,11 +266,6 @@ class PortableDeepSpeed(PortableCheckpoints):
         if scale := loss_scale_of(self._loss_scaler):
             checkpoint[LOSS_SCALE] = scale
         super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def stage(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Return copies of the tensors that this rank writes, but those on disk themselves."""
-        on_disk = {name: one for name, one in tensors.items() if local(one).untyped_storage().filename is not None}
-        return {**super().stage(names.without(tensors, on_disk)), **on_disk}
 
     @property
     def _loss_scaler(self) -> Any:
@@ -381,145 +359,3 @@ def resume_loss_scale(scaler: Any, state: dict[str, Any]) -> None:
         scaler.cur_scale = state["scale"]
         scaler.last_overflow_iter = scaler.cur_iter - 2 - state["_growth_tracker"]
         scaler.cur_hysteresis = state.get("hysteresis", scaler.cur_hysteresis)
-
-
-# Offload to disk
-
-
-def folder_of(drive: str | Path, run_dir: Path) -> Path:
-    """Return the folder of a run on a drive; runs of the same name in other directories have others."""
-    digest = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()
-    return Path(drive) / f"{run_dir.name}_{digest[:8]}"
-
-
-def open_folder(folder: Path, rank: int, is_first_of_node: bool) -> None:
-    """Make a run's folder, without the files of a killed start, and remove this rank's files when the process ends.
-
-    The other ranks wait for the first of their node.
-
-    Raises:
-        Refused: the folder can't be made.
-    """
-    try:
-        if is_first_of_node:
-            if folder.is_dir():
-                remove_tree(folder)
-            with suppress(FileExistsError):  # another node may share the drive
-                make_tree(folder)
-    except OSError as error:
-        raise Refused(f"trainer.strategy.nvme_path={folder.parent}: {error.strerror}; use another folder") from error
-    atexit.register(_remove, folder, rank)
-
-
-def _remove(folder: Path, rank: int) -> None:
-    for path in folder.glob(f"**/rank{rank}/**/*"):
-        if path.is_file():
-            path.unlink(missing_ok=True)
-    with suppress(OSError, Refused):  # another rank still has files there, and removes the folder
-        for path in sorted(set(folder.glob("**")) - {folder}, reverse=True):
-            path.rmdir()
-        remove_tree(folder)
-
-
-def fit_buffers(zero: dict[str, Any], model: nn.Module, ranks: int, copies: int) -> None:
-    """Make the buffers for parameters as large as the largest shard of one, and enough of them: DeepSpeed fails if one
-    is too small, or if it has none left for a layer that follows another.
-
-    Args:
-        zero: the block `zero_optimization` of DeepSpeed's config.
-        copies: of a parameter in the optimizer, the weight among them.
-
-    Raises:
-        Refused: the process may not lock the memory of the buffers, for which DeepSpeed would abort, or the drive has
-            no room for the files: DeepSpeed ignores a write that fails (0.19), and would read back other values.
-    """
-    shards = [-(-int(getattr(one, "ds_numel", one.numel())) // ranks) for one in model.parameters()]
-    elements = 0
-    for block in blocks_on_disk(zero):
-        is_of_weights = block is zero.get("offload_param")
-        if is_of_weights:
-            block["buffer_size"] = max(shards)
-            most = max(len(list(part.parameters(recurse=is_compiled(part)))) for part in model.modules())
-            block["buffer_count"] = max(block.get("buffer_count", 5), 2 * most)
-        needed, free = sum(shards) * 4 * (1 if is_of_weights else copies), shutil.disk_usage(block["nvme_path"]).free
-        if needed > free:
-            raise Refused(
-                f"trainer.strategy.nvme_path={block['nvme_path']}: each rank writes {needed / 2**30:.3g} GiB, and "
-                f"{free / 2**30:.3g} GiB are free; free some space, or use a folder on another local drive"
-            )
-        size = max(shards) if is_of_weights else min(sum(shards), zero.get("sub_group_size", 1e9) + max(shards))
-        elements += block.get("buffer_count", 5) * size
-    limit, needed = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], int(elements) * 4
-    if resource.RLIM_INFINITY != limit < needed and not _may_lock_memory():
-        raise Refused(
-            f"each process locks {needed >> 20} MiB of memory to offload to disk, but may lock {limit >> 20} MiB "
-            "(ulimit -l); raise memlock in /etc/security/limits.conf, or start the container with --ulimit memlock=-1"
-        )
-
-
-def _may_lock_memory() -> bool:
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    effective = next((line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0")
-    return bool(int(effective, 16) >> _CAP_IPC_LOCK & 1)
-
-
-@contextmanager
-def mapped(zero: Any, module: nn.Module) -> Iterator[None]:
-    """Context in which the tensors that DeepSpeed has written to disk have their values: they map the files.
-
-    Views of them remain valid until DeepSpeed writes the files again; what is written into them is in the files.
-
-    Args:
-        zero: DeepSpeed's optimizer.
-    """
-    found: list[tuple[Any, str, int, torch.dtype, Tensor]] = [
-        (one.compute_tensor, one.swap_path, info.numel(), zero.optimizer_swapper.dtype, torch.empty(0))
-        for info in _groups(zero).values()
-        for one in info.tensors
-    ]
-    weights: list[Any] = [one for one in module.parameters() if _is_on_disk(one)]
-    for parameter in weights:
-        kept, swapper = parameter.ds_tensor, parameter.nvme_swapper
-        found.append((kept, swapper.get_path(parameter), kept.ds_numel, swapper.dtype, swapper.invalid_buffer))
-    for tensor, path, elements, dtype, _ in found:
-        tensor.data = _map(path, elements, dtype)
-    yield  # no try/finally: an error ends the run
-    for tensor, *_, placeholder in found:
-        tensor.data = placeholder.data  # as DeepSpeed leaves it
-
-
-def _new_state_on_disk(zero: Any, flat: Tensor, key: str) -> Tensor | None:
-    """Return an optimizer state of zeros that maps a new file, for a flat group that is on disk; None for another."""
-    info = _groups(zero).get(getattr(flat, "ds_id", None))
-    if info is None:
-        return None
-    tensor: Any = torch.empty(0, dtype=flat.dtype)
-    tensor.ds_id = f"{key}-{flat.ds_id}"  # type: ignore[attr-defined]  # as DeepSpeed names it
-    info.add_state_tensors([tensor])
-    path = info.tensors[-1].swap_path
-    with open(path, "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, zero.optimizer_swapper._io_aligned_numel(info.numel()) * flat.itemsize)
-    tensor.data = _map(path, info.numel(), flat.dtype)
-    state: Tensor = tensor
-    return state
-
-
-def _groups(zero: Any) -> dict[Any, Any]:
-    """Return what DeepSpeed has on disk of each flat group, by the group's `ds_id`."""
-    swapper = getattr(zero, "optimizer_swapper", None)
-    return dict(swapper.swap_params_info) if swapper is not None else {}
-
-
-def _is_on_disk(parameter: Any) -> bool:
-    """Return whether this rank's shard of a parameter is in a file alone, after letting go of one read ahead."""
-    swapper, kept = getattr(parameter, "nvme_swapper", None), getattr(parameter, "ds_tensor", None)
-    if swapper is None or kept is None or kept.final_location != "nvme":
-        return False
-    swapper.synchronize_reads()
-    if parameter.ds_status.name == "NOT_AVAILABLE" and kept.status.name == "AVAILABLE":
-        swapper.remove_partition_and_release_buffers([parameter])
-    return bool(kept.status.name == "NOT_AVAILABLE")
-
-
-def _map(path: str, elements: int, dtype: torch.dtype) -> Tensor:
-    return torch.from_file(path, shared=True, size=elements, dtype=dtype)

@@ -35,7 +35,7 @@ from lightswitch import patches
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.checkpoints import names
 from lightswitch.deepspeed import config as zero_config
-from lightswitch.deepspeed.state import PortableDeepSpeed, deepspeed, fit_buffers, folder_of, open_folder, parts
+from lightswitch.deepspeed.state import PortableDeepSpeed, deepspeed, parts
 from lightswitch.errors import Refused, listed
 from lightswitch.mixins import callbacks_of
 from lightswitch.strategies.agreement import (
@@ -123,21 +123,9 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
             self.config["managed_gradient_accumulation"] = False  # a step uses all backward passes since the last
             if not self.zero_stage_3 and self.config["zero_optimization"]["stage"] < 2:
                 self.config["zero_optimization"]["overlap_comm"] = False  # DeepSpeed rejects the combination
-        self._use_disk(Path(trainer.default_root_dir))
         if isinstance(self.precision_plugin, ZeroPrecision):
             self.precision_plugin.autocasts = "torch_autocast" in self.config
             self.precision_plugin.steps_by_hand = not self.lightning_module.automatic_optimization
-
-    def _use_disk(self, run_dir: Path) -> None:
-        """Give what is offloaded to disk a folder of this run, made on each node. Collective."""
-        assert self.config is not None
-        zero = self.config["zero_optimization"]
-        for block in (blocks := zero_config.blocks_on_disk(zero)):
-            block["nvme_path"] = str(folder := folder_of(block["nvme_path"], run_dir))
-            open_folder(folder, self.global_rank, self.local_rank == 0)
-        if blocks:
-            zero.setdefault("stage3_max_reuse_distance", 0)  # a parameter that is kept takes a buffer
-            self.barrier()
 
     @property
     def _loss_scaling(self) -> dict[str, float]:
@@ -215,7 +203,7 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         self.remember_groups(optimizer)
         if self.global_rank == 0:
             _tell_of_hooks(self.lightning_module)
-        self._place(self.lightning_module, optimizer)
+        self._place(self.lightning_module)
         # the weights are broadcast already, and DeepSpeed 0.19 fails for a scalar parameter
         patches.replace(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda self: None)
         return optimizer, schedulers[0] if schedulers else None
@@ -256,7 +244,7 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
             model, _ = self._setup_model_and_optimizer(model, None)
         self.model = model
 
-    def _place(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    def _place(self, model: nn.Module) -> None:
         """Broadcast rank 0's weights and buffers to each device; at stage 3, shard the weights.
 
         Raises:
@@ -269,16 +257,11 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
             if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
                 parameter.data = parameter.data.to(dtype)
         if self.zero_stage_3:
-            options = optimizer.defaults if optimizer is not None else {}
-            copies = 1 + 2 * ("betas" in options) + bool(options.get("amsgrad"))
-            fit_buffers(self.config["zero_optimization"], model, self.world_size, copies)
             _refuse_unsharded(model)
             for unit in filter(is_compiled, model.modules()):
                 # as one, and not module by module: its compiled graph would break at the hooks of each module
                 deepspeed.utils.set_z3_leaf_module(unit, True)
-            swappers = {getattr(parameter, "nvme_swapper", None) for parameter in model.parameters()}  # of a fit before
-            swapper = next(filter(None, swappers), None)
-            deepspeed.zero.Init(module=model, config_dict_or_path=self.config, param_swapper=swapper)
+            deepspeed.zero.Init(module=model, config_dict_or_path=self.config)
             model.to(self.root_device)  # buffers and metrics
         else:
             model.to(self.root_device)
@@ -425,11 +408,6 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         in_each_pass = engine.zero_optimization_stage() > 1
         if closure_loss.requires_grad and (in_each_pass or engine.is_gradient_accumulation_boundary()):
             closure_loss.register_hook(lambda _: use.refuse_uneven(in_each_pass))  # type: ignore[no-untyped-call]  # the library has no types for it
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super().save_checkpoint(*args, **kwargs)
-        if isinstance(self.config, dict) and zero_config.blocks_on_disk(self.config.get("zero_optimization")):
-            self.wait_for_write()  # the next step changes the files, of which there is no copy
 
     def teardown(self) -> None:
         self.release_engine()

@@ -199,7 +199,6 @@ def check(request: Request, candidate: Candidate, batch: BatchPlan) -> None:
     )  # fmt: skip
     plain["trainer"]["strategy"] = candidate.node
     if problems := [
-        *strategies.of_disk(candidate.node),
         *strategies.problems(asked),
         *strategies.precision_problems(plain, kind),
     ]:

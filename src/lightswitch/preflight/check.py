@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 _EXAMPLES = {  # what to type for a mandatory value
     "trainer.strategy.config": "ds_config.json, a file of DeepSpeed's, or choose a stage: strategy=deepspeed_stage_2",
-    "trainer.strategy.nvme_path": "DIR, a folder on a local drive of each node",
 }
 _LOG_BYTES = 1 << 20  # what a run writes before its first checkpoint
 

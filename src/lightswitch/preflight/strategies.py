@@ -6,7 +6,6 @@ Importing it does not import torch.
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -162,12 +161,9 @@ def _deepspeed(request: Request) -> Iterator[str]:
         yield "DeepSpeed clips gradients only by norm; use trainer.gradient_clip_algorithm=norm, or strategy=ddp"
     if options.get("config") is not None:
         yield from _deepspeed_file(request)
-    for device, switch in (("optimizer", "offload_optimizer"), ("params", "offload_parameters")):
-        if options.get(f"offload_{device}_device") == "nvme" and not options.get(switch):
-            found = f"trainer.strategy.offload_{device}_device=nvme has no effect alone"
-            yield f"{found}; also type trainer.strategy.{switch}=true"
-    if "nvme" in (options.get("offload_optimizer_device"), options.get("offload_params_device")):
-        yield from _disk(options.get("stage", 2), {str(options.get("nvme_path", "/local_nvme"))})
+    for key in ("offload_optimizer_device", "offload_params_device"):
+        if options.get(key) == "nvme":
+            yield f"trainer.strategy.{key}=nvme: {zero_config.NO_DISK}; use strategy=deepspeed_stage_3_offload"
     for name, op in (("DeepSpeedCPUAdam", "cpu_adam"), ("FusedAdam", "fused_adam")):
         if isinstance(node, dict) and node.get("_target_") == f"deepspeed.ops.adam.{name}":
             yield from operator_problems(op, f"optimizer {name}")
@@ -191,21 +187,6 @@ def _deepspeed_file(request: Request) -> Iterator[str]:
         clip_norm = float(request.trainer.get("gradient_clip_val") or 0)
         run = zero_config.Run(request.precision, plan.micro_batch, plan.accumulation, plan.replicas, clip_norm)
     yield from (f"trainer.strategy.config: {problem}" for problem in zero_config.problems(found, run))
-    if blocks := zero_config.blocks_on_disk(found.get("zero_optimization")):
-        yield from _disk(3, {str(block.get("nvme_path")) for block in blocks})
-
-
-def _disk(stage: int, folders: set[str]) -> Iterator[str]:
-    """Yield the reasons why DeepSpeed can't offload to disk, into these folders."""
-    if stage < 3:
-        yield (
-            f"DeepSpeed offloads to NVMe at stage 3 alone, but the run has stage {stage}; use "
-            "strategy=deepspeed_stage_3_offload_nvme trainer.strategy.nvme_path=DIR"
-        )
-    for folder in (folder for folder in folders if not os.access(folder, os.W_OK)):
-        found = f"trainer.strategy.nvme_path={folder}: there is no such writable folder"
-        yield f"{found}; use one on a local drive of each node"
-    yield from operator_problems("async_io", "offloading to NVMe")
 
 
 def trainer_problems(trainer: Mapping[str, Any], typed: Set[str]) -> Iterator[str]:
@@ -305,22 +286,11 @@ def mode_problems(
         yield f"{key}=[]: it names none; leave it out, or type {key}=all"
     if mode == CHECK and {*named} == {"single"}:
         yield f"check.strategies={asked}: single is what a strategy is compared with; name another, or all"
-    if mode != CHECK:
-        yield from of_disk(cfg["trainer"].get("strategy"))
     world = cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"])
     for rank in ranks(cfg["dry_run"]["rank"]) if mode == "dry_run" else ():
         if type(rank) is not int or not 0 <= rank < world:
             found = "one rank, 0" if world == 1 else f"{world} ranks; use one from 0 to {world - 1}"
             yield f"dry_run.rank={rank}: the world has {found}"
-
-
-def of_disk(strategy: Any) -> Iterator[str]:
-    """Yield why a strategy's memory can't be simulated, given its config node, if it offloads to disk."""
-    if isinstance(strategy, Mapping) and "nvme" in strategy.values():
-        yield (
-            "what DeepSpeed offloads to disk is not simulated; plan strategy=deepspeed_stage_3_offload instead, which "
-            "takes the same memory of each device, and as much of the host's as this one takes of the disk"
-        )
 
 
 def ranks(asked: Any) -> list[Any]:

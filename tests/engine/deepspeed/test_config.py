@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 from lightswitch.deepspeed import config
 from lightswitch.deepspeed.config import Run, other_precision, problems, resolved
 from lightswitch.errors import Refused
-from lightswitch.preflight import strategies
 from lightswitch.preflight.strategies import Request
 from lightswitch.preflight.strategies import problems as limits
 from tests.engine.conftest import PLAIN, Train
@@ -23,7 +23,6 @@ from lightswitch.deepspeed.strategy import DeepSpeed  # imports deepspeed
 
 RUN = Run(precision="32-true", micro_batch=4, accumulation=3, replicas=2, clip_norm=0.5)
 ZERO = {"zero_optimization": {"stage": 2}}
-ON_DISK = {"offload_optimizer": True, "offload_optimizer_device": "nvme"}
 AUTO: dict[str, Any] = {  # as people bring it from other frameworks
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
@@ -121,8 +120,9 @@ def test_weights_in_16_bits_under_mixed_precision_are_told() -> None:
             "zero_optimization.offload_param is ignored at stage 2; use stage 3, or leave it out",
         ),
         (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
-            "DeepSpeed offloads to NVMe at stage 3 alone, but zero_optimization.stage is 2; use 3",
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+            "zero_optimization.offload_optimizer.device=nvme: checkpoints do not support offloading to disk; use cpu, "
+            "or more devices",
         ),
     ],
 )
@@ -184,51 +184,31 @@ def test_an_argument_beside_a_config_file_is_refused() -> None:
     ]
 
 
-@pytest.mark.parametrize("by_file", [False, True])
-def test_offloading_to_disk_needs_a_folder_and_an_operator_that_is_built(
-    by_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_of_deepspeeds_needs_its_operator_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(config, "_LOADING_SECONDS", 0.2)
-    options = {"stage": 3, **ON_DISK, "nvme_path": str(tmp_path / "drive")}
-    block = {"device": "nvme", "nvme_path": str(tmp_path / "drive")}
-    of_file = {"config": {"zero_optimization": {"stage": 3, "offload_optimizer": block}}}
-    asked = request(of_file if by_file else options)
-    folder, operator = limits(asked)
-    assert folder.startswith(f"trainer.strategy.nvme_path={tmp_path}/drive: there is no such writable folder; use one")
-    assert operator.startswith("offloading to NVMe needs DeepSpeed's async_io, which is not built here; ")
-    assert "from deepspeed.ops.op_builder import AsyncIOBuilder as B; B().load()" in operator
+    asked = replace(request({"stage": 2}), model={"optimizer": {"_target_": "deepspeed.ops.adam.DeepSpeedCPUAdam"}})
+    (operator,) = limits(asked)
+    assert operator.startswith("optimizer DeepSpeedCPUAdam needs DeepSpeed's cpu_adam, which is not built here; ")
+    assert "from deepspeed.ops.op_builder import CPUAdamBuilder as B; B().load()" in operator
 
-    (tmp_path / "drive").mkdir()
-    (tmp_path / "async_io").mkdir()
-    (tmp_path / "async_io" / "async_io.so").touch()
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
     assert list(limits(asked)) == []
-    (tmp_path / "async_io" / "lock").touch()
+    (tmp_path / "cpu_adam" / "lock").touch()
     (lock,) = limits(asked)
-    assert lock.endswith(f"wait, or, if no process builds it, type rm {tmp_path}/async_io/lock")
+    assert lock.endswith(f"wait, or, if no process builds it, type rm {tmp_path}/cpu_adam/lock")
     monkeypatch.setattr(config, "_LOADING_SECONDS", 60)
-    Timer(0.1, (tmp_path / "async_io" / "lock").unlink).start()  # as of another start, which loads it
+    Timer(0.1, (tmp_path / "cpu_adam" / "lock").unlink).start()  # as of another start, which loads it
     assert list(limits(asked)) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"stage": 2, **ON_DISK}, "DeepSpeed offloads to NVMe at stage 3 alone, but the run has stage 2; use "),
-        (
-            {"stage": 3, "offload_optimizer_device": "nvme"},
-            "trainer.strategy.offload_optimizer_device=nvme has no effect alone; also type trainer.strategy.offload_o",
-        ),
-    ],
-)
-def test_an_offload_to_disk_that_would_not_happen_is_refused(options: dict[str, Any], told: str) -> None:
-    assert next(iter(limits(request(options)))).startswith(told)
-
-
-def test_a_plan_of_an_offload_to_disk_names_what_to_plan_in_its_place() -> None:
-    (line,) = strategies.of_disk({"stage": 3, **ON_DISK})
-    assert "plan strategy=deepspeed_stage_3_offload instead" in line
-    assert list(strategies.of_disk({"stage": 3, "offload_optimizer": True})) == []
+def test_an_offload_to_disk_is_refused_with_that_to_the_host() -> None:
+    (told,) = limits(request({"stage": 3, "offload_optimizer": True, "offload_optimizer_device": "nvme"}))
+    assert told == (
+        "trainer.strategy.offload_optimizer_device=nvme: checkpoints do not support offloading to disk; use "
+        "strategy=deepspeed_stage_3_offload"
+    )
 
 
 def test_a_wrong_file_is_refused_in_a_line_each_before_torch_is_imported(train: Train, tmp_path: Path) -> None:

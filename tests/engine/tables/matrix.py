@@ -29,7 +29,6 @@ RUN = (
 )
 EXTRA = {
     "deepspeed": ("trainer.strategy.config={train_micro_batch_size_per_gpu: auto, zero_optimization: {stage: 2}}",),
-    "deepspeed_stage_3_offload_nvme": (f"trainer.strategy.nvme_path={tempfile.gettempdir()}",),
     "fsdp_hybrid": ("trainer.strategy.shard_size=2",),
     "fsdp_tp": (PLAN,),
 }
