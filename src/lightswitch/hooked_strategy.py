@@ -49,6 +49,7 @@ class HookedStrategy(Mixin, Strategy):
     """
 
     ranks_launcher: _Launcher | None = None
+    _on_built: Sequence[Callable[[], None]] = ()
     meeting: Callable[[], AbstractContextManager[None]] | None = None
     share: Callable[[object], object] | None = None
     on_data: Callable[[], None] | None = None
@@ -66,6 +67,11 @@ class HookedStrategy(Mixin, Strategy):
         """Return a Trainer's strategy, which must have these hooks."""
         assert isinstance(trainer.strategy, cls), "give the Trainer hooked(strategy)"
         return trainer.strategy
+
+    def when_built(self, action: Callable[[], None]) -> None:
+        """Call an action once when the module has all its parts, after its `setup` and `configure_model`, and before it
+        is sharded."""
+        self._on_built = (*self._on_built, action)
 
     @property
     def launcher(self) -> _Launcher | None:
@@ -102,6 +108,9 @@ class HookedStrategy(Mixin, Strategy):
                 f"{listed(sorted(sparse))}: sparse and jagged tensors can't be sent to other devices; register their "
                 "indices and values as buffers, and make the tensors of them where they are used"
             )
+        actions, self._on_built = self._on_built, ()
+        for action in actions:
+            action()
         super().setup(trainer)
 
     def process_dataloader(self, dataloader: object) -> object:

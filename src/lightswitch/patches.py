@@ -7,20 +7,15 @@ table as Markdown.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightswitch import versions
 from lightswitch.errors import ChangedDependency
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
 
 # The patched packages, and the versions that the tests ran with. pyproject.toml has the same bounds, with the reasons.
 SUPPORTED = {
@@ -152,18 +147,6 @@ PATCHES = (
     ),
     Patch(
         "lightning.pytorch.LightningModule",
-        "configure_model",
-        "(self)",
-        "logs the model's size after it is built and before it is sharded, when no callback runs",
-    ),
-    Patch(
-        "lightning.pytorch.LightningModule",
-        "setup",
-        "(self, stage)",
-        "the same for a model that is built there, after callbacks' own `setup`",
-    ),
-    Patch(
-        "lightning.pytorch.LightningModule",
         "training_step",
         "(self, *args, **kwargs)",
         "is compiled itself: a compiled __call__ would take effect only where a strategy calls the module",
@@ -241,18 +224,6 @@ PATCHES = (
         "does nothing: weights are already broadcast, and the method fails for scalar parameters",
         for_process=True,
     ),
-    Patch(
-        "deepspeed.DeepSpeedEngine",
-        "global_steps",
-        "int",
-        "continues the step count of a portable checkpoint: DeepSpeed sets it only from its own checkpoints",
-    ),
-    Patch(
-        "deepspeed.runtime.base_optimizer.ZeROOptimizer",
-        "_hp_optimizer_states_linked",
-        "bool",
-        "loaded states replace those that parameters were linked to",
-    ),
     Patch("deepspeed.runtime.base_optimizer.ZeROOptimizer", "external_loss_scale", "float | None", _ITEMS),
     Patch("deepspeed.runtime.base_optimizer.ZeROOptimizer", "custom_loss_scaler", "bool", _ITEMS),
 )  # fmt: skip
@@ -276,14 +247,7 @@ OVERRIDES = {
         "update_lr_schedulers",
     ),
     f"{_PL}.loops.optimization.manual._ManualOptimization": ("run",),
-    f"{_PL}.strategies.DDPStrategy": ("_register_ddp_hooks", "_setup_model"),
-    f"{_PL}.strategies.DeepSpeedStrategy": (
-        "_format_config",
-        "_init_optimizers",
-        "_initialize_deepspeed_inference",
-        "_load_config",
-        "_setup_model_and_optimizer",
-    ),
+    f"{_PL}.strategies.DeepSpeedStrategy": ("_format_config", "_load_config"),
     f"{_PL}.strategies.ModelParallelStrategy": ("_get_process_group_backend",),
     f"{_PL}.strategies.launchers._SubprocessScriptLauncher": ("_call_children_scripts", "launch"),
     f"{_PL}.trainer.connectors.logger_connector.logger_connector._LoggerConnector": (
@@ -321,25 +285,6 @@ def replace(target: Any, name: str, value: object) -> None:
 def restore(target: Any, name: str) -> None:
     """Remove an attribute from an object, so that its class's attribute applies again."""
     vars(target).pop(name, None)
-
-
-def call_when_built(module: LightningModule, action: Callable[[], None]) -> None:
-    """Call an action once, when a module has all its parts: after the last of its hooks that may make some, `setup` and
-    `configure_model`; at once if it has neither."""
-    from lightning.pytorch.utilities.model_helpers import is_overridden
-
-    last = next((name for name in ("configure_model", "setup") if is_overridden(name, module)), None)
-    if last is None:
-        return action()
-    method = getattr(module, last)
-
-    @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> None:
-        restore(module, last)
-        method(*args, **kwargs)
-        action()
-
-    replace(module, last, called)
 
 
 def _patch_of(target: Any, name: str) -> Patch:

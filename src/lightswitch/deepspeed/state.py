@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightswitch import patches
 from lightswitch.checkpoints import names, optimizers
 from lightswitch.checkpoints.finetuning import LEFT_OUT
 from lightswitch.checkpoints.portable import PortableCheckpoints
@@ -144,9 +143,6 @@ def scatter_states(engine: Any, module: nn.Module, read: Callable[[str], Mapping
                 states.setdefault(part.flat, {})[key] = value.to(_device_of_step(engine, part.flat))
                 continue
             part.of(_spread(engine, key, value, part)).copy_(part.of_whole(value))
-    patches.replace(engine, "global_steps", max((step for _, step in first.values()), default=0))
-    if engine.zero_optimization_stage() < 3:  # parameters are still linked to the previous state tensors
-        patches.replace(engine.optimizer, "_hp_optimizer_states_linked", False)
 
 
 def _refuse_other_step(name: str, step: int, other: str, step_of_other: int) -> None:

@@ -187,62 +187,62 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
             refuse_left_on_meta(self.broadcast(left_on_meta(self.lightning_module), src=self.world_size - 1))
             leave_meta(self.lightning_module)
 
-    def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
-        """Create the optimizer before the parameters are partitioned: `configure_optimizers` may read their shapes.
+    def init_deepspeed(self) -> None:
+        """Make DeepSpeed's engine, whose optimizer steps the trained parameters. Collective.
 
-        Raises:
-            Refused: there is not exactly one optimizer, or it or the parameters' dtypes are not supported.
+        An evaluation has an engine at stage 3 alone, where it gathers weights.
         """
-        assert self.lightning_module is not None
-        optimizer, schedulers = _configured(self.lightning_module)
-        refuse_in_pieces(optimizer)
-        refuse_bounded_rows(self.lightning_module)
-        casts = str(self.lightning_module.trainer.precision) in ("16-true", "bf16-true")
-        _refuse_other_dtypes(self.lightning_module, None if casts else torch.float32)
-        fuse(optimizer)  # before DeepSpeed makes its states
-        self.remember_groups(optimizer)
-        if self.global_rank == 0:
-            _tell_of_hooks(self.lightning_module)
-        self._place(self.lightning_module)
-        # the weights are broadcast already, and DeepSpeed 0.19 fails for a scalar parameter
-        patches.replace(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda self: None)
-        return optimizer, schedulers[0] if schedulers else None
-
-    def _setup_model_and_optimizer(
-        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
-    ) -> tuple[deepspeed.DeepSpeedEngine, Optimizer]:
-        """Make DeepSpeed's engine over the trained parameters, and record those without a gradient. Collective."""
-        if optimizer is None:  # nothing is trained
-            made: tuple[deepspeed.DeepSpeedEngine, Optimizer] = super()._setup_model_and_optimizer(model, optimizer)
-            self._guard_weights(made[0], model)
-            return made
-        _leave_trained(optimizer)
-        engine, stepped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
-        optimizer.register_step_pre_hook(self._before_step)  # DeepSpeed has stepped it once, to make its states
-        if engine.managed_gradient_accumulation():
-            engine.set_gradient_accumulation_boundary(True)  # the engine must not count micro-batches
-        in_groups = {name for group in self._group_names for name in group}
-        parameters = names.parameters(model)
-        self._all = {name: (one, one.requires_grad) for name, one in parameters.items()}
-        self._use = ParameterUse({name: one for name, one in parameters.items() if name in in_groups})
-        self._guard_weights(engine, model)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._mark_used)  # type: ignore[no-untyped-call]  # untyped in torch
-            for parameter in self._use.parameters.values()
-        ]
-        return engine, stepped
-
-    def _guard_weights(self, engine: deepspeed.DeepSpeedEngine, model: nn.Module) -> None:
-        sees_steps = "training_step" not in vars(model) and not any(map(is_compiled, model.modules()))
-        self._guard = WeightGuard(engine, model, sees_steps)
-
-    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        model = self.lightning_module
+        assert model is not None
+        if model.trainer.training:
+            self._init_training(model)
+            return
         if self.zero_stage_3:
             _refuse_other_dtypes(model, None)
         self._place(model)
         if self.zero_stage_3:
-            model, _ = self._setup_model_and_optimizer(model, None)
-        self.model = model
+            self.model, _ = self._setup_model_and_optimizer(model, None)
+            self._guard_weights(self.model, model)
+
+    def _init_training(self, module: LightningModule) -> None:
+        """Create the optimizer before the parameters are partitioned, as `configure_optimizers` may read their shapes;
+        then the engine, with a record of the parameters without a gradient.
+
+        Raises:
+            Refused: there is not exactly one optimizer, or it or the parameters' dtypes are not supported.
+        """
+        optimizer, schedules = _configured(module)
+        refuse_in_pieces(optimizer)
+        refuse_bounded_rows(module)
+        casts = str(module.trainer.precision) in ("16-true", "bf16-true")
+        _refuse_other_dtypes(module, None if casts else torch.float32)
+        fuse(optimizer)  # before DeepSpeed makes its states
+        self.remember_groups(optimizer)
+        if self.global_rank == 0:
+            _tell_of_hooks(module)
+        self._place(module)
+        _leave_trained(optimizer)
+        # the weights are broadcast already, and DeepSpeed 0.19 fails for a scalar parameter
+        patches.replace(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda self: None)
+        engine, stepped = self._setup_model_and_optimizer(module, optimizer)
+        self._set_deepspeed_activation_checkpointing()
+        self.model, self.optimizers, self.lr_scheduler_configs = engine, [stepped], schedules
+        optimizer.register_step_pre_hook(self._before_step)  # DeepSpeed has stepped it once, to make its states
+        if engine.managed_gradient_accumulation():
+            engine.set_gradient_accumulation_boundary(True)  # the engine must not count micro-batches
+        in_groups = {name for group in self._group_names for name in group}
+        parameters = names.parameters(module)
+        self._all = {name: (one, one.requires_grad) for name, one in parameters.items()}
+        self._use = ParameterUse({name: one for name, one in parameters.items() if name in in_groups})
+        self._guard_weights(engine, module)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._mark_used)  # type: ignore[no-untyped-call]  # untyped in torch
+            for parameter in self._use.parameters.values()
+        ]
+
+    def _guard_weights(self, engine: deepspeed.DeepSpeedEngine, model: nn.Module) -> None:
+        sees_steps = "training_step" not in vars(model) and not any(map(is_compiled, model.modules()))
+        self._guard = WeightGuard(engine, model, sees_steps)
 
     def _place(self, model: nn.Module) -> None:
         """Broadcast rank 0's weights and buffers to each device; at stage 3, shard the weights.
@@ -548,8 +548,8 @@ def _refuse_unsharded(model: nn.Module) -> None:
 
 
 def _tell_of_hooks(module: LightningModule) -> None:
-    hooks = [name for name in ("on_after_backward", "on_before_optimizer_step") if is_overridden(name, module)]
-    if hooks:
+    of_gradients = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+    if hooks := [name for name in of_gradients if is_overridden(name, module)]:
         log.warning(
             "%s of %s: DeepSpeed does not expose gradients, so p.grad is None there; use strategy=ddp or fsdp if the "
             "module reads or changes gradients", " and ".join(hooks), type(module).__name__,

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
-from lightswitch import patches
 from lightswitch.errors import listed
+from lightswitch.hooked_strategy import HookedStrategy
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Notices(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not self._is_logged and trainer.is_global_zero:
             self._is_logged = True
-            patches.call_when_built(pl_module, partial(self._log_size, trainer, pl_module))
+            HookedStrategy.of(trainer).when_built(partial(self._log_size, trainer, pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_step = trainer.global_step

@@ -96,25 +96,26 @@ class DDP(PortableCheckpoints, DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the model in DistributedDataParallel, which averages gradients of what is trained now.
 
+        Lightning wraps it on another CUDA stream than that of the steps, with which torch's backward passes would then
+        synchronize (Lightning-AI/pytorch-lightning#21567), and ignores `comm_hook` on devices other than CUDA.
+
         Raises:
-            Refused: the model's forward pass changes weights.
+            Refused: the model's forward pass changes weights, or the backend can't send a dtype of the model's.
         """
-        assert self.lightning_module is not None
-        self._parameters = list(self.lightning_module.parameters())
+        module = self.lightning_module
+        assert module is not None
+        self._parameters = list(module.parameters())
         self._are_trained = [one.requires_grad for one in self._parameters]
         if self.world_size > 1:
-            refuse_bounded_rows(self.lightning_module)
-        super().configure_ddp()
+            refuse_bounded_rows(module)
+        self.model = wrapped = self._wrapped(module)
+        if self.comm_hook == "fp16":
+            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif self.comm_hook == "bf16":
+            # In a lambda: torch refuses the hook by its name without NCCL, although gloo adds bfloat16 as well.
+            wrapped.register_comm_hook(None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
 
-    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Return the model, wrapped in DistributedDataParallel on the CUDA stream that the steps use.
-
-        Lightning wraps it on another stream, and torch's backward passes would then synchronize the two
-        (Lightning-AI/pytorch-lightning#21567).
-
-        Raises:
-            Refused: the backend can't send a dtype of the model's.
-        """
+    def _wrapped(self, model: nn.Module) -> DistributedDataParallel:
         try:
             return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
         except RuntimeError as error:
@@ -137,18 +138,14 @@ class DDP(PortableCheckpoints, DDPStrategy):
         needs_to = len(self.optimizers) > 1 or not trained <= optimized
         if is_open and needs_to and isinstance(self.model, DistributedDataParallel):
             self._ddp_kwargs["find_unused_parameters"] = True
-            self._wrap_anew()
-
-    def _wrap_anew(self) -> None:
-        self.model = self.lightning_module
-        self.configure_ddp()
+            self.configure_ddp()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         is_first = batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0
         if is_first and [one.requires_grad for one in self._parameters] != self._are_trained:
-            self._wrap_anew()
+            self.configure_ddp()
 
     def on_validation_start(self) -> None:
         """Give every rank rank 0's buffers, which a checkpoint has, unless each forward pass does so. Collective."""
@@ -157,15 +154,6 @@ class DDP(PortableCheckpoints, DDPStrategy):
             broadcast_in_place(self.lightning_module.buffers())
 
     on_test_start = on_predict_start = on_validation_start
-
-    def _register_ddp_hooks(self) -> None:
-        """Register the hook on every device: Lightning silently ignores it on devices other than CUDA."""
-        assert isinstance(self.model, DistributedDataParallel)
-        if self.comm_hook == "fp16":
-            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif self.comm_hook == "bf16":
-            # In a lambda: torch refuses the hook by its name without NCCL, although gloo adds bfloat16 as well.
-            self.model.register_comm_hook(None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -47,8 +47,8 @@ from lightswitch.strategies.sharded import (
     checkpoint_activations,
     first_name,
     gathered_parts,
+    initialize,
     is_mostly_rounded,
-    reduce_as_if_trained,
     refuse_hooks,
     refuse_scripted,
     replicated_parameters,
@@ -71,7 +71,7 @@ Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
+class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
     """Sharding of parameters, gradients and optimizer state (FSDP2), with one unit of the model gathered at a time.
 
     Runs on CUDA and on the CPU. Modules built in `configure_model` are built once, on the CPU of global rank 0, and
@@ -97,7 +97,6 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
         gather: step, in which a training step may read every weight that belongs to no unit, and write none; or parts,
             in which each submodule that the step calls gathers its own, so that the step may write to weights outside
             of these calls, and read none there.
-        prefetch: number of units gathered ahead of the current one; None for one, in torch's order.
         process_group_backend: backend of torch.distributed; None for the device's default.
         timeout_seconds: how long a rank waits for another in a collective.
     """
@@ -115,7 +114,6 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
         reduce_dtype: Dtype | None = None,
         accumulate_gradients: Literal["sharded", "within_replica", "unsharded"] = "sharded",
         gather: Literal["step", "parts"] = "step",
-        prefetch: int | None = None,
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800,
     ) -> None:
@@ -127,7 +125,6 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
         self.cpu_offload = cpu_offload
         self.accumulate_gradients = accumulate_gradients
         self.gather = gather
-        self.prefetch = prefetch
         self._sharded: nn.Module | None = None
         self.mixed_precision = MixedPrecisionPolicy(
             param_dtype=getattr(torch, param_dtype) if param_dtype else None,
@@ -220,11 +217,10 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
             if module in sharded:
                 self._shard_unit(module, of[module], is_root=module in roots)
         self._shard_roots = [root for root in roots if isinstance(root, FSDPModule)]
+        initialize(one for one in dict.fromkeys([*roots, *units.values()]) if isinstance(one, FSDPModule))
         originals.restore_attributes()
         originals.refuse_uses()
         self._replicated |= {one for one in model.parameters() if not isinstance(one, DTensor)}
-        if self.prefetch is not None:
-            _gather_ahead([*roots, *units.values()], self.prefetch)
         broadcast_metric_states(model, self.root_device)
         replicated = [one for one in model.parameters() if one in self._replicated]
         self.uses = UnevenUse(model, sharded, replicated, self.root_device, self._own_weight)
@@ -286,7 +282,6 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
             ignored_params=self._replicated | others,
         )
         shards.set_force_sum_reduction_for_comms(self.only_sums)
-        reduce_as_if_trained(shards)
 
     def _policy(self, module: nn.Module) -> MixedPrecisionPolicy:
         if self._autocast_dtype is None:
@@ -394,13 +389,3 @@ class FSDP(PortableCheckpoints, WatchedWeights, ModelParallelStrategy):
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def _gather_ahead(modules: Sequence[nn.Module], count: int) -> None:
-    """Let each module gather the next modules during its forward pass, and the previous ones during its backward
-    pass."""
-    sharded: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
-    for index, module in enumerate(sharded):
-        module.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + count])
-        # without the first module, the root, which is gathered already
-        module.set_modules_to_backward_prefetch(sharded[max(1, index - count) : index][::-1])

@@ -198,29 +198,23 @@ def replicated_parameters(unit: nn.Module, others: Container[nn.Parameter]) -> s
     return whole.union(*(metric.parameters() for metric in metrics))
 
 
-def reduce_as_if_trained(module: FSDPModule) -> None:
-    """Reduce gradients in the dtype of the policy even if a module's parameters are all frozen at first.
+def initialize(modules: Iterable[FSDPModule]) -> None:
+    """Let torch initialize modules now, roots first, as if all of their parameters were trained.
 
-    torch reads the dtypes at the first forward pass from those that are trained then. Without any, gradients of a later
-    pass, as of a backbone that is unfrozen, would be reduced in the dtype of the computation, and not fit parameters.
+    In the first forward pass, it would read the dtypes in which gradients are reduced from the parameters that are
+    trained then. Without any, gradients of a later pass, as of a backbone that is unfrozen, would be reduced in the
+    dtype of the computation, and not fit parameters. Roots can't be initialized after modules within them.
     """
-
-    # a module that is compiled calls it, as it calls torch's own hooks
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # in torch
-    def read_dtypes(*_: object) -> None:
-        hook.remove()
-        for group in groups(module):
-            shards = [param.sharded_param for param in group.fsdp_params]
-            dtypes = {shard.dtype for shard in shards}
-            if len(dtypes) != 1 or not dtypes.pop().is_floating_point or any(shard.requires_grad for shard in shards):
-                continue
-            for shard in shards:
-                shard.requires_grad_(True)
-            group._init_mp_dtypes()
-            for shard in shards:
-                shard.requires_grad_(False)
-
-    hook = module.register_forward_pre_hook(read_dtypes)  # type: ignore[attr-defined]  # a module's class
+    for module in modules:
+        state = module._get_fsdp_state()
+        inside = [one for one in module.modules() if isinstance(one, FSDPModule)]  # type: ignore[attr-defined]  # a module's class
+        shards = [param.sharded_param for one in inside for group in groups(one) for param in group.fsdp_params]
+        frozen = [shard for shard in shards if not shard.requires_grad and shard.is_floating_point()]
+        for shard in frozen:
+            shard.requires_grad_(True)
+        state._lazy_init()
+        for shard in frozen:
+            shard.requires_grad_(False)
 
 
 class UnevenUse:

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightswitch import patches
 from lightswitch.errors import Refused, nearest
+from lightswitch.hooked_strategy import HookedStrategy
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class Compilation:
         self.scope, self.units, self.backend, self.mode, self.dynamic = scope, units, backend, mode, dynamic
 
     def compile_when_built(self, trainer: Trainer, module: LightningModule) -> None:
-        patches.call_when_built(module, partial(self._compile, trainer, module))
+        HookedStrategy.of(trainer).when_built(partial(self._compile, trainer, module))
 
     def begin_generation(self) -> None:
         """Let CUDA graphs reuse the memory of the tensors that they have returned: activations and gradients.
@@ -247,7 +248,7 @@ class Float8(Callback):
         if self._is_done:  # in a test after fit
             return
         _check(trainer)
-        patches.call_when_built(pl_module, partial(self._convert, pl_module))
+        HookedStrategy.of(trainer).when_built(partial(self._convert, pl_module))
 
     def _convert(self, model: LightningModule) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -42,7 +42,7 @@ class WatchedWeights(Strategy):
 
     Attributes:
         is_examined: the step that is running is examined for writes that would be lost: the first ones of each epoch,
-            those of the first evaluation, and the first after an evaluation.
+            those of the first evaluation, and the first after an evaluation or a save.
     """
 
     is_examined = False
@@ -76,6 +76,10 @@ class WatchedWeights(Strategy):
         output = self._watched(step, *args, **kwargs)
         self.to_examine = max(1, self.to_examine)
         return output
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(*args, **kwargs)
+        self.to_examine = max(1, self.to_examine)
 
     def _watched(self, step: str, *args: Any, **kwargs: Any) -> Any:
         name = f"{step} of {type(self.lightning_module).__name__}"

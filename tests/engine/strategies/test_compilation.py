@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 import lightswitch
+from lightswitch.hooked_strategy import hooked
 from lightswitch.preflight import devices
 from lightswitch.strategies.callbacks import StrategyCallback
+from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.units import Compilation, CompiledForward
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
@@ -123,6 +125,7 @@ def test_cuda_graphs_keep_what_a_step_still_needs(every_n_batches: int, validati
     noted = Generations()
     trainer = pl.Trainer(
         accelerator="cpu",
+        strategy=hooked(Single()),
         callbacks=[StrategyCallback(compilation=Compilation(backend="eager", mode="reduce-overhead")), noted],
         accumulate_grad_batches=2,
         max_steps=2,

@@ -155,7 +155,7 @@ def on_a_stream() -> str:
     strategy = DDP()
     strategy.parallel_devices = [torch.device("cuda", 0)]
     try:
-        strategy._setup_model(nn.Linear(1, 1))
+        strategy._wrapped(nn.Linear(1, 1))
     except ValueError as error:
         return str(error)
     return ""

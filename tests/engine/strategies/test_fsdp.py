@@ -234,7 +234,7 @@ def test_what_it_can_not_do_is_told_before_a_process_is_started(request_: Reques
 def test_what_it_can_do_is_not_refused() -> None:
     for precision in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"):
         assert not list(problems(_request(**HYBRID, precision=precision)))
-    assert not list(problems(_request(accumulate_gradients="unsharded", prefetch=1)))
+    assert not list(problems(_request(accumulate_gradients="unsharded")))
     for precision in ("bf16-mixed", "16-mixed"):
         assert not list(problems(_request(param_dtype="float32", precision=precision)))
 

@@ -15,8 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightswitch.batches.loaders import dense
 from lightswitch.errors import Refused
+from lightswitch.hooked_strategy import hooked
 from lightswitch.strategies import callbacks as kernels
 from lightswitch.strategies.callbacks import StrategyCallback
+from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.units import Compilation, Float8, is_compiled, is_fitting
 from tests.engine.conftest import runs_in
 from tests.engine.curves import largest_difference
@@ -41,8 +43,9 @@ class Asks(pl.Callback):
 
 def fitted(callbacks: list[pl.Callback], folder: Path, model: pl.LightningModule | None = None, **options: Any) -> None:
     trainer = pl.Trainer(
-        accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=1, limit_val_batches=1, default_root_dir=folder, **options,
+        accelerator="cpu", strategy=hooked(Single()), callbacks=callbacks, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=1, limit_val_batches=1,
+        default_root_dir=folder, **options,
     )  # fmt: skip
     trainer.fit(model or PlainModel(), PlainData())
 
