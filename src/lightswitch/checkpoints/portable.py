@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
@@ -356,11 +356,6 @@ class PortableCheckpoints(Strategy):
             advice = "use the model arguments that it was saved with"
             self._reader = Reader(self.broadcast(path), self.checkpoint_group, advice, parameters)
         state = {**self._reader.state, "state_dict": self._reader.weights()}  # for hooks; see `load_model_state_dict`
-        if any(isinstance(one, WeightAveraging) for one in callbacks_of(trainer)) and self._reader.names("trained."):
-            trained = {name: self._reader.read(f"trained.{name}") for name in self._reader.names("trained.")}
-            first = {name: state.get("names_of_tied", {}).get(name, name) for name in state["state_dict"]}
-            averages = state["state_dict"]
-            state[_TRAINED] = {name: trained[of] if of in trained else averages[name] for name, of in first.items()}
         position, is_of_run = saved_position(state), _is_within(self._reader.path, run_dir)
         for callback in callbacks_of(trainer):
             if isinstance(callback, ModelCheckpoint) and (found := state.get("callbacks", {}).get(callback.state_key)):

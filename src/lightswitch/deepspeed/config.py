@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import json
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,47 +187,23 @@ def _without_auto(node: dict[str, Any]) -> dict[str, Any]:
 
 
 _BUILDERS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder"}
-_LOADING_SECONDS = 15.0  # how long a start holds the lock of an operator that is built
 
 
 def operator_problems(op: str, purpose: str) -> Iterator[str]:
-    """Yield why a run that needs an operator can't start: the operator is not built, or its build has a lock file.
+    """Yield why a run that needs an operator can't start, if it is neither in torch's cache nor in the installed package.
 
-    Runs do not build operators, because each process would build silently for minutes, and wait silently for the lock
-    file of a build that was killed.
+    Runs do not build operators, because each process would build silently for minutes.
 
     Args:
         op: DeepSpeed's name of the operator: cpu_adam or fused_adam.
         purpose: what needs the operator; the message begins with it.
     """
-    needs = f"{purpose} needs DeepSpeed's {op}"
-    folders = list(_folders(op))
-    locks = [path / "lock" for path in folders if path.name == op]
-    until = time.monotonic() + _LOADING_SECONDS
-    while held := [lock for lock in locks if lock.exists()]:
-        if time.monotonic() > until:
-            yield (
-                f"{needs}, and {held[0]} says that it is being built; wait, or, if no process builds it, type "
-                f"rm {held[0]}"
-            )
-            return
-        time.sleep(0.1)
-    if not any(path.glob(f"{op}*.so") for path in folders):
+    cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions"))
+    spec = importlib.util.find_spec("deepspeed")
+    package = [Path(spec.origin).parent / "ops"] if spec is not None and spec.origin else []
+    if not any(found for folder in (extensions, *package) for found in folder.glob(f"**/{op}*.so")):
         yield (
-            f"{needs}, which is not built here; build it once, which takes minutes: "
+            f"{purpose} needs DeepSpeed's {op}, which is not built here; build it once, which takes minutes: "
             f"python -c 'from deepspeed.ops.op_builder import {_BUILDERS[op]} as B; B().load()'"
         )
-
-
-def _folders(op: str) -> Iterator[Path]:
-    """Yield the folders of an operator in torch's extension cache and in the installed DeepSpeed package."""
-    cache = os.environ.get("TORCH_EXTENSIONS_DIR")
-    root = (
-        Path(cache)
-        if cache
-        else Path(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "torch_extensions")
-    )
-    yield from (path for path in (root / op, *root.glob(f"*/{op}")) if path.is_dir())
-    spec = importlib.util.find_spec("deepspeed")
-    if spec is not None and spec.origin:
-        yield from (path.parent for path in Path(spec.origin).parent.glob(f"ops/**/{op}*.so"))

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BackboneFinetuning, Timer, WeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, Timer
 from lightning.pytorch.plugins import MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -44,14 +44,12 @@ NOWHERE = {
     "loss is not finite, on_nan=skip skips such a step, and trainer.gradient_clip_val=N limits a step",
     "StochasticWeightAveraging": "a resumed run could not continue it, because it replaces the schedule during the "
     "run; type callbacks=[default,ema] callbacks.ema.decay=null for a mean of weights",
+    "WeightAveraging": "it averages whole copies of a module, and ends a run with the average in place of the trained "
+    "weights; type callbacks=[default,ema] callbacks.ema.decay=N, which averages shards and keeps both",
 }
 NOT_BESIDE_OTHER_CHECKPOINTS = {
     "BaseFinetuning": "only lightswitch's strategies can resume with the layers that it has unfrozen; use strategy=ddp "
     "or fsdp",
-}
-NOT_OF_SHARDS = {
-    "WeightAveraging": "it averages whole copies of a module; type callbacks=[default,ema] callbacks.ema.decay=N, "
-    "which averages shards, or use strategy=ddp",
 }
 NOT_UNDER_DEEPSPEED = {
     "BaseFinetuning": "DeepSpeed trains the parameters that require gradients when it is set up; use strategy=fsdp",
@@ -99,13 +97,7 @@ class StrategyCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if problems := list(refused_callbacks(trainer)):
             raise RefusedRequest(problems)
-        callbacks = callbacks_of(trainer)
-        follow_strategy(callbacks)
-        if stage == TrainerFn.FITTING and any(isinstance(one, WeightAveraging) for one in callbacks):
-            log.warning(
-                "averages   Lightning's WeightAveraging ends a run with the average in place of the trained weights: "
-                "with more steps, the run goes on from the average. callbacks=[default,ema] keeps both"
-            )
+        follow_strategy(callbacks_of(trainer))
         torch.set_float32_matmul_precision(self.matmul_precision)
         self._until_teardown.close()
         if has_fast_cudnn(trainer.strategy.root_device):  # torch tries the next kernel for what it does not support
@@ -132,7 +124,7 @@ class StrategyCallback(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Read the trained weights if a run whose checkpoint has averages resumes without a callback of them.
         Collective."""
-        averages = any(isinstance(callback, EMA | WeightAveraging) for callback in callbacks_of(trainer))
+        averages = any(isinstance(callback, EMA) for callback in callbacks_of(trainer))
         if trainer.state.fn == TrainerFn.FITTING and not averages and ema.STATE in checkpoint:
             ema.read_trained(pl_module)
             if trainer.is_global_zero:
@@ -203,12 +195,9 @@ def refused_callbacks(trainer: Trainer) -> Iterator[str]:
 
 def callback_problems(callbacks: Iterable[Callback], strategy: Strategy, devices: int) -> Iterator[str]:
     """Yield the same for callbacks that are not attached to a Trainer, including subclasses of Lightning's."""
-    is_ddp = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
     tables = [NOWHERE]
     if not isinstance(strategy, PortableCheckpoints):
         tables.append(NOT_BESIDE_OTHER_CHECKPOINTS)
-    if not is_ddp and not isinstance(strategy, SingleDeviceStrategy):
-        tables.append(NOT_OF_SHARDS)
     if isinstance(strategy, DeepSpeedStrategy):
         tables.append(NOT_UNDER_DEEPSPEED)
     if devices > 1:

@@ -29,7 +29,6 @@ from lightswitch.hooked_strategy import hooked
 from lightswitch.launch.build import trainer_arguments
 from lightswitch.strategies.callbacks import (
     NOT_BESIDE_OTHER_CHECKPOINTS,
-    NOT_OF_SHARDS,
     NOWHERE,
     callback_problems,
 )
@@ -47,7 +46,6 @@ from tests.night import at_night
 
 NAMED = "lightning.pytorch.callbacks"
 BESIDE = {  # what each is given, in one run
-    "EMAWeightAveraging": "decay=0.9",
     "LambdaCallback": None,
     "OnExceptionCheckpoint": "dirpath=failed",
     **({"RichModelSummary": None} if find_spec("rich") else {}),
@@ -63,7 +61,7 @@ def _deepspeed(**options: Any) -> Strategy:
 
 UNSERVED = [  # a callback, what does not serve it, what is told of it, and what does serve it
     *((name, FSDP, told, ()) for name, told in NOWHERE.items()),
-    ("EMAWeightAveraging", FSDP, NOT_OF_SHARDS["WeightAveraging"], (Single, DDPStrategy)),
+    ("EMAWeightAveraging", Single, NOWHERE["WeightAveraging"], ()),
     ("BackboneFinetuning", DDPStrategy, NOT_BESIDE_OTHER_CHECKPOINTS["BaseFinetuning"], (Single, FSDP)),
     ("BackboneFinetuning", partial(_deepspeed, stage=3), "DeepSpeed trains the parameters that require ", ()),
 ]
@@ -272,18 +270,6 @@ def _fitted(strategy: Strategy, callbacks: list[Callback], precision: str) -> Tr
     )  # fmt: skip
     trainer.fit(PlainModel(), PlainData(batch_size=8))
     return trainer
-
-
-@pytest.mark.nightly
-def test_lightnings_own_average_goes_on_as_it_was(train: Train) -> None:
-    own = "callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging"
-    run = (*PLAIN, own, "callbacks.ema.decay=0.8", "global_batch_size=40", "run_id=mine", "trainer.max_steps=13")
-    saved = ("callbacks.last_checkpoint.every_n_steps=5", "callbacks.last_checkpoint.keep=4")
-    straight = train(*run, *saved)
-    assert "Lightning's WeightAveraging ends a run with the average" in straight.out
-    resumed = train(*run, f"resume={straight.run_dir}/checkpoints/step_10.ckpt")
-    found, expected = _last_checkpoint(resumed), _last_checkpoint(straight)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("single", 0), *at_night(("deepspeed_stage_2", 2))])
