@@ -190,7 +190,7 @@ _BUILDERS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder"}
 
 
 def operator_problems(op: str, purpose: str) -> Iterator[str]:
-    """Yield why a run that needs an operator can't start, if it is neither in torch's cache nor in the installed package.
+    """Yield why a run can't start that needs an operator which is neither in torch's cache nor in the package.
 
     Runs do not build operators, because each process would build silently for minutes.
 

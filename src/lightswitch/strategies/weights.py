@@ -41,8 +41,8 @@ class WatchedWeights(Strategy):
     """Base of strategies that compute with copies of weights; list it before Lightning's strategy.
 
     Attributes:
-        is_examined: the step that is running is examined for writes that would be lost: the first ones of each epoch,
-            those of the first evaluation, and the first after an evaluation or a save.
+        is_examined: the step that is running is examined for writes that would be lost: the first ones of each epoch
+            and after each save, those of the first evaluation, and the first after an evaluation.
     """
 
     is_examined = False
@@ -79,7 +79,7 @@ class WatchedWeights(Strategy):
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(*args, **kwargs)
-        self.to_examine = max(1, self.to_examine)
+        self.to_examine = _FIRST
 
     def _watched(self, step: str, *args: Any, **kwargs: Any) -> Any:
         name = f"{step} of {type(self.lightning_module).__name__}"
