@@ -20,7 +20,7 @@ from lightswitch.failures.classify import Rank, failure_of
 from lightswitch.strategies.weights import FIRST_STEP_ALONE
 from tests.engine.curves import largest_difference
 from tests.engine.fits import PLAIN, Curve, Fit, Fits
-from tests.engine.plain import PlainData
+from tests.engine.plain import PlainData, PlainModel
 from tests.engine.strategies import writing
 from tests.night import at_night
 from tests.pool import Pool, RankFailed
@@ -202,11 +202,15 @@ def test_what_a_strategy_can_not_do_is_told_with_another(cell: tuple[str, str], 
 
 
 class WritesLate(writing.PlainModel):
-    """Writes within its forward pass, from the second epoch on."""
+    """Writes within its forward pass, from an epoch or a step on."""
+
+    def __init__(self, epoch: int = 1, step: int = 0) -> None:
+        super().__init__()
+        self.epoch, self.step = epoch, step
 
     def training_step(self, batch: writing.Batch, batch_idx: int) -> Tensor:
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        if self.current_epoch > 0:
+        if self.current_epoch >= self.epoch and self.global_step >= self.step:
             self.net[0].bias.data.mul_(0.9)
         return loss
 
@@ -223,6 +227,19 @@ def test_what_begins_to_be_written_later_is_refused_in_the_next_epoch(strategy: 
         fits(fit("Clamped", strategy, module=WritesLate, data=partial(PlainData, 96)), 2)  # of four steps an epoch
     assert isinstance(failed.value.error, Refused)
     assert str(failed.value.error).startswith(COPIES[strategy])
+
+
+@pytest.mark.parametrize("strategy", COPIES)
+def test_or_after_the_next_save(strategy: str, fits: Fits, tmp_path: Path) -> None:
+    late = {
+        "module": partial(WritesLate, 0, 5),
+        "callbacks": (partial(LastCheckpoints, str(tmp_path), every_n_steps=6),),
+    }
+    with pytest.raises(RankFailed) as failed:
+        fits(fit("Clamped", strategy, module=partial(WritesLate, 0, 5), callbacks=(saves,)), 2)
+    assert isinstance(failed.value.error, Refused)
+    assert str(failed.value.error).startswith(COPIES[strategy])
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step_6.ckpt"]
 
 
 class Kernel(nn.Module):
@@ -299,3 +316,38 @@ def test_a_write_in_an_evaluation_or_in_the_step_after_it_is_carried_or_refused(
         assert isinstance(failed.error, Refused)  # noqa: PT017  # a run that holds is as good
     else:
         assert run == pytest.approx(alone, rel=1e-4)
+
+
+# Layers that are frozen while a step is under way are refused
+
+
+class FrozenInMidStep(PlainModel):
+    """Freezes a layer for the second half of each step's micro batches."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        count = self.trainer.accumulate_grad_batches
+        self.net[0].requires_grad_(batch_idx % count < count / 2)
+
+
+class FrozenInStep(PlainModel):
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.net[0].requires_grad_(self.global_step < 2)
+        return super().training_step(batch, batch_idx)
+
+
+OF_THE_ROOT = "fsdp units=[net.3]"  # the root gathers net.0 for the whole step
+WITHIN_STEP = {
+    OF_THE_ROOT: "requires_grad of net.0.weight, net.0.bias is changed within a step, where fsdp has gathered it",
+    "ddp": "net.0.weight, net.0.bias did not contribute to the loss, but ddp waits for every gradient",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "strategy"), [(FrozenInStep, OF_THE_ROOT), (FrozenInMidStep, "ddp"), *at_night((FrozenInStep, "ddp"))]
+)
+def test_what_is_frozen_within_a_step_is_refused(module: type[PlainModel], strategy: str, fits: Fits) -> None:
+    micro_batch = None if module is FrozenInStep else PLAIN.micro_batch
+    with pytest.raises(RankFailed) as failed:
+        fits(replace(PLAIN, module=module, micro_batch=micro_batch, strategy=strategy), 2)
+    assert isinstance(failed.value.error, Refused)
+    assert str(failed.value.error).startswith(WITHIN_STEP[strategy])
