@@ -231,10 +231,7 @@ def test_what_begins_to_be_written_later_is_refused_in_the_next_epoch(strategy: 
 
 @pytest.mark.parametrize("strategy", COPIES)
 def test_or_after_the_next_save(strategy: str, fits: Fits, tmp_path: Path) -> None:
-    late = {
-        "module": partial(WritesLate, 0, 5),
-        "callbacks": (partial(LastCheckpoints, str(tmp_path), every_n_steps=6),),
-    }
+    saves = partial(LastCheckpoints, str(tmp_path), every_n_steps=6)
     with pytest.raises(RankFailed) as failed:
         fits(fit("Clamped", strategy, module=partial(WritesLate, 0, 5), callbacks=(saves,)), 2)
     assert isinstance(failed.value.error, Refused)
