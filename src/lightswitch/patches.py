@@ -56,7 +56,6 @@ class Patch:
 
 
 _HOOKS = "skips empty hooks, which cost a small model's step more time than its arithmetic"
-_ITEMS = "the gradients of a step are divided by its number of items: DeepSpeed's setter logs every call"
 
 PATCHES = (
     Patch(
@@ -224,8 +223,12 @@ PATCHES = (
         "does nothing: weights are already broadcast, and the method fails for scalar parameters",
         for_process=True,
     ),
-    Patch("deepspeed.runtime.base_optimizer.ZeROOptimizer", "external_loss_scale", "float | None", _ITEMS),
-    Patch("deepspeed.runtime.base_optimizer.ZeROOptimizer", "custom_loss_scaler", "bool", _ITEMS),
+    Patch(
+        "deepspeed.runtime.base_optimizer.ZeROOptimizer",
+        "custom_loss_scaler",
+        "bool",
+        "ends a scale that is of one step, whose gradients are divided by its number of items",
+    ),
 )  # fmt: skip
 
 # Methods that the engine's classes override, where the method or its class is private: if a library renamed one, ours

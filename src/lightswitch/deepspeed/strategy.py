@@ -320,8 +320,7 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         """Multiply the gradients of this step through the loss scale: DeepSpeed's engine holds the gradients, and
         divides them by it."""
         zero: Any = self.optimizers[0]
-        patches.replace(zero, "external_loss_scale", zero.loss_scale / factor.item())
-        patches.replace(zero, "custom_loss_scaler", True)
+        zero.override_loss_scale(zero.loss_scale / factor.item())
 
     _is_in_backward = False  # a backward pass of Lightning's is running
 
