@@ -25,7 +25,7 @@ from tests.engine.ways import WAYS, Way
 
 # The tests that need a GPU, a file a cell
 
-TINY_TESTS = ("tests/engine/strategies/test_synchronisation.py",)
+TINY_TESTS = ("tests/engine/strategies/test_single.py",)
 MOST_WORKERS = 6
 
 

@@ -20,7 +20,7 @@ from lightswitch.strategies import callbacks as kernels
 from lightswitch.strategies.callbacks import StrategyCallback
 from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.units import Compilation, Float8, is_compiled, is_fitting
-from tests.engine.conftest import PLAIN, Train, runs_in
+from tests.engine.conftest import runs_in
 from tests.engine.curves import largest_difference
 from tests.engine.plain import PlainData, PlainModel
 from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
@@ -151,35 +151,3 @@ def test_a_model_trains_in_8_bits(tmp_path: Path) -> None:
     eight = train(*run, "callbacks=[default,float8]", "compile=true")
     assert "linear layers in 8 bits" in eight.out
     assert largest_difference(eight, train(*run)) <= 0.1
-
-
-# 32 bits are 32 bits unless another precision is asked for
-
-
-SHORT = (*PLAIN, "strategy=single", "trainer.max_steps=1", "trainer.val_check_interval=1")
-SHORT += ("callbacks.seen._target_=tests.engine.strategies.test_kernels.Seen",)
-
-
-class Seen(pl.Callback):
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        print("products in", torch.get_float32_matmul_precision())
-
-
-@pytest.mark.nightly
-def test_products_of_matrices_are_computed_as_asked(train: Train) -> None:
-    cpu = "trainer.accelerator=cpu"
-    assert "products in highest" in train(*SHORT, cpu).out
-    assert "products in high\n" in train(*SHORT, cpu, "matmul_precision=high").out
-
-
-def test_another_word_is_refused(train: Train) -> None:
-    run = train(*SHORT, "matmul_precision=tf32", check=False)
-    assert run.returncode == 2
-    assert "matmul_precision=tf32: use one of highest, high, medium" in run.err
-
-
-@pytest.mark.gpu
-def test_a_gpu_says_once_what_it_would_gain(train: Train) -> None:
-    told = "matmul_precision=high uses TF32"
-    assert train(*SHORT, "trainer.accelerator=gpu").out.count(told) == (torch.cuda.get_device_capability() >= (8, 0))
-    assert told not in train(*SHORT, "trainer.accelerator=gpu", "matmul_precision=high").out

@@ -1,0 +1,37 @@
+"""32 bits are 32 bits unless another precision is asked for."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from tests.engine.conftest import PLAIN, Train
+
+SHORT = (*PLAIN, "strategy=single", "trainer.max_steps=1", "trainer.val_check_interval=1")
+SHORT += ("callbacks.seen._target_=tests.engine.strategies.test_matmul.Seen",)
+
+
+class Seen(pl.Callback):
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        print("products in", torch.get_float32_matmul_precision())
+
+
+@pytest.mark.nightly
+def test_products_of_matrices_are_computed_as_asked(train: Train) -> None:
+    cpu = "trainer.accelerator=cpu"
+    assert "products in highest" in train(*SHORT, cpu).out
+    assert "products in high\n" in train(*SHORT, cpu, "matmul_precision=high").out
+
+
+def test_another_word_is_refused(train: Train) -> None:
+    run = train(*SHORT, "matmul_precision=tf32", check=False)
+    assert run.returncode == 2
+    assert "matmul_precision=tf32: use one of highest, high, medium" in run.err
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_once_what_it_would_gain(train: Train) -> None:
+    told = "matmul_precision=high uses TF32"
+    assert train(*SHORT, "trainer.accelerator=gpu").out.count(told) == (torch.cuda.get_device_capability() >= (8, 0))
+    assert told not in train(*SHORT, "trainer.accelerator=gpu", "matmul_precision=high").out
