@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
-from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.functional import cross_entropy, gelu, linear
@@ -99,15 +98,6 @@ class TiedBlocks(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.net.blocks[1].up.weight = self.net.blocks[0].up.weight
-
-
-class FrozenBackbone(Plain):
-    """Only the head is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.requires_grad_(False)
-        self.net.head.requires_grad_(True)
 
 
 class LowRank(nn.Module):
@@ -442,20 +432,6 @@ class FreezingInGroup(FreezingByTurns):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-5)
-
-
-class Boring(BoringModel):
-    """Lightning's own, with this folder's data."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        return super().training_step(_points(batch), batch_idx)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("test/loss", super().test_step(_points(batch), batch_idx)["y"])
-
-
-def _points(batch: Batch) -> Tensor:
-    return torch.nn.functional.one_hot(batch[0][:, 0], 32).float()
 
 
 class Scripted(Plain):
