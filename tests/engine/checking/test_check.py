@@ -127,6 +127,7 @@ def test_a_mistake_is_told_before_anything_starts(tmp_path: Path) -> None:
             assert found.startswith(line)
         (found,) = problems(composed("mode=check", into=tmp_path), Placement("torchrun", 1, 2))
     assert found.startswith("mode=check runs in a single process, but torchrun started several")
+    assert found.endswith("; type python train.py mode=check check.devices=N")
 
 
 # Digests are linear, whatever the shards, and say how far two tensors are apart; what is rounding is measured
