@@ -64,7 +64,6 @@ class Process:
         ranks: processes that this process has started; it is then rank 0 of its node.
         watchdog: the connection to the watchdog, once the ranks form a group; `is_watched` is set then.
         has_failed: set once the run has failed and all ranks know the failure; each ends with its exit code.
-        has_lost_a_rank: set as well if it failed because a rank is dead or hangs, which no other rank should wait for.
         steps_have_begun: set at the first step; a later error is a bug, not a problem of the request.
         meeting: at which the processes have agreed on the run's id, until they meet again; None without one.
         refusal: why this start may not write its run directory; sent to the other ranks when they connect.
@@ -81,7 +80,6 @@ class Process:
         self.watchdog: WatchdogMember | None = None
         self.is_watched = threading.Event()
         self.has_failed = threading.Event()
-        self.has_lost_a_rank = threading.Event()
         self.steps_have_begun = threading.Event()
         self.meeting: Meeting | None = None
         self.refusal = ""

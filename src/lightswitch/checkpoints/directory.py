@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightswitch.checkpoints import before, format
 from lightswitch.checkpoints.format import INDEX, STATE, SUMS, Damaged, Index
 from lightswitch.checkpoints.shards import Stored
-from lightswitch.checkpoints.writing import CollectiveError, Ranks, describe_failure, together
+from lightswitch.checkpoints.writing import Ranks, together
 from lightswitch.errors import LostRank, Refused, UnwrittenCheckpoint, shown
 from lightswitch.regular_files import is_link, is_own_tree, linked, make_tree, remove_tree, to_disk, write_link
 
@@ -46,17 +47,17 @@ def write(path: Path, tensors: Mapping[str, Stored], state: dict[str, Any], rank
             unchanged, and the partial one is removed.
         LostRank: likewise, if one of them failed otherwise, or did not write in time.
     """
-    rank, world_size = (ranks.writing.rank, ranks.writing.world_size) if ranks else (0, 1)
+    group = ranks.writing if ranks else None
+    rank = dist.get_rank(group) if group else 0
     beside = beside_of(path, "partial")
-    together(ranks, "open it", lambda: str(make_empty(beside)) if rank == 0 else None)
+    together(group, "open it", lambda: str(make_empty(beside)) if rank == 0 else None)
     try:
-        written = together(
-            ranks,
+        together(
+            group,
             "write its shard",
-            lambda: _write_tensors(beside, tensors, rank),
-            heard=range(world_size if rank == 0 else 0),
+            lambda: format.write_tensors(beside, rank, tensors),
+            conclude=lambda written: _finish(path, beside, state, written),
         )
-        together(ranks, "finish it", lambda: _finish(path, beside, state, written) if rank == 0 else None)
     except (UnwrittenCheckpoint, LostRank):
         if rank == 0:
             with contextlib.suppress(OSError, Refused):  # the error of the write is the one to report
@@ -75,24 +76,14 @@ def make_empty(path: Path) -> Path:
     return make_tree(path)
 
 
-def _write_tensors(folder: Path, tensors: Mapping[str, Stored], rank: int) -> tuple[str, str, dict[str, Any]]:
-    try:
-        return format.write_tensors(folder, rank, tensors)
-    except Exception as error:  # the disk, or a tensor that has no bytes: the write may be retried, with all ranks
-        raise CollectiveError(describe_failure(error, rank)) from error
-
-
 def _finish(path: Path, beside: Path, state: dict[str, Any], written: list[Any]) -> None:
     try:
         with (beside / STATE).open("wb") as file:
             torch.save(state, file)
     except RuntimeError as error:  # torch's, in the course of the disk's, that the file is too short
         raise error.__context__ or error from None
-    try:
-        format.load(beside / STATE, mapped=True)
-        format.write_index(beside, (described for _, _, described in written))
-    except Damaged as error:
-        raise CollectiveError(f"it could not be read again: {error}") from error
+    format.load(beside / STATE, mapped=True)  # it can be read again
+    format.write_index(beside, (described for _, _, described in written))
     sums = {name: digest for name, digest, _ in written}
     format.write_sums(beside, sums | {name: format.sum_of(beside / name) for name in (INDEX, STATE)})
     for name in (INDEX, STATE, SUMS, "."):

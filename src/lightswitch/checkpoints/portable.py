@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from lightswitch.checkpoints.last import checkpoints_up_to, first_whole, is_up_t
 from lightswitch.checkpoints.optimizers import Groups
 from lightswitch.checkpoints.reading import Reader
 from lightswitch.checkpoints.shards import Stored
-from lightswitch.checkpoints.writing import Ranks, Steps, Writer, replicas_of, share
+from lightswitch.checkpoints.writing import Ranks, Writer, replicas_of, share, together
 from lightswitch.errors import LostRank, Refused, UnfitCheckpoint, UnwrittenCheckpoint, listed, shown
 from lightswitch.mixins import callbacks_of
 
@@ -55,10 +54,6 @@ class PortableCheckpoints(Strategy):
     strategy that shards tensors in another way overrides `lightning_module_state_dict`, `optimizer_state` and the
     methods that read them. These must not be collective: a rank that fails in a save would leave the others waiting.
     """
-
-    # Set by the watchdog, which reports failures to all ranks: a failing save then does not use torch's store, which
-    # prints errors if rank 0 is dead
-    has_lost_a_rank: Event | None = None
 
     waiting: list[Callable[[], None]] | None = None  # saves that are put off to the end of a step, in order
 
@@ -166,39 +161,25 @@ class PortableCheckpoints(Strategy):
         return tensors, state
 
     def _await_ranks(self, path: Path, tensors: dict[str, Stored]) -> tuple[Path, dict[str, Stored]]:
-        """Wait until every rank has reached this save and written the previous one; return rank 0's path and the
-        tensors that this rank writes."""
-        ranks = self._ranks
-        try:
-            self.wait_for_write()
-        except LostRank as error:
-            if ranks is not None:
-                ranks.staging.fail(str(error))
-            raise
-        self._log_failure()
-        if ranks is None:
-            return path, tensors
-        path_of_rank_0, own = self._agree(ranks.staging, path, tensors)
-        if self._writer.has_lost_a_rank:
-            self._checkpoint_ranks = None  # the old group can't be used any more
-        return path_of_rank_0, own
-
-    def _agree(self, ranks: Steps, path: Path, tensors: dict[str, Stored]) -> tuple[Path, dict[str, Stored]]:
-        """Return rank 0's path and the tensors that this rank writes: its share if all ranks replicate the same
-        tensors, else all."""
+        """Wait until every rank has reached this save and written the previous one; return rank 0's path, and the
+        tensors that this rank writes: its share if all ranks replicate the same tensors, else all."""
         assert self.lightning_module is not None
-        replicas = {name: replicas_of(tensor, ranks.rank, ranks.world_size) for name, tensor in tensors.items()}
+        self.wait_for_write()
+        self._log_failure()
+        if self._ranks is None:
+            return path, tensors
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        replicas = {name: replicas_of(tensor, rank, world_size) for name, tensor in tensors.items()}
         held = sorted((name, [*tensors[name].shape], count) for name, (count, _) in replicas.items() if count > 1)
         digest = hashlib.sha256(repr(held).encode()).hexdigest()
-        ranks.take(f"reach the save of {path.name}", lambda: digest)
-        of_all = ranks.results(range(ranks.world_size if ranks.rank == 0 else 0))
-        are_alike = len({*of_all}) == 1
-        ranks.take("plan the save", lambda: [str(path), are_alike] if ranks.rank == 0 else None)
-        ((path_of_rank_0, are_alike),) = ranks.results([0])
-        if are_alike:
-            parameters = names.parameters(self.lightning_module).keys()
-            tensors = share(tensors, replicas, parameters)
-        return Path(path_of_rank_0), tensors
+        path, are_alike = together(
+            self._ranks.staging,
+            f"reach the save of {path.name}",
+            lambda: digest,
+            conclude=lambda digests: (path, len({*digests}) == 1),
+        )
+        parameters = names.parameters(self.lightning_module)
+        return path, share(tensors, replicas, parameters) if are_alike else tensors
 
     def stage(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         """Return copies of the tensors that this rank writes, which training does not change."""
@@ -276,6 +257,8 @@ class PortableCheckpoints(Strategy):
 
     def _log_failure(self) -> None:
         failure = self._writer.failure()
+        if isinstance(failure, LostRank):
+            raise failure
         if failure is not None and self.is_global_zero:
             log.error("%s; training continues, and earlier checkpoints are kept", failure)
 
@@ -296,13 +279,7 @@ class PortableCheckpoints(Strategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        message = f"{type(exception).__name__}: {exception}".partition("\n")[0]
-        ranks, self._checkpoint_ranks = self._checkpoint_ranks, None
-        others = ranks if self.has_lost_a_rank is None else None
-        if others is not None:
-            others.staging.fail(message)
-        if self._writer.wait(_PATIENCE_SECONDS) and others is not None:
-            others.writing.fail(message)
+        self._writer.wait(_PATIENCE_SECONDS)
 
     @property
     def _ranks(self) -> Ranks | None:
@@ -312,11 +289,11 @@ class PortableCheckpoints(Strategy):
 
     @property
     def checkpoint_group(self) -> dist.ProcessGroup | None:
-        return ranks.group if (ranks := self._ranks) is not None else None
+        return ranks.staging if (ranks := self._ranks) is not None else None
 
     def _connect(self) -> None:
         if self._checkpoint_ranks is None and dist.is_available() and dist.is_initialized():
-            self._checkpoint_ranks = Ranks(self._timeout_seconds * _STEP, self.has_lost_a_rank or Event())
+            self._checkpoint_ranks = Ranks(self._timeout_seconds * _STEP)
 
     @property
     def _timeout_seconds(self) -> float:

@@ -30,7 +30,6 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, ExitCode, Failure, Stopped
 from lightswitch.failures import classify, crash_report
@@ -102,8 +101,6 @@ class Watchdog:
         member.start([one for one, *_ in everyone], mates)
         self._member = member
         self.run.process.join_watchdog(member)
-        if isinstance(trainer.strategy, PortableCheckpoints):
-            trainer.strategy.has_lost_a_rank = self.run.process.has_lost_a_rank
 
     def report(self, error: BaseException, trainer: Trainer) -> None:
         """Report what ends the Trainer, before the teardown."""
@@ -295,8 +292,6 @@ class Member:
             self.verdict = failure
         self._is_over.set()
         self.process.has_failed.set()
-        if failure.rank is None:  # no rank has raised it
-            self.process.has_lost_a_rank.set()
         # ends the process even if this thread or the main thread blocks
         self._timer = timer = Timer(_GRACE_SECONDS, self.process.leave_now, [failure.exit_code])
         timer.daemon = True

@@ -50,9 +50,7 @@ def test_a_piece_is_written_and_read_alone_also_of_what_is_empty(tmp_path: Path)
 
 def test_a_part_of_a_tensor_is_no_checkpoint(tmp_path: Path) -> None:
     half = {"model.w": Piece(torch.zeros(12), Size((4, 6)), 12)}
-    with pytest.raises(
-        UnwrittenCheckpoint, match=r"it could not be read again: index\.json has 12 of the 24 elements of model\.w"
-    ):
+    with pytest.raises(UnwrittenCheckpoint, match=r"index\.json has 12 of the 24 elements of model\.w"):
         directory.write(tmp_path / "a.ckpt", half, {}, ranks=None)
     assert [*tmp_path.iterdir()] == []
 
