@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from lightning.fabric.utilities import move_data_to_device
+from torch import nn
 from torch.optim import Optimizer
 
 from lightswitch.checkpoints import names
-from lightswitch.errors import Refused, UnfitCheckpoint
+from lightswitch.errors import Refused, UnfitCheckpoint, listed
 
 Groups = list[dict[str, Any]]  # an optimizer's param_groups, with names in place of parameters
 
@@ -22,13 +23,19 @@ def groups_of(optimizer: Optimizer, module: nn.Module) -> Groups:
     """Return the optimizer's parameter groups, with names in place of parameters.
 
     Raises:
-        Refused: the optimizer holds a tensor that is not a parameter of the module.
+        Refused: the optimizer holds a tensor that is not a parameter of the module, or state of another form.
     """
     of = names.names_of(module)
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise Refused(
             "ZeroRedundancyOptimizer keeps the state of a part of the parameters on each device, which checkpoints do "
             "not gather; use its inner optimizer with strategy=deepspeed_stage_1 or strategy=fsdp, which shard states"
+        )
+    is_around_another = len([*parts(optimizer)]) > 1  # its format is its own, its parts are stored
+    if more := () if is_around_another else sorted(optimizer.state_dict().keys() - {"state", "param_groups"}):
+        raise Refused(
+            f"state_dict of {type(optimizer).__name__} has {listed(more)}, but checkpoints store only its state and "
+            "param_groups; put these values into param_groups, or into the state of a parameter"
         )
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if id(parameter) not in of:
@@ -85,80 +92,33 @@ def state_of(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
 
 
 def load(optimizer: Optimizer, live: Groups, state: Mapping[str, dict[str, Any]], saved: Mapping[str, Any]) -> None:
-    """Load an optimizer's state by parameter name: `load_state_dict` takes indices, which strategies may reorder.
+    """Set an optimizer's state by parameter name, in the dtypes that it was saved in.
+
+    `load_state_dict` takes indices, which strategies may reorder; casts all values to the dtype of their parameter,
+    even counts and masks; and in an optimizer around another one expects the states of both in its own format.
 
     Args:
         live: the optimizer's current groups.
         state: the state of each parameter, by its name.
         saved: the optimizer in the checkpoint, with its groups in the order of `live`.
-
-    Raises:
-        UnfitCheckpoint: the optimizer class's `load_state_dict` needs entries that no checkpoint holds.
     """
-    groups = [{**group, **options_of(of_saved)} for group, of_saved in zip(live, saved["param_groups"], strict=True)]
-    inside = list(parts(optimizer))[1:]
-    if not inside:
-        try:
-            numbered = _numbered(groups, state)
-            optimizer.load_state_dict({**numbered, "state": {**numbered["state"], **saved.get(_COMMON, {})}})
-            _keep_dtypes(optimizer, numbered["state"])
-        except KeyError as error:
-            raise UnfitCheckpoint(
-                f"load_state_dict of {type(optimizer).__name__} requires {error}, but checkpoints contain only its "
-                "state and param_groups; to load only the weights, type init_from=PATH and another run_id"
-            ) from error
-        return
     for group, of_saved in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        group.update(options_of(of_saved))  # in place: inner optimizers may have the same groups, by whatever way
-    _load_part(optimizer, _numbered(groups, _of_part(state, "")))
-    own = zip(optimizer.param_groups, live, strict=True)
-    of = {id(p): name for group, named in own for p, name in zip(group["params"], named["params"], strict=True)}
-    for path, part in inside:
-        groups = [{**group, "params": [of[id(p)] for p in group["params"]]} for group in part.param_groups]
-        _load_part(part, _numbered(groups, _of_part(state, path)))
+        group.update(options_of(of_saved))  # in place: inner optimizers may have the same groups
+    optimizer.state.update(saved.get(_COMMON, {}))
+    for group, named in zip(optimizer.param_groups, live, strict=True):
+        takes_steps_there = group.get("fused") or group.get("capturable")  # torch's other kernels count on the CPU
+        for parameter, name in zip(group["params"], named["params"], strict=True):
+            for path, part in parts(optimizer):
+                own = {key.removeprefix(path): value for key, value in state.get(name, {}).items() if _is_of(key, path)}
+                there = move_data_to_device(own, parameter.device)
+                if "step" in own and not takes_steps_there:
+                    there["step"] = own["step"]
+                if own:
+                    part.state[parameter] = there
 
 
-def _of_part(state: Mapping[str, dict[str, Any]], path: str) -> dict[str, dict[str, Any]]:
-    """Return the state of the optimizer at a path, with the path removed from the keys."""
-    found = {
-        name: {key.removeprefix(path): value for key, value in values.items() if key[: key.rfind("/") + 1] == path}
-        for name, values in state.items()
-    }
-    return {name: values for name, values in found.items() if values}
-
-
-def _numbered(groups: Groups, state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return a state in the form of `Optimizer.load_state_dict`, with indices in place of names."""
-    number = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
-    return {
-        "state": {number[name]: values for name, values in state.items()},
-        "param_groups": [{**group, "params": [number[name] for name in group["params"]]} for group in groups],
-    }
-
-
-def _load_part(part: Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of one of several nested optimizers. They may share groups, so the groups stay the same objects.
-
-    This calls torch's `load_state_dict`: that of a nesting class expects the states of all in its own format.
-    """
-    kept, groups = part.state, part.param_groups
-    Optimizer.__setstate__(part, {})  # some such classes skip torch's constructor, and lack the attributes it sets
-    Optimizer.load_state_dict(part, state)
-    _keep_dtypes(part, state["state"])
-    kept.clear()
-    kept.update(part.state)
-    for group, loaded in zip(groups, part.param_groups, strict=True):
-        group.update(loaded)
-    Optimizer.__setstate__(part, {"state": kept, "param_groups": groups})
-
-
-def _keep_dtypes(part: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
-    """Give tensors their dtypes again, as torch casts all to that of their parameter, even counts and masks."""
-    for number, parameter in enumerate(parameter for group in part.param_groups for parameter in group["params"]):
-        own = part.state.get(parameter, {})
-        for key, value in state.get(number, {}).items():
-            if isinstance(value, Tensor) and isinstance(cast := own.get(key), Tensor) and cast.dtype != value.dtype:
-                own[key] = value.to(cast.device)
+def _is_of(key: str, path: str) -> bool:
+    return key[: key.rfind("/") + 1] == path
 
 
 def check(path: Path, here: Sequence[tuple[str, Groups]], saved: Sequence[Mapping[str, Any]]) -> None:

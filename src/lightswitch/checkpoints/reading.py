@@ -22,7 +22,6 @@ from lightswitch.checkpoints.shards import Stored, boxes, local, sharded_like
 from lightswitch.checkpoints.writing import describe_failure
 from lightswitch.errors import UnfitCheckpoint, listed, shown
 
-OnRead = Callable[[int], None]  # takes the number of bytes that were just read
 BUFFERS = "buffers"  # in a checkpoint's state: non-persistent buffers that training has changed, by name
 _BRINGS = "the module brings these weights itself, set self.strict_loading = False in it"
 _OF_A_RESUME = "use the model arguments that it was saved with, or start a new run with another run_id"
@@ -125,14 +124,13 @@ class Reader:
         """Meta tensors of the weights, by name."""
         return {name.removeprefix("model."): like for name, like in self.like.items() if name.startswith("model.")}
 
-    def fill(self, tensors: Mapping[str, Stored], on_read: OnRead | None = None) -> None:
+    def fill(self, tensors: Mapping[str, Stored]) -> None:
         """Read tensors in place; of a DTensor or Piece, only this rank's shard. Collective.
 
         Each rank reads the rows that it needs of the stored shards.
 
         Args:
             tensors: by the names in the checkpoint, with the shapes there.
-            on_read: called with the number of bytes that were just read.
 
         Raises:
             UnfitCheckpoint: on every rank, if a file can't be read, differs from the index, or was replaced during the
@@ -141,7 +139,7 @@ class Reader:
         problem, message = None, None
         try:
             for name, tensor in tensors.items():
-                _fill(self._saved_names.get(name, name), tensor, self._index, on_read)
+                _fill(self._saved_names.get(name, name), tensor, self._index)
         except Exception as error:  # torch raises many kinds of errors for a damaged file
             problem = error
             message = describe_failure(error, dist.get_rank(self._group) if self._group else 0)
@@ -161,7 +159,7 @@ class Reader:
 
     def _read(self, name: str) -> Tensor:
         whole = torch.empty_like(self._index.like[name], device="cpu")
-        _fill(name, whole, self._index, None)
+        _fill(name, whole, self._index)
         return whole
 
     def check_model(self, live: Mapping[str, Any], arguments: Mapping[str, Any], strict: bool) -> None:
@@ -227,7 +225,7 @@ def why(error: Exception) -> str:
 
 
 @torch.no_grad()
-def _fill(name: str, tensor: Stored, index: Index, on_read: OnRead | None) -> None:
+def _fill(name: str, tensor: Stored, index: Index) -> None:
     """Read the elements of a tensor that this rank holds, in place."""
     if name not in index.like or index.like[name].shape != tensor.shape:
         there = _shape(index.like[name]) if name in index.like else "missing"
@@ -237,10 +235,7 @@ def _fill(name: str, tensor: Stored, index: Index, on_read: OnRead | None) -> No
             sides = [*zip(shard.offsets, shard.sizes, offsets, values.shape, strict=True)]
             common = [(max(a, b), min(a + m, b + n)) for a, m, b, n in sides]
             if all(begin < end for begin, end in common):
-                target = values[_within(common, offsets)]
-                target.copy_(index.read(shard, _within(common, shard.offsets)))
-                if on_read is not None:
-                    on_read(target.nbytes)
+                values[_within(common, offsets)].copy_(index.read(shard, _within(common, shard.offsets)))
 
 
 def _within(box: Iterable[tuple[int, int]], offsets: Iterable[int]) -> tuple[slice, ...]:

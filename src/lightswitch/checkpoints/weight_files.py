@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from lightswitch.checkpoints import directory, format
-from lightswitch.checkpoints.reading import BUFFERS, OnRead, Reader, hub_weights, read_foreign, why
+from lightswitch.checkpoints.reading import BUFFERS, Reader, hub_weights, read_foreign, why
 from lightswitch.errors import Refused, UnfitCheckpoint
 from lightswitch.regular_files import MARK, remove_tree
 
@@ -32,20 +32,10 @@ OF_RUN = "model.ckpt"  # in the directory of a run that has ended: its best weig
 SHARD_BYTES = 5 * 10**9
 OF_TORCH = (".pt", ".ckpt")  # suffixes of files that `torch.save` writes
 _ARGUMENTS = "hyper_parameters"
-_OF_TRAINING = (
-    "loops",
-    "callbacks",
-    "optimizer_states",
-    "lr_schedulers",
-    "streams",
-    "best_values",
-    "of_ranks",
-    "extra_state",
-    "names_of_tied",
-    "frozen_since",
-    "configured",
-    BUFFERS,
-)
+_OF_TRAINING = {
+    *("loops", "callbacks", "optimizer_states", "lr_schedulers", "streams", "best_values", "of_ranks"),
+    *("extra_state", "names_of_tied", "frozen_since", "configured", BUFFERS),
+}
 _PREFIX = "model."
 
 
@@ -55,22 +45,20 @@ def write(
     file: Path,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
-    on_read: OnRead | None = None,
 ) -> list[Path]:
-    """Write weights to a temporary folder, compare the written files with them, and move the files into place.
+    """Write weights to a temporary folder, and move the files into place.
 
     Args:
         config: the model's config node, written beside the weights.
         file: the path to write, with the suffix .safetensors, .pt or .ckpt.
         dtype: the dtype to round floating-point tensors to; None for their own.
         shard_bytes: maximum size of one safetensors file, unless a single tensor is larger. It bounds memory use.
-        on_read: called with the number of bytes that were just read.
 
     Returns:
         the files, sorted by name.
 
     Raises:
-        OSError: the disk is full, or returns other data than was written.
+        OSError: the disk is full.
         Refused: a value is beyond the range of ``dtype``, or safetensors can't store a module's state or dtype.
     """
     if weights.extra_state and file.suffix == ".safetensors":
@@ -81,7 +69,7 @@ def write(
     with _beside(file) as partial:
         OmegaConf.save(OmegaConf.create(config), partial / config_of(file).name)
         for name, shard in zip(names, shards, strict=True):
-            tensors = weights.read(shard, dtype, on_read)
+            tensors = weights.read(shard, dtype)
             _check_range(weights, tensors)
             if file.suffix == ".safetensors":
                 _save(partial / name, tensors)
@@ -91,7 +79,6 @@ def write(
                 _save(partial / name, state if file.suffix == ".pt" else _as_lightning(state, weights, config))
             with suppress(OSError):  # safetensors makes it owner-readable only; the file system may have no modes
                 shutil.copymode(partial / config_of(file).name, partial / name)
-            _compare(partial / name, tensors)
         if len(shards) > 1:
             index_of(partial / file.name).write_text(_index(weights, dtype, dict(zip(names, shards, strict=True))))
         written = sorted(path.name for path in partial.iterdir() if path.name != MARK)
@@ -150,11 +137,6 @@ def config_of(file: Path) -> Path:
     return file.with_name(f"{file.name}.yaml")
 
 
-def partial_of(file: Path) -> Path:
-    """Return the folder in which the files for ``file`` are written before they are moved into place."""
-    return file.with_name(f"{file.name}.partial")
-
-
 def index_of(file: Path) -> Path:
     """Return the path of the index of shards for a weight file."""
     return file.with_name(f"{file.name}.index.json")
@@ -164,7 +146,7 @@ def _shards(weights: Weights, dtype: torch.dtype | None, shard_bytes: int) -> li
     shards: list[list[str]] = [[]]
     room = shard_bytes
     for name in weights.like:
-        needed = bytes_of(weights, name, dtype)
+        needed = _bytes_of(weights, name, dtype)
         if shards[-1] and needed > room:
             shards.append([])
             room = shard_bytes
@@ -173,8 +155,7 @@ def _shards(weights: Weights, dtype: torch.dtype | None, shard_bytes: int) -> li
     return shards
 
 
-def bytes_of(weights: Weights, name: str, dtype: torch.dtype | None) -> int:
-    """Return the size of a tensor in bytes once it is rounded to ``dtype``."""
+def _bytes_of(weights: Weights, name: str, dtype: torch.dtype | None) -> int:
     return weights.like[name].numel() * weights.dtype(name, dtype).itemsize
 
 
@@ -186,14 +167,14 @@ def _file_names(file: Path, count: int) -> list[str]:
 
 def _index(weights: Weights, dtype: torch.dtype | None, shards: Mapping[str, list[str]]) -> str:
     in_file = {name: file for file, names in shards.items() for name in names}
-    size = sum(bytes_of(weights, name, dtype) for name in in_file)
+    size = sum(_bytes_of(weights, name, dtype) for name in in_file)
     return json.dumps({"metadata": {"total_size": size}, "weight_map": in_file}, indent=2) + "\n"
 
 
 @contextmanager
 def _beside(file: Path) -> Iterator[Path]:
     """Yield a temporary folder whose files are moved beside ``file`` on exit, unless an exception is raised."""
-    partial = directory.make_empty(partial_of(file))
+    partial = directory.make_empty(file.with_name(f"{file.name}.partial"))
     try:
         yield partial
         for path in sorted(partial.iterdir()):
@@ -228,24 +209,6 @@ def _save(path: Path, state: Mapping[str, Any]) -> None:
         os.fsync(written.fileno())
 
 
-def _compare(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Compare tensors with the file's content, and free each tensor after its comparison."""
-    for name, found in _tensors_in(path, list(tensors)):
-        if not same_bits(found, tensors.pop(name)):
-            raise OSError(f"{path.name}: read back different data for {name} than was written")
-
-
-def _tensors_in(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    if path.suffix in OF_TORCH:
-        found = format.load(path, mapped=True)
-        state = found if path.suffix == ".pt" else found["state_dict"]
-        yield from ((name, state[name]) for name in names)
-    else:
-        for name in names:
-            with safe_open(path, "pt") as file:  # opened for each tensor, to free its memory
-                yield name, file.get_tensor(name)
-
-
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are equal bit by bit, including NaNs."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
@@ -276,19 +239,16 @@ class Weights:
         tied: dict[str, str] = self.state.get("names_of_tied", {})
         self.first_names = {other: first for other, first in tied.items() if first in self.like}
 
-    def read(
-        self, names: Iterable[str], dtype: torch.dtype | None = None, on_read: OnRead | None = None
-    ) -> dict[str, Tensor]:
+    def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return tensors on the CPU, by name.
 
         Args:
             dtype: the dtype to round floating-point tensors to, one by one as they are read; None for their own.
-            on_read: called with the number of bytes that were just read.
         """
         tensors = {
             name: torch.empty_like(self.like[name], dtype=self.dtype(name, dtype), device="cpu") for name in names
         }
-        self._reader.fill({_PREFIX + name: tensor for name, tensor in tensors.items()}, on_read)
+        self._reader.fill({_PREFIX + name: tensor for name, tensor in tensors.items()})
         return tensors
 
     def on_access(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 import lightswitch
-from lightswitch.checkpoints import directory, weight_files
+from lightswitch.checkpoints import directory
 from lightswitch.errors import UnfitCheckpoint
 from lightswitch.export.__main__ import main
 from lightswitch.launch import report
@@ -270,24 +270,6 @@ def test_a_full_disk_leaves_nothing_behind(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {name} can't be written: ")
     assert "File too large" in line
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["language.safetensors", "language.pt"])
-def test_a_file_that_does_not_hold_what_was_written_is_found(
-    name: str, run_of: RunOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save = weight_files._save
-
-    def lossy(path: Path, state: dict[str, torch.Tensor]) -> None:
-        save(path, {key: value.clone() for key, value in state.items()})
-        content = path.read_bytes()
-        path.write_bytes(content.replace(state["tokens.weight"].numpy().tobytes()[:16], bytes(16)))
-
-    monkeypatch.setattr(weight_files, "_save", lossy)
-    with pytest.raises(SystemExit):
-        export(run_of("language", "single"), "-o", tmp_path / name)
-    assert capsys.readouterr().err == f"error: {name}: read back different data for tokens.weight than was written\n"
     assert not any(tmp_path.iterdir())
 
 
