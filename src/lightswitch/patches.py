@@ -110,13 +110,6 @@ PATCHES = (
     ),
     Patch(
         "lightning.pytorch.callbacks.BaseFinetuning",
-        "on_train_epoch_start",
-        "(self, trainer, pl_module)",
-        "refuses a schedule that fails in its next step after the callback has added a parameter group",
-        for_process=True,
-    ),
-    Patch(
-        "lightning.pytorch.callbacks.BaseFinetuning",
         "filter_on_optimizer",
         "(optimizer, params)",
         "compares parameters by identity: Lightning's compares values, which omits a layer initialized like another, "

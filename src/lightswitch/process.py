@@ -1,4 +1,4 @@
-"""The current process: its mutable state, the signals that end it, and function calls in forked child processes.
+"""The current process: its mutable state, and the signals that end it.
 
 Slurm and submitit send SIGUSR1 or SIGUSR2 before a time limit, schedulers and torchrun SIGTERM, a terminal SIGINT, and
 SIGHUP when it closes.
@@ -18,14 +18,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol
 
-from lightswitch.errors import ExitCode, Refused, RefusedRequest, Stopped
+from lightswitch.errors import ExitCode, Stopped
 from lightswitch.monitoring.display import leave_terminal
 
 _RANKS_PATIENCE_SECONDS = 10.0  # for ranks to end; those of a failed run write their reports
@@ -388,49 +386,3 @@ class Signals:
         signal.set_wakeup_fd(-1)
         for number in heard():
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else lambda *_: None)
-
-
-T = TypeVar("T")
-
-
-def call_each_forked(functions: Sequence[Callable[[], T]]) -> list[T]:
-    """Call each function in a forked process, as many at once as there are cores, and return the results.
-
-    Args:
-        functions: must return picklable values and raise nothing but Refused.
-
-    Raises:
-        RefusedRequest: the problems of the first function that raised Refused, or the end of its process.
-    """
-    with ThreadPoolExecutor(min(len(functions), os.cpu_count() or 1)) as pool:
-        return list(pool.map(_call, functions))
-
-
-def _call(function: Callable[[], T]) -> T:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(function, theirs), daemon=True)
-    child.start()
-    theirs.close()
-    try:
-        result, refusal = ours.recv()
-    except EOFError:
-        child.join()
-        raise RefusedRequest(
-            [f"a process that was forked to plan the run has ended, with exit code {child.exitcode}"]
-        ) from None
-    child.join()
-    if refusal is not None:
-        raise RefusedRequest(*refusal)
-    found: T = result
-    return found
-
-
-def _answer(function: Callable[[], T], result: Connection) -> None:
-    signal.set_wakeup_fd(-1)  # inherited from the parent, as are the handlers
-    for number in CAUGHT:
-        signal.signal(number, signal.SIG_DFL)
-    try:
-        result.send((function(), None))
-    except Refused as refused:
-        result.send((None, (refused.problems, refused.details)))

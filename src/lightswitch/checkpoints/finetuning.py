@@ -19,21 +19,12 @@ from lightswitch.mixins import callbacks_of
 
 # torch's schedules that fail in their next step after a group is added
 _BY_GROUP = (LambdaLR, MultiplicativeLR, CosineAnnealingWarmRestarts, CyclicLR, OneCycleLR)
-_finetune = BaseFinetuning.on_train_epoch_start  # Lightning's
 
 
 def follow_strategy(callbacks: Iterable[Callback]) -> None:
-    """Patch BaseFinetuning so that it unfreezes layers of sharded modules, and names schedules that can't follow."""
+    """Patch BaseFinetuning so that it unfreezes layers of sharded modules."""
     if any(isinstance(callback, BaseFinetuning) for callback in callbacks):
-        patches.replace(BaseFinetuning, "on_train_epoch_start", _finetune_with_schedules)
         patches.replace(BaseFinetuning, "filter_on_optimizer", staticmethod(_absent))
-
-
-def _finetune_with_schedules(self: BaseFinetuning, trainer: Trainer, pl_module: LightningModule) -> None:
-    before = _groups(trainer)
-    _finetune(self, trainer, pl_module)
-    if _groups(trainer) != before:
-        refuse_rates_by_group(trainer, self)
 
 
 def refuse_rates_by_group(trainer: Trainer, callback: BaseFinetuning) -> None:
@@ -52,10 +43,6 @@ def refuse_rates_by_group(trainer: Trainer, callback: BaseFinetuning) -> None:
                 "CosineAnnealingLR, StepLR), or put the layers into a group in configure_optimizers, and unfreeze them "
                 "in on_train_epoch_start"
             )
-
-
-def _groups(trainer: Trainer) -> list[int]:
-    return [len(optimizer.param_groups) for optimizer in trainer.optimizers]
 
 
 def _absent(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -288,7 +288,6 @@ _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.d
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set)}
 _OF_KIND: dict[str, Callable[..., Any]] = {
     "array": torch.Tensor.numpy,
-    "text array": lambda value: np.array(value, dtype=str),
     "deque": deque,
     "defaultdict": lambda value, factory: defaultdict(_FACTORIES[factory], value),
     "Counter": Counter,
@@ -351,8 +350,7 @@ class PlainTypes:
         try:
             return self._marked("array", torch.from_numpy(value.copy()))
         except (TypeError, ValueError):  # torch has no such dtype, for example of strings
-            items = self.of(value.tolist(), path)
-            return self._marked("text array", items) if value.dtype.kind == "U" else items
+            return self.of(value.tolist(), path)
 
     def _mapping(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
         items: dict[Any, Any] = {}

@@ -310,10 +310,7 @@ class LastCheckpoints(Checkpoint):
 
     def _point_to(self, path: Path) -> None:
         try:
-            try:
-                write_link(self.folder / "last.ckpt", path.name)
-            except OSError:  # retried once, as a checkpoint's files are, in case the disk error was transient
-                write_link(self.folder / "last.ckpt", path.name)
+            write_link(self.folder / "last.ckpt", path.name)
         except OSError as error:
             message = describe_failure(error, rank=0)
             raise UnwrittenCheckpoint(f"last.ckpt could not be made to point to {path.name}: {message}") from error

@@ -81,7 +81,7 @@ class Reader:
         self.like = dict(self._index.like)
         state = directory.read_state(self._files, partial(sharded_like, self._live))
         if of_before := self.names("transient."):
-            state[BUFFERS] = {name: self._read(f"transient.{name}") for name in of_before}
+            state[BUFFERS] = {name: self.read(f"transient.{name}") for name in of_before}
         return state
 
     @property
@@ -136,31 +136,24 @@ class Reader:
             UnfitCheckpoint: on every rank, if a file can't be read, differs from the index, or was replaced during the
                 read.
         """
+        self._fill(tensors, self._group)
+
+    def read(self, name: str) -> Tensor:
+        """Return one whole tensor on the CPU."""
+        whole = torch.empty_like(self.like[name], device="cpu")
+        self._fill({name: whole}, None)
+        return whole
+
+    def _fill(self, tensors: Mapping[str, Stored], group: dist.ProcessGroup | None) -> None:
         problem, message = None, None
         try:
             for name, tensor in tensors.items():
                 _fill(self._saved_names.get(name, name), tensor, self._index)
         except Exception as error:  # torch raises many kinds of errors for a damaged file
             problem = error
-            message = describe_failure(error, dist.get_rank(self._group) if self._group else 0)
-        if message := _first_of_all_ranks(self._replaced() or message, self._group):
+            message = describe_failure(error, dist.get_rank(group) if group else 0)
+        if message := _first_of_all_ranks(self._replaced() or message, group):
             raise unreadable(self.path, message) from problem
-
-    def read(self, name: str) -> Tensor:
-        """Return one whole tensor on the CPU."""
-        try:
-            whole = self._read(self._saved_names.get(name, name))
-            message = self._replaced()
-        except Exception as error:  # as in `fill`
-            raise unreadable(self.path, self._replaced() or describe_failure(error, 0)) from error
-        if message:
-            raise unreadable(self.path, message)
-        return whole
-
-    def _read(self, name: str) -> Tensor:
-        whole = torch.empty_like(self._index.like[name], device="cpu")
-        _fill(name, whole, self._index)
-        return whole
 
     def check_model(self, live: Mapping[str, Any], arguments: Mapping[str, Any], strict: bool) -> None:
         """Compare the names and shapes of a model's parameters and buffers with the checkpoint's.

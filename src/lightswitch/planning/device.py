@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from omegaconf import OmegaConf
-
-from lightswitch.process import call_each_forked
 
 GIB = 2**30
 
@@ -115,8 +115,8 @@ _ARITHMETIC = {"16": "fp16", "bf16": "bf16", "64": "fp64", "float16": "fp16", "b
 def here() -> Device:
     """Return this machine's GPU with the least memory or, without GPUs, its CPU with the currently free memory.
 
-    Unless CUDA is already initialized here, a forked process queries the GPUs: plans are made in processes that are
-    forked from this one, which can't use CUDA if it has initialized it.
+    Unless CUDA is already initialized here, a forked process queries the GPUs: this one may fork others, which can't
+    use CUDA if it has initialized it.
     """
     import psutil
     import torch
@@ -124,7 +124,8 @@ def here() -> Device:
     free_gib = psutil.virtual_memory().available / GIB
     if torch.cuda.device_count():  # uses NVML, so it does not initialize CUDA
         is_open = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # untyped in torch
-        name, bytes = _smallest_gpu() if is_open else call_each_forked([_smallest_gpu])[0]
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as forked:
+            name, bytes = _smallest_gpu() if is_open else forked.submit(_smallest_gpu).result()
         return Device(name, bytes / GIB, {}, host_gib=free_gib)
     return Device("this machine's CPU", free_gib, {}, kind="cpu")
 

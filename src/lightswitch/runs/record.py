@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import logging
-import os
 import platform
 import shlex
 import subprocess
@@ -210,7 +208,6 @@ class RunRecord(Callback):
                 path.with_name(f"{path.name}.partial").replace(path)
         except OSError as error:
             raise Refused(f"the run directory can't be written: {error}") from error
-        _link_log_of_job(self.run_dir)
         if self.mode == "fit":
             directory.finish_changes(self.run_dir / "checkpoints")
 
@@ -277,16 +274,6 @@ def _usage_errors() -> tuple[type[Exception], ...]:
     """Return the exception class of Weights & Biases for user errors, if it is imported."""
     errors = getattr(sys.modules.get("wandb"), "errors", None)
     return (errors.UsageError,) if errors is not None else ()
-
-
-def _link_log_of_job(run_dir: Path) -> None:
-    """Link the file that a Slurm job prints to in all of its starts, from a parent folder into the run directory."""
-    name = f"slurm-{claim.slurm_job()}.out"
-    for file in (folder / name for folder in run_dir.absolute().parents):
-        if file.is_file():
-            with contextlib.suppress(OSError):  # an earlier start has made the link, or the file system has no links
-                (run_dir / name).symlink_to(os.path.relpath(file, run_dir))
-            return
 
 
 def _files(cfg: DictConfig, run: RunContext) -> dict[str, str]:

@@ -73,7 +73,6 @@ def test_what_is_kept_is_read(name: str, tmp_path: Path) -> None:
 
 ITSELF_AGAIN: dict[str, Any] = {  # by name, what is read as it was
     "a table": np.arange(6, dtype=np.int16).reshape(2, 3),
-    "names": np.array(["cat", "dog"]),
     "a generator's state": np.random.RandomState(3).get_state(),
     "a window": deque([1.0, np.arange(2)], maxlen=5),
     "an endless one": deque([{"x": deque()}]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,11 +31,10 @@ END = "trainer.max_steps=13"  # of five steps an epoch
 
 
 class LateModel(AveragedModel):
-    """Averages its weights at a batch's end, counts epochs where they begin and end; asks to be ended if told."""
+    """Averages its weights at a batch's end, counts epochs where they begin and end."""
 
-    def __init__(self, ends_epoch: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.ends_epoch = ends_epoch
         self.register_buffer("begun", torch.zeros(()))
         self.register_buffer("ended", torch.zeros(()))
 
@@ -45,8 +43,6 @@ class LateModel(AveragedModel):
 
     def on_train_epoch_end(self) -> None:
         self.ended += 1
-        if self.current_epoch == self.ends_epoch:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class WholeModel(PlainModel):
@@ -135,34 +131,6 @@ def test_each_hook_is_counted_once(uninterrupted: Finished) -> None:
     assert (weights["begun"], weights["ended"]) == (3, 3)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("step", [5, *at_night(3, 10)])
-def test_a_run_goes_on_from_any_step_with_what_all_hooks_have_done(
-    step: int, uninterrupted: Finished, train: Train
-) -> None:
-    checkpoint = uninterrupted.run_dir / f"checkpoints/step_{step}.ckpt"
-    assert_same(train(*RUN, END, f"resume={checkpoint}"), uninterrupted)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("steps", [8, *at_night(5)])
-def test_a_run_that_was_shorter_goes_on(steps: int, uninterrupted: Finished, train: Train) -> None:
-    run = (*RUN, "callbacks.last_checkpoint.every_n_steps=100")
-    shorter = train(*run, f"trainer.max_steps={steps}")
-    assert_same(train(*run, END, folder=shorter.folder), uninterrupted)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("every_n_steps", [100, *at_night(1)])
-def test_a_run_that_is_preempted_at_an_epochs_end_goes_on(
-    every_n_steps: int, uninterrupted: Finished, train: Train
-) -> None:
-    run = (*RUN, END, f"callbacks.last_checkpoint.every_n_steps={every_n_steps}")
-    preempted = train(*run, "model.ends_epoch=0", check=False)
-    assert preempted.returncode == 143, preempted.err
-    assert_same(train(*run, "model.ends_epoch=null", folder=preempted.folder), uninterrupted)
-
-
 WHOLE = (
     *(f"model._target_={HERE}.WholeModel", f"callbacks.count._target_={HERE}.CountEpochs", PLAIN_DATA, *RECORD),
     *("data.samples=57", "global_batch_size=12", "micro_batch_size=2", "trainer.accelerator=cpu", "run_id=mine"),
@@ -246,14 +214,6 @@ def ended(run: Finished) -> dict[str, Any]:
         "early": (early["wait_count"], round(early["best_score"].item(), 5)),
         "schedule": (schedule["num_bad_epochs"], schedule["_last_lr"]),
     }
-
-
-def assert_same(run: Finished, other: Finished) -> None:
-    found, expected = (torch.load(Path(one.run_dir, "weights_0.pt")) for one in (run, other))
-    assert found.keys() == expected.keys()
-    assert {name for name in found if not torch.equal(found[name], expected[name])} == set()
-    states = (read_state(one.run_dir / "checkpoints/last.ckpt") for one in (run, other))
-    assert len({state["callbacks"]["CountEpochs"]["ended"] for state in states}) == 1
 
 
 class DrawsAtStart(PlainModel):

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
+import time
 from pathlib import Path
+from threading import Timer
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 
 from tests.engine.conftest import PLAIN, Train
@@ -47,7 +54,7 @@ def assert_survives(kills: int, way: str, train: Train) -> None:
     folder = None
     for attempt in range(kills):
         kill = (
-            "callbacks.kill._target_=tests.engine.checkpoints.killer.Kill",
+            "callbacks.kill._target_=tests.engine.checkpoints.test_killed.Kill",
             f"callbacks.kill.seed={len(way) + attempt}",
         )
         killed = train(*run, *kill, ranks=ranks, folder=folder, check=False)
@@ -69,3 +76,32 @@ def _trained_on(run_dir: Path) -> dict[tuple[int, int], set[tuple[int, ...]]]:
                 read = json.loads(line)
                 steps.setdefault((read["epoch"], read["step"]), set()).add(tuple(read["ids"]))
     return steps
+
+
+# How a run ends as by a power cut, at a moment that nobody chose
+
+
+class Kill(pl.Callback):
+    """SIGKILL within a few steps: between steps, in one, in a validation, while a checkpoint is written.
+
+    Five steps are two saves of a run that saves every second one, and the second waits until the first is written.
+    The run goes no further than three steps: on a busy machine, the moment may be late.
+    """
+
+    killed_from = 1 << 30
+
+    def __init__(self, seed: int | str) -> None:
+        self.moment = random.Random(seed)
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.step = trainer.global_step + self.moment.randrange(5, 13)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        time.sleep(0.01)  # or a run would be over before a checkpoint is written
+        while trainer.global_step >= self.killed_from + 3:
+            time.sleep(1)
+        if trainer.global_step >= self.step:
+            self.step, self.killed_from = 1 << 30, trainer.global_step
+            timer = Timer(self.moment.random() * 0.08, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()

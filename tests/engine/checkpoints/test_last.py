@@ -12,12 +12,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightswitch.checkpoints.directory import read_state
 from lightswitch.checkpoints.last import LastCheckpoints, newest
+from lightswitch.checkpoints.portable import _best_of
 from lightswitch.regular_files import MARK
-from tests.engine.conftest import PLAIN, Train
+from tests.engine.checkpoints import hostile
+from tests.engine.conftest import PLAIN, Finished, Train, once
 from tests.engine.plain import PlainModel
 from tests.night import at_night
 
@@ -240,3 +244,54 @@ def test_a_copy_in_place_of_the_link_is_replaced_by_one(train: Train, tmp_path: 
 def test_counts_are_at_least_one(count: str) -> None:
     with pytest.raises(ValueError, match=f"{count} is -1, expected at least 1"):
         LastCheckpoints("anywhere", **{"every_n_steps": 1, count: -1})
+
+
+# A resumed run remembers its best checkpoint, also in a directory that was moved, and none of another run
+
+BEST = (*PLAIN, "trainer.accelerator=cpu", "run_id=mine", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1")
+
+
+trained = once(*BEST, "trainer.max_steps=4")
+
+
+def say(run_dir: Path, folder: Path | None = None, score: float = 9.0, **said: Any) -> None:
+    """In all checkpoints of a run, of the best ones, as a run in ``folder`` or whoever writes them could."""
+    folder = (folder or run_dir) / "checkpoints"
+    best = str(folder / "best.ckpt")
+    told = dict.fromkeys(("best_model_path", "last_model_path", "kth_best_model_path"), best)
+    told |= {"dirpath": str(folder), "best_k_models": {best: torch.tensor(score)}, **said}
+    for path in (run_dir / "checkpoints").glob("*.ckpt"):
+        if not path.is_symlink():
+            state = torch.load(path / "trainer.pt")
+            (key,) = (key for key in state["callbacks"] if key.startswith("BestCheckpoint"))
+            state["callbacks"][key] |= told
+            torch.save(state, path / "trainer.pt")
+            hostile.sign(path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["mine", "moved"])
+def test_a_run_remembers_its_best_where_it_is_now(name: str, trained: Finished, tmp_path: Path, train: Train) -> None:
+    run_dir = tmp_path / "again" / "runs/plainmodel" / name
+    shutil.copytree(trained.run_dir, run_dir, symlinks=True)
+    folder = trained.run_dir if name == "moved" else run_dir
+    say(run_dir, folder, score=-1.0, best_model_score=torch.tensor(-1.0))
+    before = (run_dir / "checkpoints" / "best.ckpt" / "SHA256SUMS").read_text()
+    resumed = train(*BEST, f"run_id={name}", "trainer.max_steps=8", folder=tmp_path / "again")
+    assert f"tests      runs/plainmodel/{name}/checkpoints/best.ckpt" in resumed.out
+    assert (run_dir / "checkpoints" / "best.ckpt" / "SHA256SUMS").read_text() == before
+
+
+@pytest.mark.parametrize("inner", ["best.ckpt", "epoch=1/best.ckpt"])
+def test_the_best_of_a_run_that_was_moved_is_where_it_is_now(inner: str, tmp_path: Path) -> None:
+    before = ModelCheckpoint(tmp_path / "before", monitor="val/loss")
+    callback = ModelCheckpoint(tmp_path / "now", monitor="val/loss")
+    path, score = str(tmp_path / "before" / inner), torch.tensor(1.0)
+    state = before.state_dict() | {"best_model_path": path, "best_k_models": {path: score}, "kth_best_model_path": path}
+    now = str(tmp_path / "now" / inner)
+    assert _best_of(callback, state, is_of_run=True) == state | {
+        **{"dirpath": callback.dirpath, "best_model_path": now},
+        **{"best_k_models": {now: score}, "kth_best_model_path": now},
+    }
+    empty = {"dirpath": callback.dirpath, "best_model_score": None, "best_model_path": ""}
+    assert _best_of(callback, state, is_of_run=False) == empty

@@ -378,10 +378,14 @@ def test_the_answer_is_a_line(found: Estimate) -> None:
     )
 
 
+def _named_by_the_process() -> tuple[str, int]:
+    return str(os.getpid()), 80 * GIB
+
+
 def test_gpus_are_looked_at_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ranks that are forked after it could not use CUDA. There is no GPU here, so a function says who asks."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(device, "_smallest_gpu", lambda: (str(os.getpid()), 80 * GIB))
+    monkeypatch.setattr(device, "_smallest_gpu", _named_by_the_process)
     found = device.here()
     assert (found.name == str(os.getpid()), found.memory_gib) == (False, 80)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

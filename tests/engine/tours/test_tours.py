@@ -25,7 +25,7 @@ from tests.night import at_night
 STEPS = 32  # a start is killed within 15, and goes back by two at most
 RUN = (*LANGUAGE, "run_id=mine", "trainer.accelerator=cpu", f"trainer.max_steps={STEPS}")
 RUN += (*WITNESS, "trainer.val_check_interval=4", "callbacks.last_checkpoint.every_n_steps=2")
-KILL = "callbacks.kill._target_=tests.engine.checkpoints.killer.Kill"
+KILL = "callbacks.kill._target_=tests.engine.checkpoints.test_killed.Kill"
 
 
 @dataclass(frozen=True)
