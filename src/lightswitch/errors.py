@@ -3,13 +3,9 @@
     Exception
     ├── Refused                    the user can fix it: printed in lines without a traceback
     │   ├── RefusedRequest         several problems of one request
-    │   │   ├── Unplanned          the run can't be planned before it starts
-    │   │   └── ChangedDependency  a library differs from the versions that were tested
-    │   ├── NotFinite              the loss or a parameter is not finite
-    │   ├── UnequalReplicas        ranks hold different values of the same parameter
-    │   ├── ReportedElsewhere          another process of the run prints the problem
+    │   │   └── Unplanned          the run can't be planned before it starts
+    │   ├── ReportedElsewhere      another process of the run prints the problem
     │   ├── UnfitCheckpoint        a checkpoint does not fit the model, or can't be read
-    │   ├── UntrustedConfig        a config beside weights names code that is not known to be the caller's own
     │   ├── UnwrittenCheckpoint    a checkpoint could not be written (also an OSError)
     │   └── NoExperiment           a module uses its logger's experiment, and there is none (also an AttributeError)
     ├── BatchError                 a batch size below one sample (a ValueError)
@@ -102,21 +98,6 @@ class Unplanned(RefusedRequest):
     """A run that can't be planned before it starts, for example because its model fails on tensors without values."""
 
 
-class ChangedDependency(RefusedRequest):
-    """A library attribute that the engine replaces is missing, or differs from the versions that were tested."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__([problem])
-
-
-class NotFinite(Refused):
-    """A loss or a parameter that is not finite; a restart from the same checkpoint would reach it again."""
-
-
-class UnequalReplicas(Refused):
-    """Ranks that hold different values of a replicated parameter; a checkpoint would hold the values of one rank."""
-
-
 class ReportedElsewhere(Refused):
     """A problem that another process of the run prints; this process prints nothing."""
 
@@ -127,10 +108,6 @@ class ReportedElsewhere(Refused):
 
 class UnfitCheckpoint(Refused):
     """A checkpoint, an export or a weight file that does not fit the model, or can't be read."""
-
-
-class UntrustedConfig(Refused):
-    """A config beside weights that names code which is not known to be the caller's own."""
 
 
 class UnwrittenCheckpoint(Refused, OSError):

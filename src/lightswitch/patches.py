@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from lightswitch import versions
-from lightswitch.errors import ChangedDependency
+from lightswitch.errors import RefusedRequest
 
 # The patched packages, and the versions that the tests ran with. pyproject.toml has the same bounds, with the reasons.
 SUPPORTED = {
@@ -265,13 +265,13 @@ def replace(target: Any, name: str, value: object) -> None:
     """Set a library attribute that PATCHES lists, on an object, a class or a module.
 
     Raises:
-        ChangedDependency: the attribute is missing, or differs from the tested versions.
+        RefusedRequest: the attribute is missing, or differs from the tested versions.
         LookupError: PATCHES does not list it.
     """
     patch = _patch_of(target, name)
     found = _found(patch, target)
     if not _is_ours(found) and not _fits(found, patch.expected):
-        raise ChangedDependency(_complaint(patch, f"is {_described(found)}"))
+        raise RefusedRequest([_complaint(patch, f"is {_described(found)}")])
     if isinstance(target, type | ModuleType):
         setattr(target, name, value)
     else:
@@ -291,7 +291,7 @@ def _patch_of(target: Any, name: str) -> Patch:
         try:
             owner = resolve_name(patch.owner)
         except (AttributeError, ImportError) as error:
-            raise ChangedDependency(_complaint(patch, f"is missing ({error})")) from error
+            raise RefusedRequest([_complaint(patch, f"is missing ({error})")]) from error
         if target is owner if patch.for_process else isinstance(target, owner):
             return patch
     raise LookupError(f"{name} of {target!r} is not in lightswitch.patches.PATCHES; add it there")

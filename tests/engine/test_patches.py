@@ -14,7 +14,7 @@ import pytest
 from lightning.pytorch import LightningModule, Trainer
 
 from lightswitch import patches
-from lightswitch.errors import ChangedDependency
+from lightswitch.errors import RefusedRequest
 from lightswitch.patches import OVERRIDES, PATCHES, SUPPORTED, Patch
 from tests.engine.conftest import CHECKOUT
 
@@ -126,7 +126,7 @@ class _Renamed(Trainer):
 def test_a_name_that_is_gone_is_refused() -> None:
     trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", enable_progress_bar=False)
     trainer.__class__ = _Renamed
-    with pytest.raises(ChangedDependency) as refused:
+    with pytest.raises(RefusedRequest) as refused:
         patches.replace(trainer, "limit_val_batches", 1)
     (line,) = refused.value.problems
     assert re.fullmatch(
@@ -139,16 +139,14 @@ def test_a_name_that_is_gone_is_refused() -> None:
 def test_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LightningModule, "setup", lambda self, name, value: None)
     model = LightningModule()
-    with pytest.raises(
-        ChangedDependency, match=r"is \(self, name, value\), but lightswitch replaces it and expects \(s"
-    ):
+    with pytest.raises(RefusedRequest, match=r"is \(self, name, value\), but lightswitch replaces it and expects \(s"):
         patches.replace(model, "setup", print)
     assert "setup" not in vars(model)
 
 
 def test_a_class_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torchmetrics.Metric")
-    with pytest.raises(ChangedDependency, match=r"torchmetrics\.Metric\.process_group of torchmetrics \S+ is missing"):
+    with pytest.raises(RefusedRequest, match=r"torchmetrics\.Metric\.process_group of torchmetrics \S+ is missing"):
         patches.replace(object(), "process_group", None)
 
 

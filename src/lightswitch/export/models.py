@@ -37,7 +37,7 @@ from lightswitch.checkpoints.reading import BUFFERS
 from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.config.confidential import masked_keys
 from lightswitch.config.hydra_versions import instantiate
-from lightswitch.errors import UnfitCheckpoint, UntrustedConfig, listed
+from lightswitch.errors import Refused, UnfitCheckpoint, listed
 
 CONFIG = "config.yaml"
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:[^${}]*\}")  # environment variables in a run's config
@@ -63,7 +63,7 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
 
     Raises:
         UnfitCheckpoint: it can't be read, is damaged, or has no config that builds a model for it.
-        UntrustedConfig: the config names other code.
+        Refused: the config names other code.
     """
     builder = "the one given" if model else "its config builds"
     if (found := weight_files.read(Path(path))) is not None:
@@ -121,11 +121,11 @@ def build_model(config: ModelConfig, trust: bool, filled: bool = False) -> Light
 
     Raises:
         UnfitCheckpoint: its class is not found, does not take its arguments, or builds something else.
-        UntrustedConfig: the config names code that is not the user's own.
+        Refused: the config names code that is not the user's own.
     """
     try:
         if not trust and (called := untrusted(config.node, config.file.resolve().parent)):
-            raise UntrustedConfig(
+            raise Refused(
                 f"{config.file} builds its model with {called}, which is no class of your own code; "
                 "lightswitch.load(path, model=MyModel(...)) does not run it, and trust=True does"
             )

@@ -21,7 +21,7 @@ from lightswitch import patches
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.checkpoints.last import LastCheckpoints, StepBoundary
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.errors import LostRank, NotFinite, Stopped, UnwrittenCheckpoint
+from lightswitch.errors import LostRank, Refused, Stopped, UnwrittenCheckpoint
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.process import REQUEUED, Signals
 
@@ -239,7 +239,7 @@ class LossCheck:
             finite on any rank.
 
     Raises:
-        NotFinite: in any method, on the rank with the bad loss or weights.
+        Refused: in any method, on the rank with the bad loss or weights.
     """
 
     def __init__(self, batch: GlobalBatch, on_nan: Literal["stop", "skip"]) -> None:
@@ -292,7 +292,7 @@ class LossCheck:
         self._check_waiting(trainer)
         if name := _not_finite(trainer.lightning_module):
             where = self._batch.describe_position(trainer, most_samples=8)
-            raise NotFinite(f"{name} is not finite, so no checkpoint is saved, {where}; {_ADVICE}")
+            raise Refused(f"{name} is not finite, so no checkpoint is saved, {where}; {_ADVICE}")
 
     def _check_waiting(self, trainer: Trainer) -> None:
         """Check the stored losses, which synchronizes with the device."""
@@ -302,10 +302,10 @@ class LossCheck:
             if not math.isfinite(value):
                 raise self._error(trainer, value, where)
 
-    def _error(self, trainer: Trainer, value: float, where: str) -> NotFinite:
+    def _error(self, trainer: Trainer, value: float, where: str) -> Refused:
         name = _not_finite(trainer.lightning_module)
         weights = f"{name} is not finite either" if name else "the weights are finite"
-        return NotFinite(f"the loss is {value} {where}; {weights}; {_ADVICE}")
+        return Refused(f"the loss is {value} {where}; {weights}; {_ADVICE}")
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.shards import local
-from lightswitch.errors import Refused, UnequalReplicas, listed
+from lightswitch.errors import Refused, listed
 from lightswitch.strategies.weights import FIRST_STEP_ALONE
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Agreement:
         """Compare replicas. Collective.
 
         Raises:
-            UnequalReplicas: parameters differ; raised on every rank.
+            Refused: parameters differ; raised on every rank.
         """
         strategy = trainer.strategy
         if trainer.world_size == 1 or not isinstance(strategy, PortableCheckpoints):
@@ -73,7 +73,7 @@ class Agreement:
         unequal = differing({**parameters, **buffers}, strategy.root_device)
         if self._ends_runs and (found := [name for name in unequal if name in parameters]):
             ranks = sorted({rank for name in found for rank in unequal[name]})
-            raise UnequalReplicas(
+            raise Refused(
                 f"{listed(found)} of rank {listed([str(rank) for rank in ranks])} differs from rank 0 after step "
                 f"{trainer.global_step}: each rank changes it independently, as in a hook that draws random numbers or "
                 "reads the rank's samples; compute it on rank 0 and broadcast it, or from the samples of all ranks "

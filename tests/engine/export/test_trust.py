@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import lightswitch
 from lightswitch.config.hydra_versions import register_resolver
-from lightswitch.errors import UnfitCheckpoint, UntrustedConfig
+from lightswitch.errors import Refused, UnfitCheckpoint
 from lightswitch.export.__main__ import card, main
 from tests.engine.checkpoints import hostile
 from tests.engine.plain import PlainModel
@@ -46,7 +46,7 @@ def export_of(folder: Path, node: dict[str, Any]) -> Path:
 def test_what_is_not_the_users_own_is_refused_by_its_name(target: str, tmp_path: Path) -> None:
     for nested in NESTED:
         path = export_of(tmp_path, nested(target))
-        with pytest.raises(UntrustedConfig) as refused:
+        with pytest.raises(Refused) as refused:
             lightswitch.load(path)
         assert str(refused.value) == (
             f"{path}.yaml builds its model with {target}, which is no class of your own code; "
@@ -58,7 +58,7 @@ def test_of_a_run_from_elsewhere_too(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     hostile.ours(tmp_path / "checkpoints" / "last.ckpt")
     (tmp_path / "config.yaml").write_text(f"model:\n  _target_: os.mkdir\n  path: {ran}\n")
-    with pytest.raises(UntrustedConfig, match=r"config\.yaml builds its model with os\.mkdir"):
+    with pytest.raises(Refused, match=r"config\.yaml builds its model with os\.mkdir"):
         lightswitch.load(tmp_path)
     assert not ran.exists()
     with pytest.raises(UnfitCheckpoint, match=r"os\.mkdir builds a NoneType, not a LightningModule"):
@@ -71,7 +71,7 @@ def test_no_interpolation_but_of_a_variable_is_resolved(value: str, tmp_path: Pa
     called = []
     register_resolver("called", lambda: called.append(1))
     path = export_of(tmp_path, {**OWN, "width": {"a": value}})
-    with pytest.raises(UntrustedConfig, match=r"builds its model with .*\$\{"):
+    with pytest.raises(Refused, match=r"builds its model with .*\$\{"):
         lightswitch.load(path)
     OmegaConf.clear_resolver("called")
     assert not called
@@ -117,7 +117,7 @@ def test_code_is_the_users_own_by_where_it_lies(place: str, tmp_path: Path, monk
     if loaded:
         assert type(lightswitch.load(path)).__module__ == name
         return
-    with pytest.raises(UntrustedConfig, match=f"builds its model with {name}.Model"):
+    with pytest.raises(Refused, match=f"builds its model with {name}.Model"):
         lightswitch.load(path)
     assert name not in sys.modules  # it was not even imported
 

@@ -15,7 +15,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lightswitch.checkpoints.last import LastCheckpoints
-from lightswitch.errors import UnequalReplicas
+from lightswitch.errors import Refused
 from lightswitch.strategies.agreement import broadcast_metric_states, broadcast_weights, differing, left_on_meta
 from tests.engine.fits import PLAIN, trained
 from tests.engine.plain import NormedModel, PlainModel
@@ -83,7 +83,7 @@ FIT = replace(PLAIN, strategy="ddp", agrees=True, micro_batch=None)
 def test_a_parameter_that_ranks_change_by_themselves_ends_the_run(pool: Pool) -> None:
     with pytest.raises(RankFailed) as failed:
         pool(2)(trained, replace(FIT, module=DriftsByRank))
-    assert isinstance(failed.value.error, UnequalReplicas)
+    assert isinstance(failed.value.error, Refused)
     assert "net.3.bias of rank 1 differs from rank 0 after step 1" in str(failed.value.error)
 
 
@@ -92,7 +92,7 @@ def test_it_ends_before_it_is_saved(pool: Pool, tmp_path: Path) -> None:
     fit = replace(FIT, module=partial(DriftsByRank, 6), steps=9, agrees=True)
     with pytest.raises(RankFailed) as failed:
         pool(2)(_fitted, fit, saves)
-    assert isinstance(failed.value.error, UnequalReplicas)
+    assert isinstance(failed.value.error, Refused)
     assert {path.name for path in tmp_path.glob("step_*.ckpt")} == {"step_2.ckpt", "step_4.ckpt"}
 
 
