@@ -48,13 +48,6 @@ class Meeting(Protocol):
         """Wait for a moment until the other processes know the run's id."""
 
 
-class Lock(Protocol):
-    """A lock on a directory, which other processes respect."""
-
-    def release(self) -> None:
-        """Release the lock; a second call does nothing."""
-
-
 class Process:
     """The state of one process, created once per process.
 
@@ -65,7 +58,7 @@ class Process:
         steps_have_begun: set at the first step; a later error is a bug, not a problem of the request.
         meeting: at which the processes have agreed on the run's id, until they meet again; None without one.
         refusal: why this start may not write its run directory; sent to the other ranks when they connect.
-        locks: locks on run directories, released when this process ends.
+        locks: closed when this process ends, to release its locks on run directories.
         hosts: the host of each node, in the order of ranks, once the ranks have connected.
         crash_folder: the folder of this start's crash report, the same in all ranks once they have connected.
         disk_error: a disk error in a library's thread, which makes the run fail.
@@ -81,7 +74,7 @@ class Process:
         self.steps_have_begun = threading.Event()
         self.meeting: Meeting | None = None
         self.refusal = ""
-        self.locks: list[Lock] = []
+        self.locks = contextlib.ExitStack()
         self.hosts: list[str] = []
         self.crash_folder: Path | None = None
         self.failure_file: Path | None = None
@@ -131,11 +124,6 @@ class Process:
             with contextlib.suppress(OSError), self.failure_file.open("x") as file:
                 file.write(line)
 
-    def release_locks(self) -> None:
-        """Release the locks on run directories."""
-        while self.locks:
-            self.locks.pop().release()
-
     def how_ended(self, pid: int) -> str | None:
         """Return a text that says how one of `ranks` ended; None while it runs, and for any other process."""
         code = next((rank.poll() for rank in self.ranks if rank.pid == pid), None)
@@ -169,7 +157,7 @@ class Process:
             for pid in children:  # all at once, or torch reports dead loader workers in the main thread
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self.release_locks()
+            self.locks.close()
             flushing = threading.Thread(target=_flush, daemon=True)  # blocks if the reader of a pipe has stopped
             flushing.start()
             flushing.join(_FLUSH_SECONDS)

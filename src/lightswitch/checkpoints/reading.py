@@ -21,6 +21,7 @@ from lightswitch.checkpoints.names import is_stored, own_name
 from lightswitch.checkpoints.shards import Stored, boxes, local, sharded_like
 from lightswitch.checkpoints.writing import describe_failure
 from lightswitch.errors import UnfitCheckpoint, listed, shown
+from lightswitch.hooked_strategy import of_ranks
 
 BUFFERS = "buffers"  # in a checkpoint's state: non-persistent buffers that training has changed, by name
 _BRINGS = "the module brings these weights itself, set self.strict_loading = False in it"
@@ -136,15 +137,15 @@ class Reader:
             UnfitCheckpoint: on every rank, if a file can't be read, differs from the index, or was replaced during the
                 read.
         """
-        self._fill(tensors, self._group)
+        self._read_into(tensors, self._group)
 
     def read(self, name: str) -> Tensor:
         """Return one whole tensor on the CPU."""
         whole = torch.empty_like(self.like[name], device="cpu")
-        self._fill({name: whole}, None)
+        self._read_into({name: whole}, None)
         return whole
 
-    def _fill(self, tensors: Mapping[str, Stored], group: dist.ProcessGroup | None) -> None:
+    def _read_into(self, tensors: Mapping[str, Stored], group: dist.ProcessGroup | None) -> None:
         problem, message = None, None
         try:
             for name, tensor in tensors.items():
@@ -237,11 +238,7 @@ def _within(box: Iterable[tuple[int, int]], offsets: Iterable[int]) -> tuple[sli
 
 
 def _first_of_all_ranks(problem: str | None, group: dist.ProcessGroup | None) -> str | None:
-    if group is None:
-        return problem
-    problems = [problem] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
-    return next(filter(None, problems), None)
+    return problem if group is None else next(filter(None, of_ranks(problem, group)), None)
 
 
 def _shape(tensor: Stored) -> str:

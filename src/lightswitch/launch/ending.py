@@ -72,7 +72,7 @@ def answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:
     if process.meeting is not None:
         process.meeting.part()
     process.end_ranks()
-    process.release_locks()
+    process.locks.close()
     claim.remove_if_empty(run.run_dir)  # Hydra creates it before all checks
     if code is not None:
         raise SystemExit(code) from None

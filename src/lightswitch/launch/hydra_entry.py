@@ -89,7 +89,7 @@ class Entry:
                 return
             ending.refuse(problems_of_composition(error))
         finally:
-            self.process.release_locks()
+            self.process.locks.close()
 
     def _run_hydra(self, config_path: str, config_name: str) -> None:
         patches.replace(hydra._internal.hydra, "Hydra", type("Hydra", (_Hydra,), {"process": self.process}))

@@ -56,7 +56,7 @@ def take_folder(folder: Path, process: Process) -> None:
     Raises:
         Refused: another process has the lock.
     """
-    process.locks.append(lock(folder))
+    process.locks.callback(lock(folder).release)
 
 
 class Lock:

@@ -74,7 +74,7 @@ def run(
             _launch_in(pool, planned)
             _run_jobs(partial(walk, [*overrides, pinned]), folder)
     finally:
-        process.release_locks()
+        process.locks.close()
         claim.remove_if_empty(folder)
         there = {job.number: job for job in record.read_all(folder)}
         jobs = [*({job.number: job for job in planned} | there).values()]

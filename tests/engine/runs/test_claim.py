@@ -21,9 +21,8 @@ import pytest
 from lightswitch.errors import RefusedRequest
 from lightswitch.runs import claim
 from lightswitch.runs.claim import new_run_id
-from tests.engine.conftest import CHECKOUT, PLAIN, Train, runs_in
+from tests.engine.conftest import PLAIN, Train, runs_in
 from tests.engine.failures.pace import PACE_TARGET
-from tests.engine.processes import Start, said
 from tests.night import at_night
 
 RUN = (*PLAIN, "run_id=mine", "trainer.accelerator=cpu", "logger=csv", "~callbacks.lr_monitor", "trainer.max_steps=6")
@@ -87,22 +86,6 @@ def test_beside_a_run_a_finished_start_says_so_and_an_evaluation_leaves_its_reco
     assert {name: (run_dir / name).read_text() for name in names} == record
     assert json.loads((run_dir / "results.json").read_text()).keys() >= results.keys()
     assert "finished   fit and test have ended at step 6" in train(*RUN, folder=first.folder).out
-
-
-@pytest.mark.nightly
-def test_a_sweep_has_one_walker(start: Start, tmp_path: Path) -> None:
-    for path in ("conf", "tests/engine/sweeps/swept.py"):
-        (tmp_path / Path(path).name).symlink_to(CHECKOUT / path)
-    command = ("python", "swept.py", "-m", "name=waiting", "seed=1,2", "run_id=x")
-    first = start(*command)
-    _until(lambda: (tmp_path / "runs/waiting/x/0/waits").exists())
-    second = start(*command)
-    out = said(second)
-    assert (second.returncode, out.count("\n")) == (2, 1), out
-    assert out.startswith(f"error: runs/waiting/x is being written by process {first.pid} on ")
-    first.send_signal(signal.SIGTERM)
-    first.wait()
-    assert not list(tmp_path.glob(f"runs/waiting/x/{claim.LOCK}"))
 
 
 def _until(condition: Callable[[], bool]) -> None:

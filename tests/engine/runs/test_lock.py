@@ -68,20 +68,6 @@ def takers() -> Iterator[list[Taker]]:
         taker.process.communicate()
 
 
-@pytest.mark.nightly
-def test_of_two_at_once_exactly_one_has_it(takers: list[Taker], tmp_path: Path) -> None:
-    for number in range(50):
-        folder = tmp_path / str(number)
-        if number % 2:  # where a dead process has left its own
-            folder.mkdir()
-            (folder / claim.LOCK).write_text('{"host": "far", "pid": 17, "since": "yesterday", "job": ""}')
-        for taker in takers:
-            taker.ask(folder)
-        said = [taker.said() for taker in takers]
-        pid = takers[said.index("taken")].process.pid
-        assert sum(f"is being written by process {pid} on " in answer for answer in said) == 1, said
-
-
 def test_it_is_held_until_it_is_given_back_or_the_process_ends(takers: list[Taker], tmp_path: Path) -> None:
     held = claim.lock(tmp_path)
     assert f"process {os.getpid()} on {os.uname().nodename}, since 20" in takers[0].take(tmp_path)
