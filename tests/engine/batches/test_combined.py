@@ -18,7 +18,7 @@ from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
 from tests.engine.batches.streams import SizedStream, Stream
-from tests.engine.conftest import PLAIN, Finished, Train
+from tests.engine.conftest import Finished, Train
 from tests.engine.fits import local_trainer
 from tests.engine.plain import PlainData, PlainModel, Points
 from tests.night import at_night
@@ -95,24 +95,11 @@ def test_two_loaders_read_the_same_at_any_world_size_and_after_a_resume(mode: st
     assert {name: len(read) for name, read in _read(whole)[7].items()} == longest[mode]
 
 
-@pytest.mark.nightly
-def test_a_shorter_loader_is_read_again_in_another_order(train: Train) -> None:
-    read = _read(train(*PAIRS, "data.mode=max_size_cycle", "trainer.max_steps=10"))
-    rounds = [[read[step]["b"] for step in steps] for steps in (range(5), range(5, 10))]
-    assert all(set.union(*batches) == set(range(320)) for batches in rounds)
-    assert rounds[0] != rounds[1]
-
-
 def test_a_fraction_is_one_of_the_epoch_of_all_loaders(train: Train) -> None:
     run = (*PAIRS, "data.mode=null", "data.a=320", "data.b=640", "trainer.max_epochs=1", "trainer.max_steps=-1")
     run += ("trainer.check_val_every_n_epoch=null",)
     for cut in ((), ("micro_batch_size=32", "run_id=cut")):
         assert len(_read(train(*run, "trainer.limit_train_batches=0.5", *cut))) == 5
-
-
-def test_loaders_of_as_many_samples_are_shuffled_each_in_its_own_way(train: Train) -> None:
-    read = _read(train(*PAIRS, "data.mode=null", "data.b=640", "trainer.max_steps=1"))
-    assert read[0]["a"] != read[0]["b"]
 
 
 @pytest.mark.nightly
@@ -130,13 +117,6 @@ def test_what_can_not_be_combined_is_refused_in_a_line(arguments: tuple[str, ...
     refused = train(*PAIRS, *arguments, "micro_batch_size=32", check=False)
     assert refused.err.startswith(f"error: {line}")
     assert (refused.returncode, len(refused.err.splitlines())) == (2, 1)
-
-
-@pytest.mark.nightly
-def test_a_run_that_logs_no_steps_trains(train: Train) -> None:
-    run = train(*PLAIN, "trainer.log_every_n_steps=0", "trainer.max_steps=3", "trainer.val_check_interval=3")
-    assert not any(row.get("train/loss") for row in run.metrics())
-    assert set(run.column("val/loss")) == {2}
 
 
 # Streams beside other training loaders, in one process: what each step reads, whatever the accumulation

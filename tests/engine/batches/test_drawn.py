@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, random_split
 
@@ -88,22 +87,6 @@ class DrawingModel(PlainModel):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step((batch[0] + torch.randn_like(batch[0]), *batch[1:]), batch_idx)
-
-
-class IteratingModel(PlainModel):
-    def training_step(self, dataloader_iter: Any) -> Tensor:
-        batch, batch_idx, _ = next(dataloader_iter)
-        return super().training_step(batch, batch_idx)
-
-
-class AskingModel(PlainModel):
-    """Makes a schedule of as many steps as the run will have."""
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class NamingModel(PlainModel):
@@ -189,23 +172,6 @@ def test_what_hooks_draw_follows_the_position(step: int, workers: int, drawn: Fi
         assert found.keys() >= {at for at in expected if at >= step}
 
 
-@pytest.mark.nightly
-def test_a_validation_draws_the_same_where_it_is_run_again(drawn: Finished, train: Train) -> None:
-    validate = (*DRAWN, "mode=validate", f"ckpt_path={drawn.run_dir}/checkpoints/last.ckpt")
-    again, repeated = train(*validate, "run_id=other"), train(*validate, "run_id=third")
-    assert again.column("val/loss") == repeated.column("val/loss")
-
-
-@pytest.mark.nightly
-def test_a_run_whose_loaders_are_made_anew_goes_on_beside_a_schedule_of_its_length(train: Train) -> None:
-    run = (f"model._target_={HERE}.AskingModel", PLAIN_DATA, *RUN, "data.samples=60", "trainer.max_epochs=3")
-    run = (*run, "+trainer.reload_dataloaders_every_n_epochs=1")
-    alone = train(*run, "callbacks.last_checkpoint.every_n_steps=7", "callbacks.last_checkpoint.keep=9")
-    resumed = train(*run, f"resume={alone.run_dir}/checkpoints/step_7.ckpt", "run_id=resumed")
-    expected = alone.column("train/loss")
-    assert resumed.column("train/loss") == {step: loss for step, loss in expected.items() if step >= 7}
-
-
 def test_what_the_methods_of_loaders_draw_follows_the_position(train: Train) -> None:
     run = (*PLAIN[:1], f"data._target_={HERE}.DrawnData", *RUN, "+trainer.reload_dataloaders_every_n_epochs=1")
     run = (*run, "trainer.max_epochs=4", "trainer.val_check_interval=1.0", "trainer.check_val_every_n_epoch=1")
@@ -218,18 +184,3 @@ def test_what_the_methods_of_loaders_draw_follows_the_position(train: Train) -> 
         if name == "train/loss":  # sets of evaluations are made anew in other epochs
             assert resumed.column(name) == {step: value for step, value in expected.items() if step >= 6}, name
         assert two.column(name) == pytest.approx(expected, abs=1e-5), name
-
-
-@pytest.mark.nightly
-def test_a_step_that_takes_the_loaders_iterator_trains(train: Train) -> None:
-    run = train(f"model._target_={HERE}.IteratingModel", PLAIN_DATA, *RUN, "trainer.max_steps=3")
-    assert len(run.column("train/loss")) == 3
-
-
-@pytest.mark.nightly
-def test_predictions_on_fewer_devices_leave_none_of_an_earlier_start(train: Train) -> None:
-    trained = train(*PLAIN, *RUN, "trainer.max_steps=2")
-    predict = (*PLAIN, *RUN, "mode=predict", f"ckpt_path={trained.run_dir}/checkpoints/last.ckpt", "run_id=predicted")
-    first = train(*predict, ranks=2)
-    assert len(predictions(first)) == 41
-    assert len(predictions(train(*predict, folder=first.folder))) == 41

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -101,30 +101,6 @@ def test_the_samples_of_steps_are_counted_as_they_are() -> None:
     assert (slices.epoch_samples, slices.samples) == (50, 50)
 
 
-class Five(Formed):
-    """Takes five of the batches in an epoch, whose sizes have another sum in each."""
-
-    def __len__(self) -> int:
-        return 5
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return islice(super().__iter__(), 5)
-
-
-class FiveData(PlainData):
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(Points(50), batch_sampler=Five())
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_samples_go_on_counting_over_epochs_of_other_sizes(ranks: int, fits: Fits) -> None:
-    strategy = "single" if ranks == 1 else "ddp"
-    run = fits(replace(PLAIN, data=FiveData, strategy=strategy, steps=13), ranks)[0]
-    sizes = [len(step) for epoch in range(3) for step in read(Five(), PLANS[0], epoch, seed=42)]
-    assert len({sum(sizes[at : at + 5]) for at in (0, 5, 10)}) > 1
-    assert run.column("samples") == {step: sum(sizes[: step + 1]) for step in range(13)}
-
-
 class Changing(Formed):
     """Tells another length than it has."""
 
@@ -171,12 +147,6 @@ def test_an_evaluation_reads_each_sample_once_in_batches_that_are_cut_if_they_mu
     read = [batch.tolist() for rank in ranks for (batch,) in rank]
     assert sorted(chain(*read)) == [*range(50)]
     assert sum(batch in read for batch in Formed().batches) >= 8 - (batches - 8)
-
-
-def test_an_evaluation_joins_batches_of_single_samples() -> None:
-    loader = DataLoader(DATA, batch_sampler=[[at] for at in range(5)])
-    ranks = [evaluation_loader(loader, PLANS[1], rank, seed=5) for rank in range(2)]
-    assert [[batch.tolist() for (batch,) in rank] for rank in ranks] == [[[0], [2]], [[1], [3, 4]]]
 
 
 def test_ranks_that_form_other_batches_of_the_same_order_are_told_apart() -> None:
@@ -258,32 +228,3 @@ def test_a_share_is_not_taken_for_the_whole(make: Any) -> None:
     arguments = (DataLoader(DATA, batch_sampler=Split()), PLANS[1], 0, 5)
     with pytest.raises(Refused, match="splits by rank, and forms more than the 4 batches"):
         next(iter(make(*arguments, *((Position(),) if make is training_loader else ()))))
-
-
-class Dealing(Split):
-    """Splits by rank, and shuffles by the number of its epochs, which nobody tells it."""
-
-    passes = 0
-
-    def __len__(self) -> int:
-        return len(self.batches) // self.num_replicas
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.passes += 1
-        return iter(random.Random(self.passes).sample(self.batches, len(self.batches))[self.rank :: self.num_replicas])
-
-
-def test_a_batch_sampler_that_counts_its_epochs_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    first, second = (read(Dealing(), PLANS[0], epoch) for epoch in (0, 1))
-    assert sorted(chain(*first)) == sorted(chain(*second)) == [*range(50)]
-    assert len([line for line in caplog.messages if line.startswith("the sampler Dealing keeps state")]) == 2
-
-
-def test_a_resume_with_other_batches_of_the_same_order_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    six, three = ([[*range(at, at + size)] for at in range(0, 48, size)] for size in (6, 3))
-    begun = training_loader(DataLoader(DATA, batch_sampler=six), PLANS[0], 0, 5, Position())
-    next(iter(begun))
-    resumed = training_loader(DataLoader(DATA, batch_sampler=three), PLANS[0], 0, 5, Position(step=2))
-    resumed.batch_sampler.start_at(0, 2, begun.batch_sampler.state_at(2))
-    next(iter(resumed))
-    assert [line for line in caplog.messages if line.startswith("training starts with different samples than before")]

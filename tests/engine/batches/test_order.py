@@ -151,10 +151,6 @@ def test_a_batch_that_divides_is_cut_into_what_it_is_made_of(micro: int, replica
     assert (plan.micro_batch, plan.replicas, plan.accumulation) == (micro, replicas, accumulation)
 
 
-def test_without_a_micro_batch_a_device_takes_its_whole_share() -> None:
-    assert BatchPlan.derive(96, None, 8) == BatchPlan(global_batch=96, micro_batch=12, replicas=8, accumulation=1)
-
-
 @pytest.mark.parametrize(
     ("batch", "told"),
     [

@@ -341,16 +341,6 @@ def test_what_a_hook_sets_on_a_dataset_reaches_it() -> None:
     assert sum(batch.sum() for batch in remade) == 0
 
 
-def test_the_loader_of_a_run_shows_what_the_users_sampler_has() -> None:
-    sampler = EpochSampler()
-    sampler.weights = torch.ones(4)
-    loader = training_loader(DataLoader(range(10), sampler=sampler), BatchPlan(4, 4, 1, 1), 0, 3, Position())
-    assert loader.sampler.weights is sampler.weights
-    loader.sampler.weights, loader.sampler.epoch = torch.zeros(4), 1
-    assert sampler.weights.tolist() == [0.0] * 4
-    assert not hasattr(loader.sampler, "difficulty")
-
-
 # Copies of loaders
 
 

@@ -8,12 +8,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from torch.utils.data import DataLoader
 
-from tests.engine.batches.streams import Stream, StreamData
 from tests.engine.conftest import PLAIN_MODEL, Finished, Train, runs_in
 from tests.engine.curves import largest_difference, predictions
-from tests.engine.plain import Points
 from tests.engine.tiny import RECORD
 from tests.night import at_night
 
@@ -62,20 +59,6 @@ def test_a_stream_has_the_curve_of_one_process(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("kind", "strategy", "ranks"), [("plain", "ddp", 2), *at_night(("stateful", "single", 0))])
-def test_a_stream_whose_epochs_end_was_cut_off_goes_on_in_the_next(
-    kind: str, strategy: str, ranks: int, alone: dict[str, Finished], train: Train
-) -> None:
-    run = (*RUN, *STEPS, f"data.kind={kind}", "callbacks.last_checkpoint.every_n_steps=1")
-    dies = ("callbacks.dies._target_=tests.engine.checkpoints.test_hooks.Dies", "callbacks.dies.step=5")
-    cut_off = train(*run, *dies, "callbacks.dies.hook=on_train_epoch_end", check=False)
-    assert cut_off.returncode == 9, cut_off.err
-    gone_on = train(*run, f"strategy={strategy}", folder=cut_off.folder, ranks=ranks)
-    for metric in ("train/loss", "val/loss", "samples"):
-        assert largest_difference(gone_on, alone[kind], metric) <= 1e-5, metric
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["stateful", *at_night("plain")])
 def test_a_killed_stream_goes_on_under_another_strategy_and_world_size(
     kind: str, alone: dict[str, Finished], train: Train
@@ -98,22 +81,6 @@ def test_a_killed_stream_goes_on_at_its_sample_to_the_bit(alone: dict[str, Finis
     assert re.search(r"resumes .*at step \d", resumed.out)
     for metric in ("train/loss", "val/loss", "samples", "test/accuracy"):
         assert resumed.column(metric) == alone["stateful"].column(metric), metric
-
-
-class OfAnEpoch(StreamData):
-    """Another stream in each epoch, as in a curriculum."""
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(Stream(Points(60, self.trainer.current_epoch)), self.batch_size)
-
-
-@pytest.mark.nightly
-def test_a_resumed_run_whose_stream_is_made_anew_in_a_later_epoch_is_not_warned(train: Train) -> None:
-    run = (*RUN, f"data._target_={__name__}.OfAnEpoch", "+trainer.reload_dataloaders_every_n_epochs=1")
-    first = train(*run, "trainer.max_steps=5", "trainer.val_check_interval=5")  # of three in an epoch
-    resumed = train(*run, "trainer.max_steps=8", "trainer.val_check_interval=5", folder=first.folder)
-    assert "skipped    48 samples" in resumed.out + resumed.err
-    assert "different samples than before" not in resumed.out + resumed.err
 
 
 def test_a_stream_goes_on_where_its_first_batch_was_read_before_the_checkpoint(
