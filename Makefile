@@ -89,6 +89,7 @@ bench: $(INSTALLED) ## measure the speed, in about ten minutes of a quiet machin
 	$(PYTHON) -m benchmarks.streams
 	$(PYTHON) -m benchmarks.save
 	$(PYTHON) -m benchmarks.plan
+	$(PYTHON) -m benchmarks.growth
 	$(PYTHON) -m benchmarks.missed
 
 # a PYTHON that is given has what it needs: a machine with a GPU may have no network

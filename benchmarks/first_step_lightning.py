@@ -1,10 +1,13 @@
 """The run of benchmarks.first_step as Lightning modules.
 
 python -m benchmarks.first_step_lightning       # in a plain Trainer
+python -m benchmarks.first_step_lightning 2     # trains two steps, and saves; then again without a number: goes on
 """
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -46,10 +49,17 @@ class EndsAtFirstStep(Callback):
 
 def main() -> None:
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    saved, steps = Path("saved.ckpt"), [int(steps) for steps in sys.argv[1:]]
     trainer = Trainer(
-        accelerator="cpu", devices=1, gradient_clip_val=1.0, callbacks=[EndsAtFirstStep()], max_steps=500, **quiet
+        accelerator="cpu",
+        devices=1,
+        gradient_clip_val=1.0,
+        callbacks=[] if steps else [EndsAtFirstStep()],
+        max_steps=steps[0] if steps else 500,
+        **quiet,
     )
-    trainer.fit(Model(), Data())
+    trainer.fit(Model(), Data(), ckpt_path=saved if saved.exists() else None)
+    trainer.save_checkpoint(saved)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""CPU time to report a typo and to print --help, against eager imports, and to the first step, against plain torch.
+"""CPU time of a start: to report a typo, to print --help, to the first step, and to the next step after a kill.
 
-Eager imports are the same train.py with its heavy imports at the top.
-
-python -m benchmarks.startup
+The first two are paired with eager imports: the same train.py with its heavy imports at the top.
 """
 
 from __future__ import annotations
@@ -20,12 +18,16 @@ from benchmarks.results import Row, interleaved, options, publish, row
 
 CHECKOUT = Path(__file__).parents[1]
 QUESTIONS = {"strategy=fdsp": "≤ 0.10", "trainer.max_stps=1": "≤ 0.10", "--help": "≤ 0.15"}
+RESTART, RESTARTED = "train.py from a kill to its next step", "a plain Trainer from a kill to its next step"
 FIRST_STEP, BARE, PLAIN, EXTRAS = (
     "train.py to its first step",
     "a plain Trainer to its first step",
     "plain torch to its first step",
     "train.py to its first step, all extras installed",
 )
+
+OF = "benchmarks.first_step_lightning"
+RUN = [str(CHECKOUT / "train.py"), f"model._target_={OF}.Model", f"data._target_={OF}.Data", "trainer.accelerator=cpu"]
 
 # Import first what train.py and the code that it imports later need.
 EAGER = """
@@ -42,7 +44,7 @@ def main() -> None:
     given = options("startup", __doc__.splitlines()[0])
     rounds, questions = (1, list(QUESTIONS)[:1]) if given.quick else (9, list(QUESTIONS))
     answers = [answer(question, rounds) for question in questions]
-    publish([*answers, *first_step(rounds)], given, per="a start")
+    publish([*answers, *first_step(rounds), restart(rounds)], given, per="a start")
 
 
 def answer(question: str, rounds: int) -> Row:
@@ -60,19 +62,30 @@ def first_step(rounds: int) -> list[Row]:
     Each contender can import only its dependencies, except in one row: torchmetrics imports SciPy and Matplotlib if
     they are installed, as the extra `digits` does.
     """
-    of = "benchmarks.first_step_lightning"
-    run = [f"model._target_={of}.Model", f"data._target_={of}.Data", f"callbacks.ends._target_={of}.EndsAtFirstStep"]
-    run = [str(CHECKOUT / "train.py"), *run, "trainer.accelerator=cpu"]
+    run = [*RUN, f"callbacks.ends._target_={OF}.EndsAtFirstStep"]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as needed:
         dependencies.link_into(Path(needed))
         contenders = {
             FIRST_STEP: _start(["-S", *run], folder, needed),
-            BARE: _start(["-S", "-m", of], folder, needed),
+            BARE: _start(["-S", "-m", OF], folder, needed),
             PLAIN: _start(["-S", "-m", "benchmarks.first_step"], folder, needed),
             EXTRAS: _start(run, folder),
         }
         seconds = interleaved(contenders, rounds)
     return [row(FIRST_STEP, PLAIN, seconds, "≤ 1.35"), row(BARE, PLAIN, seconds), row(EXTRAS, PLAIN, seconds)]
+
+
+def restart(rounds: int) -> Row:
+    """Measure from the start of a process, which finds a checkpoint, to the end of the first step that it trains."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = [*RUN, "run_id=mine"]
+        for arguments in ([*run, "trainer.max_steps=2"], ["-m", OF, "2"]):
+            _start(arguments, folder)()
+        contenders = {
+            RESTART: _start([*run, f"callbacks.ends._target_={OF}.EndsAtFirstStep"], folder),
+            RESTARTED: _start(["-m", OF], folder),
+        }
+        return row(RESTART, RESTARTED, interleaved(contenders, rounds), "≤ 1.0")
 
 
 def _start(arguments: list[str], folder: str, *paths: str) -> Callable[[], float]:

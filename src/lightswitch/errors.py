@@ -7,7 +7,6 @@
     │   ├── ReportedElsewhere      another process of the run prints the problem
     │   ├── UnfitCheckpoint        a checkpoint does not fit the model, or can't be read
     │   ├── UnwrittenCheckpoint    a checkpoint could not be written (also an OSError)
-    │   └── NoExperiment           a module uses its logger's experiment, and there is none (also an AttributeError)
     ├── BatchError                 a batch size below one sample (a ValueError)
     ├── NeedsValues                a step depends on tensor values that a plan can't replace (a RuntimeError)
     └── LostRank                   a rank failed, or exceeded a timeout (a RuntimeError)
@@ -112,10 +111,6 @@ class UnfitCheckpoint(Refused):
 
 class UnwrittenCheckpoint(Refused, OSError):
     """A checkpoint that could not be written. The previous checkpoint is unchanged."""
-
-
-class NoExperiment(Refused, AttributeError):
-    """Error of `self.logger.experiment.add_image` when the logger takes no images; `hasattr` returns False for it."""
 
 
 class BatchError(ValueError):

@@ -61,7 +61,6 @@ class Process:
         locks: closed when this process ends, to release its locks on run directories.
         hosts: the host of each node, in the order of ranks, once the ranks have connected.
         crash_folder: the folder of this start's crash report, the same in all ranks once they have connected.
-        disk_error: a disk error in a library's thread, which makes the run fail.
         decided: overrides that depend on this machine, passed to the ranks that this process starts.
         failure_file: the file from which the sweep that started this run reads its failure; None in any other run.
     """
@@ -78,7 +77,6 @@ class Process:
         self.hosts: list[str] = []
         self.crash_folder: Path | None = None
         self.failure_file: Path | None = None
-        self.disk_error: BaseException | None = None
         self.decided: list[str] = []
 
     def __reduce__(self) -> tuple[type[Process], tuple[()]]:
@@ -103,11 +101,6 @@ class Process:
         """Return the meeting at which the processes have agreed on the run's id, for them to go on with; once."""
         met, self.meeting = self.meeting, None
         return met
-
-    def raise_disk_error(self) -> None:
-        """Raise `disk_error`, if there is one."""
-        if self.disk_error is not None:
-            raise self.disk_error
 
     def stop_all_ranks(self, stopped: Stopped) -> None:
         """Make the watchdog, if there is one, end the other ranks by the signal that ends this rank."""

@@ -337,12 +337,6 @@ class ManualModel(PlainModel):
         return [torch.optim.SGD(layer.parameters(), lr=self.hparams.lr) for layer in (self.net[0], self.net[3])]
 
 
-class ManualNanModel(ManualModel, NanModel):
-    def __init__(self, step: int) -> None:
-        NanModel.__init__(self, step)
-        self.automatic_optimization = False
-
-
 class GanModel(PlainModel):
     """As GANs do: each of two optimizers has a loss of its own, which reaches its own parameters alone."""
 

@@ -156,6 +156,13 @@ def test_a_benchmark_prints_a_table_and_writes_the_same_as_json(name: str, tmp_p
         assert f"{measured['ratio']:.3f}" in finished.stdout
 
 
+def test_the_table_of_growth_has_a_slope_for_each_cost() -> None:
+    command = ["python", "-m", "benchmarks.growth", "--quick"]
+    head, *rows = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert head.split() == ["what", "of", "at", "costs", "at", "costs", "slope", "asked"]
+    assert len(rows) == 8
+
+
 def test_what_is_missed_is_told_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"name": "a", "against": "b", "ratio": 1.9, "target": "≤ 1.8", "reached": False}]
     rows.append({**rows[0], "name": "c", "ratio": 1.7, "reached": True})

@@ -236,5 +236,6 @@ def choice(group: str, name: str) -> str | None:
 MOVED = {
     "lightswitch.monitoring.grad_norm.GradNorm": "lightswitch.monitoring.throughput.GradNorm",
     "lightswitch.monitoring.trackers.MLflowRun": "lightning.pytorch.loggers.MLFlowLogger",
-    "lightswitch.monitoring.trackers.WandbRun": "lightswitch.monitoring.metrics.WandbRun",
+    "lightswitch.monitoring.trackers.WandbRun": "lightning.pytorch.loggers.WandbLogger",
+    "lightswitch.monitoring.metrics.WandbRun": "lightning.pytorch.loggers.WandbLogger",
 }

@@ -8,8 +8,6 @@ from __future__ import annotations
 import dis
 import errno
 import inspect
-import io
-import linecache
 import os
 import re
 import select
@@ -17,7 +15,6 @@ import signal
 import socket
 import sys
 import sysconfig
-import threading
 import traceback
 from collections.abc import Set
 from dataclasses import dataclass, replace
@@ -35,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.cluster.placement import Placement
 from lightswitch.errors import ExitCode, Failure, LostRank, Refused
-from lightswitch.process import Process, ended_by
+from lightswitch.process import ended_by
 from lightswitch.runs import claim
 
 _LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters in the store: an error message can have any length
@@ -64,7 +61,6 @@ _WORKER_END_SECONDS = 2.0
 _ENGINE = str(Path(__file__).parents[1])
 _PYTHON = sysconfig.get_paths()["stdlib"]
 _INSTALLED = {"site-packages", "dist-packages"}  # of this environment, or of the system's, which it may include
-_LAST_FRAME = re.compile(r'.*^  File "(.+?)", line (\d+), in ', re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -105,9 +101,8 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
     """
     if isinstance(error, Refused):
         return error.problems
-    if is_of_disk(error):
-        file = _file_of(error)
-        named = f": {file}" if file else ""
+    if _is_of_disk(error):
+        named = f": {os.fsdecode(error.filename)}" if error.filename else ""
         return [f"{_OF_DISKS[error.errno or 0]}: {error.strerror}{named}; fix it, then start the run again"]
     if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
         return ["stdout was closed by its reader, as after `| head`; redirect it to a file, then start the run again"]
@@ -122,44 +117,13 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
         return [f"data: {text}{empty}"]
     if is_before and module.startswith("torch.optim."):
         return [f"optimizer: {text}"]
-    module, text = _raised_by_worker(error) or (module, text)
     node = _owner(module, cfg, {type(owner).__name__ for owner in _owners(error)}) if module else None
     return [f"{node}: {text}"] if node == "data" or (node and is_before) else []
 
 
-def is_of_disk(error: BaseException) -> TypeGuard[OSError]:
+def _is_of_disk(error: BaseException) -> TypeGuard[OSError]:
     """Return whether an error comes from the disk; a missing permission may be of something else than a file."""
-    is_of_file = isinstance(error, OSError) and (error.errno != errno.EACCES or _file_of(error) is not None)
-    return isinstance(error, OSError) and error.errno in _OF_DISKS and is_of_file
-
-
-def keep_disk_errors_of_threads(process: Process, run_dir: Path) -> None:
-    """Store disk errors of library threads, such as TensorBoard's, instead of letting Python print their traceback.
-
-    If the main thread does not raise the same error, the stored one is raised at the end of the run.
-    """
-    report = threading.excepthook
-
-    def store(raised: threading.ExceptHookArgs) -> None:
-        is_removed = isinstance(raised.exc_value, FileNotFoundError) and claim.is_removed(run_dir)
-        if raised.exc_value is not None and (is_removed or is_of_disk(raised.exc_value)):
-            process.disk_error = process.disk_error or raised.exc_value
-        else:
-            report(raised)
-
-    threading.excepthook = store
-
-
-def _file_of(error: OSError) -> str | None:
-    """Return the file that an error names, or the open file of the innermost frame with one."""
-    if error.filename:
-        return os.fsdecode(error.filename)
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        for value in (*frame.f_locals.values(), *getattr(frame.f_locals.get("self"), "__dict__", {}).values()):
-            name = getattr(value, "name", None) if isinstance(value, io.IOBase) else None
-            if isinstance(name, str | bytes) and not os.fsdecode(name).startswith("<"):  # TensorBoard's are bytes
-                return os.fsdecode(name)
-    return None
+    return isinstance(error, OSError) and error.errno in _OF_DISKS and (error.errno != errno.EACCES or error.filename)
 
 
 def _stdout_has_no_reader() -> bool:
@@ -287,20 +251,6 @@ def _cause_of_worker(error: BaseException) -> str | None:
         wait([worker.sentinel for worker in workers], _WORKER_END_SECONDS)
     dead = [f"DataLoader worker process {one.pid} {ended_by(one.exitcode)}" for one in workers if one.exitcode]
     return ", ".join(dead) or None
-
-
-def _raised_by_worker(error: BaseException) -> tuple[str, str] | None:
-    """Return the module whose `raise` statement raised a worker's error of a builtin class, and the error's text.
-
-    torch passes on the worker's traceback only as text; the worker has the same modules as this process.
-    """
-    wrapper = _wrapper_of_worker(error)
-    frame = _LAST_FRAME.match(str(wrapper.exc_msg)) if wrapper is not None else None
-    if frame is None or not linecache.getline(frame[1], int(frame[2])).lstrip().startswith("raise "):
-        return None
-    modules = [name for name, module in list(sys.modules.items()) if getattr(module, "__file__", None) == frame[1]]
-    text = str(wrapper.exc_msg)[frame.end() :].partition(f"\n{wrapper.exc_type.__name__}: ")[2]
-    return (modules[0], " ".join(text.split())) if modules else None
 
 
 def _wrapper_of_worker(error: BaseException) -> Any:

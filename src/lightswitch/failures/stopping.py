@@ -7,7 +7,7 @@ import math
 import signal
 from collections.abc import Mapping
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -88,24 +88,26 @@ class Survival(StepBoundary):
             Stopped: they have.
         """
         if self._rounds.end_before_step() and (asked := self._rounds.end(self._asked)):
-            self._end(trainer, asked)
+            self._end(trainer, asked, saves=True)
 
-    def _end(self, trainer: Trainer, asked: float) -> None:
-        if trainer.checkpoint_callbacks:  # else the run is configured without checkpoints
-            last = LastCheckpoints(f"{trainer.default_root_dir}/checkpoints", every_n_steps=1)
-            try:
+    def _end(self, trainer: Trainer, asked: float, saves: bool) -> NoReturn:
+        try:
+            if saves and trainer.checkpoint_callbacks:  # else the run is configured without checkpoints
+                last = LastCheckpoints(f"{trainer.default_root_dir}/checkpoints", every_n_steps=1)
                 (self._last or [last])[0].save(trainer)
-            except (UnwrittenCheckpoint, LostRank) as failure:
-                log.error("%s; the run will resume from the previous checkpoint", failure)
-        _finish_saving_and_stop(trainer, asked)
+            if isinstance(trainer.strategy, PortableCheckpoints):
+                trainer.strategy.finish_saving()
+        except (UnwrittenCheckpoint, LostRank) as failure:
+            log.error("%s; the run will resume from the previous checkpoint", failure)
+        signalled = _RANKING[int(asked)]
+        assert signalled is not None
+        raise Stopped(signalled)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._losses is not None:
             self._losses.take(trainer, loss)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._losses is not None:
-            self._losses.skip_bad_step(trainer, optimizer)
         if not trainer.fit_loop._should_accumulate():
             self._rounds.begin(self._asked)
 
@@ -133,7 +135,7 @@ class Survival(StepBoundary):
             if asked := self._most(self._asked):
                 if trainer.is_global_zero:
                     log.info("stops      in a validation: the next start goes on from the last checkpoint")
-                _finish_saving_and_stop(trainer, asked)
+                self._end(trainer, asked, saves=False)
 
     def on_test_batch_start(self, *_: Any) -> None:
         self._begin_batch()
@@ -164,17 +166,6 @@ class Survival(StepBoundary):
         together = torch.tensor(number, dtype=torch.float64)
         dist.all_reduce(together, dist.ReduceOp.MAX, self._ranks)
         return together.item()
-
-
-def _finish_saving_and_stop(trainer: Trainer, asked: float) -> None:
-    try:
-        if isinstance(trainer.strategy, PortableCheckpoints):
-            trainer.strategy.finish_saving()
-    except (UnwrittenCheckpoint, LostRank) as failure:
-        log.error("%s; the run will resume from the previous checkpoint", failure)
-    signalled = _RANKING[int(asked)]
-    assert signalled is not None
-    raise Stopped(signalled)
 
 
 class Rounds:
@@ -222,68 +213,39 @@ class Rounds:
 
 
 _ADVICE = (
-    "resume from the last checkpoint with a lower learning rate, with on_nan=skip to skip the step of such a loss, or "
-    "with on_nan=ignore"
+    "resume from the last checkpoint with a lower learning rate, or with on_nan=ignore, under which precision=16-mixed "
+    "skips such a step"
 )
 
 
 class LossCheck:
     """Check of each loss before its backward pass, and of the weights before they are saved.
 
-    On a GPU, where each check would synchronize, `stop` checks the losses together, at each logged step and before a
+    On a GPU, where each check would synchronize, the losses are checked together, at each logged step and before a
     checkpoint is saved. A checkpoint with weights that are not finite is never saved.
 
     Args:
         batch: describes the run's position in training.
-        on_nan: `stop` ends the run; `skip` checks every loss, and leaves out the optimizer step if the loss is not
-            finite on any rank.
 
     Raises:
         Refused: in any method, on the rank with the bad loss or weights.
     """
 
-    def __init__(self, batch: GlobalBatch, on_nan: Literal["stop", "skip"]) -> None:
+    def __init__(self, batch: GlobalBatch) -> None:
         self._batch = batch
-        self._skips = on_nan == "skip"
         self._waiting: list[tuple[str, Tensor]] = []  # losses not yet checked, with their positions
-        self._is_bad = False  # whether a loss of this step on this rank is not finite
-        self._skipped_steps = 0
 
     def take(self, trainer: Trainer, loss: Tensor) -> None:
         """Check a loss, or keep it for later."""
-        if self._skips:
-            self._is_bad |= not math.isfinite(loss.item())
-        elif loss.device.type == "cpu":
+        if loss.device.type == "cpu":
             if not math.isfinite(value := loss.item()):
                 raise self._error(trainer, value, self._batch.describe_position(trainer, most_samples=8))
         else:
             kept = loss.detach().clone()  # the next step of a CUDA graph overwrites the loss
             self._waiting.append((f"in step {trainer.global_step}", kept))
 
-    def skip_bad_step(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Leave out this step of the optimizer if a loss was not finite on any rank. Collective under `skip`."""
-        if not self._skips:
-            return
-        bad = torch.tensor(float(self._is_bad), device=trainer.strategy.root_device)
-        if trainer.world_size > 1:
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
-        if trainer.lightning_module.automatic_optimization:
-            self._is_bad = False
-        if not bad.item():
-            return
-        self._skipped_steps += 1
-        if trainer.is_global_zero and self._skipped_steps & (self._skipped_steps - 1) == 0:  # the 1st, 2nd, 4th, 8th…
-            count = "" if self._skipped_steps == 1 else f", {self._skipped_steps} such steps so far"
-            log.warning("skips      step %d, whose loss is not finite%s", trainer.global_step, count)
-        if getattr(trainer.precision_plugin, "scaler", None) is None:  # else that skips such a step itself
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None  # an optimizer skips a parameter without a gradient
-
     def end_batch(self, trainer: Trainer) -> None:
-        """Forget the batch, and check the losses kept if this step is logged."""
-        if not trainer.lightning_module.automatic_optimization:  # several optimizers may step with the same loss
-            self._is_bad = False
+        """Check the losses kept if this step is logged."""
         if self._waiting and trainer._logger_connector.should_update_logs:
             self._check_waiting(trainer)
 

@@ -94,17 +94,6 @@ def verdict(ranks: Collection[RankState], asked: float | None, now: float, timeo
     return _hangs(present, timeouts.hung_after_seconds) if _hang(ranks, now, timeouts) else None
 
 
-def standstill(present: Sequence[RankState], seconds: float) -> str | None:
-    """Return a notice if the ranks are at different lines; None if all are at one line, or one has not answered."""
-    lines = _lines_of(present)
-    if "\n" not in lines or any(rank.position is None for rank in present):
-        return None
-    return (
-        f"waiting    for {seconds:.0f} s without a batch, with ranks at different lines; some may have called what "
-        f"all must call, such as self.all_gather\n{lines}"
-    )
-
-
 def present_ranks(ranks: Collection[RankState]) -> list[RankState]:
     """Return the ranks that have neither finished nor gone, in order of their numbers."""
     there = (rank for rank in ranks if not rank.left and rank.gone is None)

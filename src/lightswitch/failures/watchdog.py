@@ -41,9 +41,6 @@ from lightswitch.failures.verdict import (
     Position,
     RankState,
     Timeouts,
-    idle_seconds,
-    present_ranks,
-    standstill,
     suspicious,
     verdict,
 )
@@ -51,7 +48,6 @@ from lightswitch.process import Process, has_ended, stopped_with
 
 log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
-_LOOK_SECONDS = 60.0  # without a batch begun, after which rank 0 asks whether the ranks wait for one another
 _VERDICT_SECONDS = 5.0  # to wait for the verdict after ANSWER_SECONDS
 _PARTING_SECONDS = 5.0  # for the other ranks to read rank 0's last order, before the store ends with it
 _GRACE_SECONDS = 10.0  # for a rank to end by itself: it may be writing a checkpoint or a logger's file
@@ -328,7 +324,6 @@ class Judge:
         self._store = store
         self._orders = 0
         self._asked: float | None = None
-        self._look_after = self._first_look = min(_LOOK_SECONDS, timeouts.hung_after_seconds / 4)
 
     @property
     def present_count(self) -> int:
@@ -346,17 +341,13 @@ class Judge:
         if all(state.left for state in states):
             self._order(over=True)
             return
-        idle = idle_seconds(states, now)
-        if idle < self._first_look:
-            self._look_after = self._first_look
-        is_suspicious = suspicious(states, now, timeouts)
-        if self._asked is None and (is_suspicious or idle > self._look_after):
+        if not suspicious(states, now, timeouts):
+            self._asked = None
+        elif self._asked is None:
             self._asked = now
             self._order(ask=self._orders)
         if (failure := verdict(states, self._asked, now, timeouts)) is not None:
             self._order(verdict=asdict(shortened(failure)))
-        elif self._asked is not None and not is_suspicious:
-            self._look(present_ranks(states), idle, is_late=now - self._asked > ANSWER_SECONDS)
 
     def _read(self, now: float) -> None:
         reports = self._store.multi_get([str(state.rank.number) for state in self._states])
@@ -375,16 +366,6 @@ class Judge:
                 if other.gone is None and not other.left:
                     other.gone, other.how, other.lacks_memory = now, how, lacks_memory
         self._reports = reports
-
-    def _look(self, present: Sequence[RankState], seconds: float, is_late: bool) -> None:
-        """Log once, from the answers of the ranks, that they wait for one another; look again at twice the time."""
-        if seconds >= self._first_look:
-            if not is_late and any(rank.position is None for rank in present):
-                return
-            if (notice := standstill(present, seconds)) is not None:
-                log.warning("%s", notice)
-            self._look_after = 2 * seconds
-        self._asked = None
 
     def _order(self, **order: Any) -> None:
         self._store.set(f"order {self._orders}", json.dumps(order))

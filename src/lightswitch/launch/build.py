@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -70,7 +71,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Beginning | 
     _take_seed(cfg, run, position)
     gc.freeze()  # imported objects stay, so the collector, off since launch/hydra_entry, needn't search them
     gc.enable()
-    atexit.register(gc.unfreeze)  # at exit, the nanobind of triton 3.9 reports frozen objects as leaked
+    atexit.register(_unfreeze_for_triton)
     leave_group_at_exit()
     skip_empty_hooks()
     run_log.quiet_libraries()
@@ -114,6 +115,12 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Beginning | 
     arrange_handshake(cfg, run, trainer, strategy, watchdog)
     install_launcher(strategy, run)
     return model, data, trainer
+
+
+def _unfreeze_for_triton() -> None:
+    """Let Python free what was imported, which takes a second, only where triton is: it reports the rest as leaked."""
+    if "triton" in sys.modules:
+        gc.unfreeze()
 
 
 def _as_used(cfg: DictConfig) -> DictConfig:
@@ -230,7 +237,7 @@ def callbacks_of_engine(
     The record of the run comes first, then the division of batches (docs/architecture.md has the reasons).
     """
     engine: list[Callback] = [record, batch]
-    losses = None if cfg.on_nan == "ignore" else LossCheck(batch, cfg.on_nan)
+    losses = None if cfg.on_nan == "ignore" else LossCheck(batch)
     engine.append(Survival(run.signals, watchdog, losses, cfg.init_from, cfg.get("init_names")))
     agreement = Agreement() if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1 else None
     engine += [Notices(), StrategyCallback(cfg.matmul_precision, compilation, agreement)]

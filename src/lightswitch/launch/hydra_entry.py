@@ -35,7 +35,6 @@ from lightswitch.config.overrides import (
 )
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, RefusedRequest, Stopped
-from lightswitch.failures import classify
 from lightswitch.launch import ending, spawn
 from lightswitch.preflight import devices
 from lightswitch.preflight.targets import own_batch
@@ -133,7 +132,6 @@ class Entry:
         hydra = HydraConfig.get()
         folder, mode = Path(hydra.runtime.output_dir), str(cfg.get("mode"))
         run = RunContext(folder, str(cfg.get("run_id")), mode, found, hydra, self.process, self.signals)
-        classify.keep_disk_errors_of_threads(self.process, run.run_dir)
         if cfg.get("mode") == "fit":
             _resume_restarted(cfg, run)
         if found.launcher == "local":  # the ranks that this process starts get its time

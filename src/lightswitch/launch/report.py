@@ -77,12 +77,7 @@ def _of_data(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> str:
 
 @rank_zero_only
 def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) -> None:
-    """Write results.json and the end in run.json, and log the metrics and the commands to run next.
-
-    Raises:
-        OSError: a library's thread could not write its file.
-    """
-    run.process.raise_disk_error()
+    """Write results.json and the end in run.json, and log the metrics and the commands to run next."""
     starts = resume.starts(run.run_dir) if cfg.mode == "fit" else []
     if changes := resume.world_changes(starts):
         twice = sum(start.trained_twice for start in starts)

@@ -9,8 +9,6 @@ import stat
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-from lightswitch.errors import printable
-
 
 def compact(number: float) -> str:
     """Return a number with three digits and a unit prefix: 370, 45.2k, 1.23M."""
@@ -50,14 +48,6 @@ def aligned(rows: Sequence[Sequence[str]], texts: Sequence[int] = ()) -> list[st
         ).rstrip()
         for row in rows
     ]
-
-
-def escaped(text: str) -> str:
-    """Return a text as one line of Markdown, escaped: it starts no HTML, link or image, and ends no table cell."""
-    line = " ".join(printable(text).split())
-    for mark, instead in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("](", "]\\(")):
-        line = line.replace(mark, instead)
-    return line
 
 
 def _cell(value: object) -> str:

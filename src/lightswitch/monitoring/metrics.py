@@ -1,7 +1,6 @@
-"""The engine's loggers: metrics.csv, a table of all metrics with a row per step, and one for Weights & Biases.
+"""The engine's logger: metrics.csv, a table of all metrics with a row per step.
 
-A run that goes back to an earlier step is one curve in each: rows of metrics.csv are dropped, TensorBoard gets a mark,
-and Weights & Biases, which can't remove what it has received, gets another run with the rows before.
+A run that goes back to an earlier step is one curve: rows of metrics.csv are dropped, and TensorBoard gets a mark.
 """
 
 from __future__ import annotations
@@ -11,25 +10,23 @@ import io
 import itertools
 import logging
 import os
-import re
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lightswitch import regular_files
-from lightswitch.errors import NoExperiment, Refused, shown
+from lightswitch.errors import Refused, shown
 
 log = logging.getLogger(__name__)
 
 
 WORLD = "world"  # the number of devices, logged at the first step after a change
 FIRST_COLUMNS = ("step", "samples", "epoch")
-_OF_WANDB = re.compile(r"(?:offline-)?run-(\d+_\d+)-(.+)")  # the folder of a W&B run: its start and its id
 
 
 class MetricsFile(Logger):
@@ -76,28 +73,12 @@ class MetricsFile(Logger):
         return ""
 
     @property
-    def experiment(self) -> Any:
-        """An object without attributes, which code that checks `hasattr(logger.experiment, …)` skips."""
-        return _Nothing()
-
-    @property
     def save_dir(self) -> str:
         return str(self._directory)
 
     @property
     def log_dir(self) -> str:
         return str(self._directory)
-
-
-class _Nothing:
-    """Stand-in for the experiment of a table of metrics."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise NoExperiment: a table of metrics can't hold images."""
-        raise NoExperiment(
-            "self.logger.experiment needs a logger that accepts images, but the only logger is metrics.csv, which "
-            "stores only numbers; type logger=default, whose first logger is TensorBoard"
-        )
 
 
 class Table:
@@ -128,37 +109,29 @@ class Table:
             if not self._path.exists():
                 raise Refused(f"{shown(self._path)} was removed while the run wrote to it; start the run again")
             self._load()  # another process has written since
-        if step < self.last_step:
-            self._put_earlier(step, values)
+        if step < self.last_step or not values.keys() <= set(self._columns):
+            self._put_anywhere(step, values)
             return
-        if self._last.get("step") != str(step):
+        if self._last["step"] != str(step):
             self._last = {"step": str(step), "samples": self._last.get("samples", "")}
             self._last_start = self._end
         self._last.update(values)
-        if self._last.keys() <= set(self._columns):
-            self._write_last()
-        else:
-            rows = self._rows()
-            self._replace([*(rows if self._last_start == self._end else rows[:-1]), self._last])
+        self._write_last()
 
     def drop_after(self, step: int) -> None:
         """Drop the rows of later steps."""
-        rows = self._rows()
-        kept = [row for row in rows if int(row["step"]) <= step]
-        if len(kept) < len(rows):
-            self._replace(kept)
+        if self.last_step > step:
+            self._replace([row for row in self._rows() if int(row["step"]) <= step])
 
-    def _put_earlier(self, step: int, values: Mapping[str, str]) -> None:
-        """Merge values into a row before the last one, as for the evaluation of an older checkpoint, or insert it."""
-        rows = self._rows()
-        place = next(index for index, row in enumerate(rows) if int(row["step"]) >= step)
-        if rows[place]["step"] == str(step):
+    def _put_anywhere(self, step: int, values: Mapping[str, str]) -> None:
+        """Write the file anew, for a new column, or for an earlier step, as in an evaluation of an older checkpoint."""
+        rows = {int(row["step"]): row for row in self._rows()}
+        if step in rows and step < self.last_step:
             # the row has its epoch and samples already: an evaluation reports those at the time that it runs
             values = {name: text for name, text in values.items() if name not in FIRST_COLUMNS}
-        else:
-            rows.insert(place, {"step": str(step)})
-        rows[place].update(values)
-        self._replace(rows)
+        samples = "" if step < self.last_step else self._last.get("samples", "")
+        rows.setdefault(step, {"step": str(step), "samples": samples}).update(values)
+        self._replace([rows[one] for one in sorted(rows)])
 
     def _write_last(self) -> None:
         # A merged row is nearly always longer than the row it replaces. Then a single call writes it, and if the
@@ -184,16 +157,17 @@ class Table:
     def _load(self) -> None:
         lines = self._whole_lines()
         self._columns = next(csv.reader(line.decode() for line in lines[:1]), [])
-        rows = self._rows()
-        if any(None in row or None in row.values() or not row["step"].isdecimal() for row in rows):
-            raise ValueError("a line that is no row")
-        self._last = rows[-1] if rows else {}
+        row: dict[str, str] = {}
+        for row in self._rows():
+            if None in row or None in row.values() or not row["step"].isdecimal():
+                raise ValueError("a line that is no row")
+        self._last = row
         self._size = _size(self._path)
         self._end = sum(map(len, lines))  # less than the size if the last line is incomplete
-        self._last_start = self._end - len(lines[-1]) if rows else self._end
+        self._last_start = self._end - len(lines[-1]) if row else self._end
 
-    def _rows(self) -> list[dict[str, str]]:
-        return list(csv.DictReader((line.decode() for line in self._whole_lines()[1:]), self._columns))
+    def _rows(self) -> Iterator[dict[str, str]]:
+        return csv.DictReader((line.decode() for line in self._whole_lines()[1:]), self._columns)
 
     def _whole_lines(self) -> list[bytes]:
         lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
@@ -228,20 +202,6 @@ def _size(path: Path) -> int:
         return 0
 
 
-def rows_before(run_dir: Path, step: int) -> list[tuple[int, dict[str, float]]]:
-    """Return the metrics of a run's metrics.csv by step, of the steps before one; empty if the file can't be read."""
-    try:
-        text = (run_dir / "metrics.csv").read_text(errors="replace")
-        rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
-        return [
-            (int(row["step"]), {name: float(text) for name, text in row.items() if name != "step" and text})
-            for row in rows
-            if int(row["step"]) < step
-        ]
-    except (OSError, ValueError, KeyError, csv.Error):
-        return []
-
-
 def purge(logger: Logger, step: int) -> None:
     """Remove what earlier starts have logged from a step on, if the logger is TensorBoard."""
     if isinstance(logger, TensorBoardLogger):
@@ -250,28 +210,3 @@ def purge(logger: Logger, step: int) -> None:
         # what SummaryWriter(purge_step=step) writes: a reader drops what comes before it and has no lower step
         start = Event(step=step, session_log=SessionLog(status=SessionLog.START))
         logger.experiment.file_writer.add_event(start)
-
-
-class WandbRun(WandbLogger):
-    """Weights & Biases logger that continues the newest W&B run of its directory.
-
-    Args:
-        id: id of the first W&B run; those of branches have a number behind it.
-        save_dir: directory of the run, which has the folder `wandb`.
-        options: arguments of Lightning's WandbLogger.
-    """
-
-    def __init__(self, id: str, save_dir: str, **options: Any) -> None:
-        pattern = re.compile(rf"{re.escape(id)}(-\d+)?")
-        folders = (_OF_WANDB.fullmatch(path.name) for path in Path(save_dir, "wandb").glob("*run-*"))
-        self._earlier = sorted((found[1], found[2]) for found in folders if found and pattern.fullmatch(found[2]))
-        self._first = id
-        super().__init__(id=self._earlier[-1][1] if self._earlier else id, save_dir=save_dir, **options)
-
-    def branch(self) -> None:
-        self._id = f"{self._first}-{len({run for _, run in self._earlier})}"
-        self._wandb_init.update(id=self._id)
-
-    def log_rows(self, rows: Iterable[tuple[int, dict[str, float]]]) -> None:
-        for step, metrics in rows:
-            self.log_metrics(metrics, step)

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightswitch import regular_files
-from lightswitch.errors import Refused, UnwrittenCheckpoint
+from lightswitch.errors import Refused, UnwrittenCheckpoint, listed
 from lightswitch.monitoring import objective
 
 log = logging.getLogger(__name__)
@@ -79,17 +79,17 @@ class Monitored(Callback):
 class BestCheckpoint(Monitored, ModelCheckpoint):
     """Lightning's ModelCheckpoint of the best validation.
 
-    A value that is not finite, or whose checkpoint could not be written, is never the best. If no metric is found, no
+    A value that is not finite is never the best. If no metric is found, no
     checkpoint is saved, and a warning is logged. Of several (`save_top_k`), each has its step in its name. Whatever
     their names, best.ckpt is the best by the first of such callbacks, or a link to it.
 
     Raises:
-        UnwrittenCheckpoint: at the end of training, if the checkpoint of the best validation could not be written.
+        UnwrittenCheckpoint: before the next checkpoint, or at the end of training, if that of the best validation could
+            not be written: otherwise the next one would have a best that does not exist.
     """
 
     _has_reported = False
-    _before: dict[str, Any] | None = None  # the state before the last save, until the save is known to have succeeded
-    _lost: str | None = None  # the best value, if its checkpoint could not be written
+    _is_written = True  # whether the last save is known to have succeeded
     _has_written: Callable[[], bool]  # the strategy's methods
     _once_saved: Callable[[Callable[[], None]], None]
     _after_save: Callable[[Callable[[], None]], None]
@@ -111,33 +111,24 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        self._take_back_unwritten()
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise if the best checkpoint was not written, before another checkpoint is tested in its place."""
-        if self._lost is not None:
-            raise UnwrittenCheckpoint(
-                f"the checkpoint of the best validation, with {self._lost}, could not be written; make room and start "
-                "the run again"
-            )
+        self._refuse_unwritten()
 
     def state_dict(self) -> dict[str, Any]:
-        self._take_back_unwritten()
+        self._refuse_unwritten()
         return super().state_dict()
 
-    def _take_back_unwritten(self) -> None:
-        before, self._before = self._before, None
-        if before is None or self._has_written():
-            return
-        self._lost = f"{self.monitor} {self.best_model_score}"
-        self.load_state_dict(before)
+    def _refuse_unwritten(self) -> None:
+        if not self._is_written and not self._has_written():
+            raise UnwrittenCheckpoint(
+                f"the checkpoint of the best validation, with {self.monitor} {self.best_model_score}, could not be "
+                "written; make room and start the run again"
+            )
+        self._is_written = True
 
     def _update_best_and_save(self, current: Tensor, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        before = super().state_dict()
-        before["best_k_models"] = dict(before["best_k_models"])
+        self._refuse_unwritten()
         super()._update_best_and_save(current, trainer, monitor_candidates)
-        self._lost = None
-        self._after_save(partial(setattr, self, "_before", before))
+        self._after_save(partial(setattr, self, "_is_written", False))
         if trainer.is_global_zero:
             self._once_saved(partial(self._link_to, self.best_model_path, trainer))
 
@@ -161,12 +152,10 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _has_validated(trainer) and self._report(trainer, self.find(trainer)):
-            self._take_back_unwritten()
             super().on_train_epoch_end(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _has_validated(trainer) and self._report(trainer, self.find(trainer)):
-            self._take_back_unwritten()
             super().on_validation_end(trainer, pl_module)
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
@@ -184,22 +173,16 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
 
     def _report(self, trainer: Trainer, found: str | None) -> bool:
         """Return whether a metric is found; log it once on rank 0 unless it is the expected one, or warn if none is."""
-        is_guessed = found is not None and self._given_mode is None and not objective.tells_mode(found)
         if not self._has_reported and trainer.is_global_zero:
             self._has_reported = True
             if found is None:
-                logged = objective.of_module(_logged_in_validation(trainer))
-                found_metrics = f"validation has logged {', '.join(logged) or 'no metric'}"
-                log.warning("best       is not saved: %s; type callbacks.best_checkpoint.monitor=NAME", found_metrics)
-            elif found != (self._given or objective.LOSS) or is_guessed:
-                of_first = found != objective.of_all_loaders(found) and self._given != found
-                others = " of the first loader; type callbacks.best_checkpoint.monitor=NAME for another's"
-                opposite = "; callbacks.best_checkpoint.mode=max makes it the highest"
-                log.info(
-                    "best       is the %sest %s%s%s",
-                    {"min": "low", "max": "high"}[self.mode], found, others if of_first else "",
-                    opposite if is_guessed else "",
-                )  # fmt: skip
+                logged = listed(objective.of_module(trainer.callback_metrics), "metrics", shown=8) or "no metric"
+                log.warning(
+                    "best       is not saved: of %s, none is val/loss; type callbacks.best_checkpoint.monitor=NAME",
+                    logged,
+                )
+            elif found != objective.LOSS and (found != self._given or self._given_mode is None):
+                log.info("best       is the %sest %s", {"min": "low", "max": "high"}[self.mode], found)
         return found is not None
 
 
@@ -229,13 +212,6 @@ def _has_validated(trainer: Trainer) -> bool:
     """Return whether a validation has run during training, so that its metrics exist."""
     is_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
     return is_fit and trainer.fit_loop.epoch_loop.val_loop._has_run
-
-
-def _logged_in_validation(trainer: Trainer) -> list[str]:
-    """Return the names of the metrics that the last validation has logged."""
-    results = trainer.fit_loop.epoch_loop.val_loop._results
-    logged = {name for one in results.values() for name in (one.meta.name, one.meta.forked_name(on_step=False))}
-    return [name for name in trainer.callback_metrics if objective.of_all_loaders(name) in logged]
 
 
 def _worst(mode: Mode) -> Tensor:

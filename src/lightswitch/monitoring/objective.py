@@ -19,7 +19,7 @@ _GROWS = (
     r"acc|auc|auroc|auprc|bleu|correlation|dice|elbo|f1|iou|jaccard|kappa|map(?!e)|mcc|mrr|ndcg|pearson|precision|psnr|r2|"
     r"recall|reward|rouge|similarity|spearman|ssim|success|top\d"
 )
-_GROWS_ALONE = r"score"  # says nothing of its own: brier_score, fid_score
+_GROWS_ALONE = "score"  # says nothing of its own: brier_score, fid_score
 
 
 def find(names: Iterable[str], wanted: str | None) -> str | None:
@@ -31,10 +31,9 @@ def find(names: Iterable[str], wanted: str | None) -> str | None:
     Args:
         wanted: the metric in any spelling; None for the validation loss, or else for the only validation metric.
     """
+    names = sorted(names, reverse=True)  # of names that are spelt alike, the last counts: the first loader's
     exact = {_plain(name): name for name in names}
-    of_first = sorted((name for name in exact.values() if of_all_loaders(name) != name), key=_index, reverse=True)
-    others = (name for name in exact.values() if of_all_loaders(name) == name)
-    spelt = {_plain(of_all_loaders(name)): name for name in (*of_first, *others)}
+    spelt = {_plain(of_all_loaders(name)): name for name in names}
     if wanted is not None and (found := exact.get(_plain(wanted))):
         return found
     if found := spelt.get(_plain(wanted or LOSS)):
@@ -44,32 +43,20 @@ def find(names: Iterable[str], wanted: str | None) -> str | None:
 
 
 def mode(name: str) -> Literal["min", "max"]:
-    """Return, by a metric's name, whether its lowest or its highest value is the best: the lowest for unknown names."""
-    plain, told = _plain(name), _told(name)
+    """Return, by a metric's name, whether its lowest or its highest value is the best: the lowest for unknown names.
+
+    The last word that tells decides, as in error_recall.
+    """
+    plain = _plain(name)
+    told = list(re.finditer(f"(?P<min>{_FALLS})|(?P<max>{_GROWS})", plain))
     if told and "loss" not in plain:
-        return told[-1]
-    return "max" if not told and re.search(_GROWS_ALONE, plain) else "min"
-
-
-def tells_mode(name: str) -> bool:
-    """Return whether a metric's name tells its direction."""
-    plain, told = _plain(name), set(_told(name))
-    return "loss" in plain or len(told) == 1 or (not told and re.search(_GROWS_ALONE, plain) is not None)
-
-
-def _told(name: str) -> list[Literal["min", "max"]]:
-    """Return the directions that the words of a name tell, in order: the last one decides, as in error_recall."""
-    found = re.finditer(f"(?P<min>{_FALLS})|(?P<max>{_GROWS})", _plain(name))
-    return ["min" if one.lastgroup == "min" else "max" for one in found]
+        return "min" if told[-1].lastgroup == "min" else "max"
+    return "max" if not told and _GROWS_ALONE in plain else "min"
 
 
 def of_all_loaders(name: str) -> str:
     """Return a metric's name without the index of its loader, which Lightning appends if there are several."""
     return _OF_LOADER.sub("", name)
-
-
-def _index(name: str) -> int:
-    return int(name.rpartition("_")[2])
 
 
 def absent(wanted: str, names: Iterable[str]) -> str:

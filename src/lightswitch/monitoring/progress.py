@@ -96,7 +96,7 @@ class Progress(ProgressBar):
         if not self.is_shown:
             return
         if self._meter.is_warming_up:
-            self._meter.update(batches(trainer))
+            self._meter.read(batches(trainer))
         done = self._done(trainer)
         due = done >= self._next or perf_counter() >= self._next_seconds
         if due and done != self._shown:  # a step of several micro-batches is shown once it is complete
@@ -172,13 +172,10 @@ class Progress(ProgressBar):
 
     def _draw(self, label: str, done: int, total: int | None, status: str) -> None:
         assert self._bar is not None
-        columns = get_terminal_size().columns - 1  # some terminals wrap at the last column
-        room = columns - len(f"{label} 100% || {done}/{total}{status}")
-        bar = f" |{{bar:{min(20, room)}}}|" if room > 4 else ""
-        form = "{n_fmt}" if total is None else f"{{percentage:3.0f}}%{bar} {{n_fmt}}/{{total_fmt}}"
+        form = "{n_fmt}" if total is None else "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}"
         self._bar.bar_format = f"{label} {form}" + status.replace("{", "{{").replace("}", "}}")
         self._bar.n, self._bar.total = done, total
-        self._bar.ncols = columns
+        self._bar.ncols = get_terminal_size().columns - 1  # some terminals wrap at the last column
         try:
             self._bar.refresh()
         except OSError:
@@ -239,12 +236,7 @@ def _loss(metrics: Mapping[str, Any], stage: str) -> float | None:
 
 def _asked_for(metrics: Mapping[str, Any], shown: Container[str]) -> list[tuple[str, float]]:
     """Return metrics logged with `prog_bar=True` and not shown otherwise, with values by step rather than by epoch."""
-    by_step = {name.removesuffix("_step") for name in metrics if name.endswith("_step")}
-    named = (
-        (name.removesuffix("_step"), float(value))
-        for name, value in metrics.items()
-        if not (name.endswith("_epoch") and name.removesuffix("_epoch") in by_step)
-    )
+    named = ((name.removesuffix("_step"), float(metrics[name])) for name in metrics if not name.endswith("_epoch"))
     return [(name, value) for name, value in named if name not in shown]
 
 

@@ -11,7 +11,6 @@ from lightswitch import regular_files
 
 FILE = "step_times.json"
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "rest")
-_LONGEST_SECONDS = 1e9
 
 Interval = tuple[float, float]  # start and end, in seconds
 Mark = tuple[float, str]  # start of a phase, and its name; names outside of PHASES are not counted
@@ -51,11 +50,9 @@ def write(run_dir: Path, times: StepTimes) -> None:
 def read(run_dir: Path) -> StepTimes | None:
     """Read the times; None if the file is missing, damaged, or of an earlier version."""
     try:
-        found = regular_files.read_record(run_dir / FILE, StepTimes)
+        return regular_files.read_record(run_dir / FILE, StepTimes)
     except (OSError, ValueError):
         return None
-    seconds = (found.startup_seconds, found.saving_seconds, found.overlapped_seconds, *found.seconds.values())
-    return found if all(0 <= one < _LONGEST_SECONDS for one in seconds) else None
 
 
 def split(

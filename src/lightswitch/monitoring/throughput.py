@@ -75,7 +75,7 @@ class Throughput(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._meter.is_warming_up:
-            self._meter.update(batches(trainer))
+            self._meter.read(batches(trainer))
         if not is_logged(trainer) or trainer.fit_loop._should_accumulate():
             return
         metrics = {"memory/peak_gib": peak_bytes(trainer.strategy.root_device) / 2**30}
@@ -116,7 +116,7 @@ class Meter:
     The first steps warm up caches, allocators and data workers, and do not count.
 
     Args:
-        window: number of readings over which the speed is measured.
+        window: number of readings over which the speed is measured, at least two.
 
     Attributes:
         steps_per_second: speed at the last reading; None until there are steps to measure.
@@ -124,7 +124,7 @@ class Meter:
 
     WARMUP_STEPS = 3
 
-    def __init__(self, window: int = 1) -> None:
+    def __init__(self, window: int = 2) -> None:
         self._readings: deque[tuple[int, float]] = deque(maxlen=window)  # (step, seconds in training)
         self.start(0)
 
@@ -139,21 +139,16 @@ class Meter:
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether `update` must be called after each step: the first reading is taken at the end of the warm-up."""
+        """Whether `read` must be called after each step: the first reading is taken at the end of the warm-up."""
         return not self._readings
 
-    def update(self, step: int) -> None:
-        """Take the first reading if the warm-up ends at this step. Call it after each step of the warm-up."""
-        if self.is_warming_up and step >= self._warm_step:
-            self._readings.append((step, self._training_seconds()))
-
     def read(self, step: int) -> float | None:
-        """Take a reading, and return the steps per second over the last `window` readings; None until there are any."""
-        if self._readings and step > self._readings[-1][0]:
-            first_step, first_seconds = self._readings[0]
-            seconds = self._training_seconds()
-            self._readings.append((step, seconds))
-            self.steps_per_second = (step - first_step) / (seconds - first_seconds)
+        """Take a reading, and return the steps per second over the last `window` readings; None until there are two."""
+        if step > (self._readings[-1][0] if self._readings else self._warm_step - 1):
+            self._readings.append((step, self._training_seconds()))
+            (first_step, first_seconds), (_, seconds) = self._readings[0], self._readings[-1]
+            if step > first_step:
+                self.steps_per_second = (step - first_step) / (seconds - first_seconds)
         return self.steps_per_second
 
     def pause(self) -> None:

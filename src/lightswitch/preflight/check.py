@@ -153,7 +153,6 @@ def _request(cfg: dict[str, Any], place: Placement, accelerator: str) -> strateg
         devices.count(trainer),
         accelerator,
         (cfg["global_batch_size"], None if (size := cfg["micro_batch_size"]) == AUTO else size),
-        cfg["on_nan"],
     )
 
 

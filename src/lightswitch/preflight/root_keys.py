@@ -37,7 +37,7 @@ KINDS = {key: kinds for kinds, keys in _BY_KINDS.items() for key in keys.split()
 WORDS = {"micro_batch_size": (AUTO,)}  # in addition to values of its types
 ALLOWED = {
     "mode": MODES,
-    "on_nan": ("stop", "skip", "ignore"),
+    "on_nan": ("stop", "ignore"),
     "matmul_precision": ("highest", "high", "medium"),
     "lr_scaling.rule": ("none", "linear", "sqrt"),
 }

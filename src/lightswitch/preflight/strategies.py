@@ -40,7 +40,6 @@ class Request:
     devices: int
     accelerator: str
     batch: tuple[int, int | None] = (1, None)
-    on_nan: str = "stop"
 
     @property
     def name(self) -> str:
@@ -81,8 +80,6 @@ def problems(request: Request) -> Iterator[str]:
         )
     else:
         yield from (problem for check in checks or () for problem in check(request))
-    if request.on_nan == "skip" and request.name == "DeepSpeed":
-        yield "on_nan=skip: DeepSpeed also steps when there is no gradient; use strategy=fsdp, or on_nan=stop"
     if request.trainer.get("sync_batchnorm"):
         if request.name == "DeepSpeed":
             yield "trainer.sync_batchnorm=true is not supported under DeepSpeed; use strategy=ddp or fsdp"

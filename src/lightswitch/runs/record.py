@@ -29,7 +29,7 @@ from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, shown
 from lightswitch.mixins import callbacks_of
-from lightswitch.monitoring.metrics import WORLD, WandbRun, purge, rows_before
+from lightswitch.monitoring.metrics import WORLD, purge
 from lightswitch.monitoring.notices import Notices
 from lightswitch.runs import claim, resume
 from lightswitch.runs import log as run_log
@@ -155,20 +155,13 @@ class RunRecord(Callback):
         if self._goes_on:
             return
         self._goes_on = True
-        before = resume.starts(self.run_dir) if trainer.is_global_zero else []
-        earlier = before if self.start_at != "never" else []
+        goes_on = trainer.is_global_zero and self.start_at != "never"
+        earlier = resume.starts(self.run_dir) if goes_on else []
         own = self._start(trainer) if trainer.is_global_zero and self.mode == "fit" else None
         if own and trainer.checkpoint_callbacks and not getattr(trainer, "fast_dev_run", False):
             directory.try_out(self.run_dir / "checkpoints")
         step = _batch_of(trainer).first_logged_step(trainer)
-        # this start discards steps that an earlier one has trained, as its command says
-        branches = own is not None and bool(before) and self.start_at not in ("auto", "last")
-        branching = [one for one in trainer.loggers if isinstance(one, WandbRun) and branches]
-        for one in branching:
-            one.branch()
         _open(logger for logger in trainer.loggers if not isinstance(logger, _LOCAL))  # one may fail to connect
-        for one in branching:
-            one.log_rows(rows_before(self.run_dir, step))
         if trainer.is_global_zero and not self._is_beside_training:
             self._write(trainer, [*earlier, *([own] if own else [])])
         _open(logger for logger in trainer.loggers if isinstance(logger, _LOCAL))

@@ -41,7 +41,7 @@ NOWHERE = {
     "ModelPruning": "runs could not be resumed, because its checkpoints do not match the module that it prepares; "
     "prune in the module's constructor, with torch.nn.utils.prune",
     "SpikeDetection": "runs could not be resumed, because it can't load its saved state; on_nan=stop ends a run whose "
-    "loss is not finite, on_nan=skip skips such a step, and trainer.gradient_clip_val=N limits a step",
+    "loss is not finite, and trainer.gradient_clip_val=N limits a step",
     "StochasticWeightAveraging": "a resumed run could not continue it, because it replaces the schedule during the "
     "run; type callbacks=[default,ema] callbacks.ema.decay=null for a mean of weights",
     "WeightAveraging": "it averages whole copies of a module, and ends a run with the average in place of the trained "

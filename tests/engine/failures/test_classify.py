@@ -196,22 +196,20 @@ def test_of_model_and_data_in_one_module_the_one_that_raises_is_named(train: Tra
     _is_a_line(train(*both, *SHORT, "strategy=single", check=False), "data: /data/train.bin is not there")
 
 
-@pytest.mark.parametrize("workers", [2, *at_night(0)])
-def test_data_that_turn_out_to_be_damaged_later_are_told_in_a_line(workers: int, train: Train) -> None:
-    sample = ("data.where=sample", f"data.workers={workers}")
+def test_data_that_turn_out_to_be_damaged_later_are_told_in_a_line(train: Train) -> None:
+    sample = ("data.where=sample", "data.workers=0")
     _is_a_line(train(*BAD_DATA, *sample, "strategy=single", check=False), f"data: {REFUSED}")
 
 
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("/dev/full", "the disk is full: No space left on device: /dev/full"),
-        ("/proc/version", "the disk failed: Input/output error: /proc/version"),
-        ("/proc/sys/kernel/ostype", "a permission is missing: Permission denied: /proc/sys/kernel/ostype"),
+        ("/dev/full", "the disk is full: No space left on device"),
+        ("/proc/version", "the disk failed: Input/output error"),
     ],
 )
 @pytest.mark.parametrize("steps_have_begun", [False, True])
-def test_an_error_of_the_disk_names_the_file_whoever_writes(path: str, told: str, steps_have_begun: bool) -> None:
+def test_an_error_of_the_disk_is_told_in_a_line_whoever_writes(path: str, told: str, steps_have_begun: bool) -> None:
     with pytest.raises(OSError, match="Errno") as raised, open(path, "w") as file:
         file.write("metrics")
     problems = classify.problems_of(raised.value, OmegaConf.create(), steps_have_begun)
@@ -320,14 +318,6 @@ def test_who_runs_out_of_memory_is_no_victim_of_another_rank(whose: str) -> None
 def test_a_broken_connection_is_another_ranks_fault() -> None:
     found = failure_of(Rank(0, 2, "here", 1), RuntimeError("NCCL error: remote process exited or there was an error"))
     assert (found.lacks_memory, found.follows) == (False, True)
-
-
-@pytest.mark.parametrize("path", ["/dev/full", b"/dev/full"])  # a name in bytes is TensorBoard's
-def test_a_full_disk_is_told_from_a_bug_by_the_file_that_is_written(path: str | bytes) -> None:
-    with pytest.raises(OSError, match="No space left") as full, open(path, "wb") as file:
-        file.write(b"x")
-    assert full.value.filename is None
-    assert classify.is_of_disk(full.value)
 
 
 class Attributes:

@@ -21,7 +21,7 @@ from lightswitch.errors import Failure
 from lightswitch.failures import stopping
 from lightswitch.failures.classify import Rank, failure_of
 from lightswitch.failures.stopping import Rounds
-from lightswitch.failures.verdict import ANSWER_SECONDS, Position, RankState, Timeouts, standstill, verdict
+from lightswitch.failures.verdict import ANSWER_SECONDS, Position, RankState, Timeouts, verdict
 from lightswitch.failures.watchdog import collectives_entered, position
 from tests.engine.monitoring.conftest import Clock
 from tests.pool import Pool
@@ -117,20 +117,6 @@ def test_a_rank_that_runs_ahead_of_its_device_is_not_blamed() -> None:
     told = verdict(ranks, 1, 1003, TIMEOUTS)
     assert told is not None
     assert told.line.startswith("rank 1 of 4 on ")
-
-
-def test_ranks_at_different_lines_are_told_once_for_a_line() -> None:
-    ranks = [_state(number, 61, moved=0, position=WORKS if number == 2 else WAITS) for number in range(12)]
-    told = standstill(ranks, 61)
-    assert told is not None
-    first, *lines = told.splitlines()
-    assert first.startswith("waiting    for 61 s without a batch, with ranks at different lines; ")
-    assert lines == [f"ranks 0, 1, 3, 4, 5, 6, 7, 8 and 3 more at {WAITS.location}", f"rank 2 at {WORKS.location}"]
-
-
-@pytest.mark.parametrize("other", [WAITS, None])
-def test_ranks_at_one_line_or_one_that_is_not_known_are_not_told(other: Position | None) -> None:
-    assert standstill([_state(0, 61, position=WAITS), _state(1, 61, position=other)], 61) is None
 
 
 def test_a_rank_left_alone_may_take_its_time() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -61,7 +60,6 @@ LOOKS: dict[str, Callable[..., Any]] = {
     "last value of": lambda run, metric: list(run.column(metric).values())[-1],
     "count of values of": lambda run, metric: len(run.column(metric)),
     "different values of": lambda run, metric: len(set(run.column(metric).values())),
-    "is finite": lambda run, metric: all(map(math.isfinite, run.column(metric).values())),
     "times told": lambda run, words: run.out.count(words),
     "checkpoints": _checkpoints,
     "has checkpoint": lambda run, name: name in _checkpoints(run),

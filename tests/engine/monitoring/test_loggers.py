@@ -71,15 +71,6 @@ def test_the_default_self_logger_draws_on_tensorboard_by_rank_0_alone(train: Tra
     assert told["sizes"]["parameters"] == told["sizes"]["trained_parameters"] > 0
 
 
-def test_a_module_that_draws_is_refused_in_a_line_where_no_logger_takes_pictures(train: Train) -> None:
-    refused = train(*DRAWS, "logger=csv", check=False)
-    assert refused.err.splitlines()[-1] == (
-        "error: self.logger.experiment needs a logger that accepts images, but the only logger is metrics.csv, which "
-        "stores only numbers; type logger=default, whose first logger is TensorBoard"
-    )
-    assert (refused.returncode, "Traceback" in refused.err) == (2, False)
-
-
 @pytest.mark.nightly
 @pytest.mark.skipif(
     find_spec("mlflow") is None and not os.environ.get("LIGHTSWITCH_REQUIRE_ALL"), reason="MLflow is an extra"
@@ -134,7 +125,7 @@ def runs_of_wandb(run_dir: Path) -> list[str]:
 def test_a_run_is_one_curve_in_each_logger_after_a_branch_and_a_start_anew(train: Train) -> None:
     """A logger shows the steps that the run's checkpoints lead to, and no others, as metrics.csv does."""
     run, earlier = None, "resume=runs/plainmodel/mine/checkpoints/step_4.ckpt"
-    for number, how in enumerate(((), (earlier, "model.lr=0.5"), ("resume=never", "model.lr=0.2"))):
+    for how in ((), (earlier, "model.lr=0.5"), ("resume=never", "model.lr=0.2")):
         run = train(
             *(*LOGGED, *how, "trainer.max_steps=8", "logger=[default,wandb]"),
             folder=run and run.folder,
@@ -143,7 +134,7 @@ def test_a_run_is_one_curve_in_each_logger_after_a_branch_and_a_start_anew(train
         curve = [(step, pytest.approx(loss)) for step, loss in run.column("train/loss").items()]
         assert len(curve) == 8
         assert curve_of_tensorboard(run.run_dir) == curve
-        assert runs_of_wandb(run.run_dir)[-1] == ("mine" if number == 0 else f"mine-{number}")
+        assert set(runs_of_wandb(run.run_dir)) == {"mine"}
     assert {path.name for path in run.run_dir.glob("*_1*")} == {"checkpoints_1", "metrics_1.csv", "tensorboard_1"}
 
 
@@ -159,18 +150,6 @@ def test_each_job_of_a_sweep_is_a_run_of_its_own_in_each_logger(train: Train) ->
         assert runs_of_wandb(folder / f"runs/plainmodel/mine/{number}") == [f"mine-{number}"]
     elsewhere = train(*LOGGED, "hydra.run.dir=elsewhere", "trainer.max_steps=2", "logger=[csv,mlflow]", folder=folder)
     assert curves_of_mlflow(elsewhere.folder / "runs/mlflow.db").keys() == {"mine", "mine-0", "mine-1"}
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is an extra")
-@pytest.mark.usefixtures("hydra_home")
-def test_wandb_runs_offline(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import wandb
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    fit(directory, "wandb")
-    wandb.finish()
-    assert list((directory / "wandb").glob("offline-run-*-first/run-first.wandb"))
 
 
 @pytest.mark.nightly
