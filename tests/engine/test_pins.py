@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import tomllib
@@ -130,6 +131,16 @@ def test_both_forms_are_one_image() -> None:
     assert docker.commands == apptainer.commands
     given = {**docker.exported, "PYTHONPATH": f"${{PYTHONPATH:-{docker.exported['PYTHONPATH']}}}"}  # by a job script
     assert apptainer.exported == given
+
+
+def test_the_development_container_is_the_image_with_the_editors_extensions() -> None:
+    folder = CHECKOUT / ".devcontainer"
+    settings = json.loads((folder / "devcontainer.json").read_text())
+    assert (folder / settings["build"]["dockerfile"]).resolve() == FOLDER / "Dockerfile"
+    recommended = json.loads((CHECKOUT / ".vscode/extensions.json").read_text())["recommendations"]
+    assert settings["customizations"]["vscode"]["extensions"] == recommended
+    python = settings["customizations"]["vscode"]["settings"]["python.defaultInterpreterPath"]
+    assert python.startswith(of_docker().exported["PATH"].partition(":")[0])
 
 
 def test_an_image_takes_what_make_reads_and_nothing_that_git_ignores() -> None:

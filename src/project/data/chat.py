@@ -68,7 +68,7 @@ class Chat(BatchedData):
         return {split: Conversations(part, self.context, self.packing) for split, part in parts.items()}
 
     def conversations(self, file: File) -> Iterator[list[dict[str, str]]]:
-        for number, line in enumerate(file.read_bytes().decode().splitlines(), start=1):
+        for number, line in enumerate(file.read_bytes().decode().split("\n"), start=1):
             try:
                 if line.strip():
                     messages = json.loads(line)[self.key]
