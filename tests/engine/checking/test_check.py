@@ -22,7 +22,7 @@ from lightswitch.cluster.placement import Placement
 from lightswitch.errors import Refused
 from lightswitch.launch import promises
 from tests.engine.checking import modules
-from tests.engine.checking.measured import check_of, way
+from tests.engine.checking.modules import check_of, way
 from tests.engine.requests import composed, composing, problems
 from tests.night import at_night
 from tests.pool import Pool

@@ -26,7 +26,7 @@ import psutil
 import torch
 
 from tests.engine.conftest import CHECKOUT
-from tests.engine.gpu import benchmark, machine, memory, parts, pieces, shared
+from tests.engine.gpu import benchmark, machine, memory, pieces, shared
 from tests.engine.gpu.cells import Cell, Lacking, OtherMachine, Piece, Record, Result, Scale, end_children
 from tests.engine.tables.gpu import RESULTS
 
@@ -40,7 +40,7 @@ PIECES: dict[str, Callable[[Scale], Piece]] = {
     "memory": memory.planned,
     "benchmark": benchmark.eager,
     "compiled": benchmark.compiled,
-    "parts": parts.piece,
+    "parts": benchmark.by_part,
     "largest": memory.largest,
 }
 LOG_BYTES = 2**20  # a larger file is a checkpoint or data

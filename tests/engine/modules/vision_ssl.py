@@ -191,10 +191,6 @@ class CLIP(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _off_diagonal(covariance: Tensor) -> Tensor:
-    return (covariance - covariance.diag().diag()).square().sum() / len(covariance)
-
-
 class SwAV(pl.LightningModule):
     """Caron et al. 2020: prototypes that are normalized in each step, before they are used."""
 
