@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from tests.engine.conftest import Train
+from tests.engine.conftest import Train, runs_in
 from tests.engine.data.pictures import Pictures, pictures
 from tests.engine.data.text import Text, Windows, sentences
 from tests.engine.tiny import LANGUAGE_MODEL
@@ -116,6 +116,12 @@ MODELS = {
     "pictures": ("model._target_=tests.engine.models.pictures.PatchClassifier", PICTURES, "data.samples=150"),
     "late": ("model._target_=tests.engine.foreign.Late", PICTURES, "data.samples=150"),
 }
+CONFIG = "{model_type: gpt2, vocab_size: 256, n_embd: 32, n_layer: 2, n_head: 2, n_positions: 32}"
+OURS = {  # of the project: what a plan is shown to say of a GPT, a ViT and a model of transformers
+    "gpt": ("model=gpt", "model.context=32", TEXT),
+    "vit": ("model=vit", "model.image_size=8", PICTURES, "data.samples=150"),
+    "transformers": ("model=hf_causal_lm", f"model.config={CONFIG}", "model.context=32", "model.tokenizer=null", TEXT),
+}
 BATCH = ("global_batch_size=48", "micro_batch_size=12", "trainer.devices=2")  # two micro batches of 12 a device
 REAL = (
     *("trainer.max_steps=3", "trainer.limit_val_batches=0", "trainer.num_sanity_val_steps=0", "callbacks=progress"),
@@ -137,6 +143,18 @@ def test_a_plan_says_what_a_rank_holds(model: str, strategy: str, train: Train) 
     words = (*MODELS[model], *BATCH, *f"strategy={strategy}".split())
     plan, real = planned(train, *words), held(train, *(word for word in words if "devices" not in word), ranks=2)
     assert plan["tensor_bytes"] == pytest.approx(real, rel=0.05)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@pytest.mark.parametrize("model", OURS)
+def test_a_plan_says_what_a_model_of_the_project_holds(model: str, strategy: str, tmp_path: Path) -> None:
+    if model == "transformers":
+        pytest.importorskip("transformers")
+    train, ranks = runs_in(tmp_path), 2 if strategy == "fsdp" else 1
+    words = (*OURS[model], f"strategy={strategy}", f"global_batch_size={12 * ranks}")
+    plan = planned(train, *words, f"trainer.devices={ranks}")
+    assert plan["tensor_bytes"] == pytest.approx(held(train, *words, ranks=ranks if ranks > 1 else 0), rel=0.05)
 
 
 def planned(train: Train, *words: str) -> dict[str, Any]:
