@@ -135,7 +135,7 @@ class Writer:
         self._last.start()
 
     def _copy(self, name: str, tensor: Stored) -> Stored:
-        part = local(tensor)
+        part = local(tensor).detach()
         memory = self._memory.get(name)
         if memory is None or (memory.shape, memory.dtype) != (part.shape, part.dtype):
             memory = self._memory[name] = host_memory(part.shape, part.dtype, is_pinned=part.is_cuda)

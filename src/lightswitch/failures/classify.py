@@ -84,7 +84,10 @@ def failure(error: BaseException, cfg: DictConfig, rank: Rank, steps_have_begun:
     if steps_have_begun and claim.is_removed(run_dir):  # whatever stumbled over it, and reports it in its own words
         problems = [claim.removed(run_dir)]
     if not problems:
-        return Failure(str(error), full_traceback(error)) if isinstance(error, LostRank) else failure_of(rank, error)
+        if not isinstance(error, LostRank):
+            return failure_of(rank, error)
+        follows = error.__cause__ is not None and is_of_another_rank_or_device(error.__cause__)
+        return Failure(str(error), full_traceback(error), follows=follows)
     lines = "\n".join(f"error: {problem}" for problem in problems)
     # the engine's messages need no traceback
     details = error.details if isinstance(error, Refused) else full_traceback(error)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from lightswitch.errors import LostRank
 from lightswitch.failures import classify
 from lightswitch.failures.classify import Rank, failure_of
 from tests.engine.conftest import PLAIN, PLAIN_DATA, PLAIN_MODEL, Finished, Train, runs_in
@@ -318,6 +319,14 @@ def test_who_runs_out_of_memory_is_no_victim_of_another_rank(whose: str) -> None
 def test_a_broken_connection_is_another_ranks_fault() -> None:
     found = failure_of(Rank(0, 2, "here", 1), RuntimeError("NCCL error: remote process exited or there was an error"))
     assert (found.lacks_memory, found.follows) == (False, True)
+
+
+def test_a_rank_that_does_not_come_to_a_save_may_have_been_killed() -> None:
+    lost = LostRank("the checkpoint could not be written: rank 1 did not write its shard")
+    rank, cfg = Rank(0, 2, "here", 1), OmegaConf.create()
+    assert not classify.failure(lost, cfg, rank, steps_have_begun=False).follows
+    lost.__cause__ = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:34177")
+    assert classify.failure(lost, cfg, rank, steps_have_begun=False).follows
 
 
 class Attributes:
