@@ -95,7 +95,8 @@ class Process:
         """
         if self.watchdog is not None:
             self.watchdog.leave()
-        self._forget_watchdog()
+        self.watchdog = None
+        self.is_watched.clear()
 
     def take_meeting(self) -> Meeting | None:
         """Return the meeting at which the processes have agreed on the run's id, for them to go on with; once."""
@@ -106,10 +107,6 @@ class Process:
         """Make the watchdog, if there is one, end the other ranks by the signal that ends this rank."""
         if self.watchdog is not None and not self.has_failed.is_set():
             self.watchdog.stop(stopped)
-
-    def _forget_watchdog(self) -> None:
-        self.watchdog = None
-        self.is_watched.clear()
 
     def note_failure(self, line: str) -> None:
         """Write the run's first failure to `failure_file`."""
