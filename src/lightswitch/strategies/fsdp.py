@@ -218,8 +218,7 @@ class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
                 self._shard_unit(module, of[module], is_root=module in roots)
         self._shard_roots = [root for root in roots if isinstance(root, FSDPModule)]
         initialize(one for one in dict.fromkeys([*roots, *units.values()]) if isinstance(one, FSDPModule))
-        originals.restore_attributes()
-        originals.refuse_uses()
+        originals.hand_over()
         self._replicated |= {one for one in model.parameters() if not isinstance(one, DTensor)}
         broadcast_metric_states(model, self.root_device)
         replicated = [one for one in model.parameters() if one in self._replicated]

@@ -89,18 +89,14 @@ class Originals:
             if parameter is not None
         ]
 
-    def restore_attributes(self) -> None:
+    def hand_over(self) -> None:
         """Set what a module's code has set on its parameters, such as `weight._no_weight_decay = True`, on the tensors
-        that are the parameters now."""
-        for part, key, *_, attributes in self._of:
-            if attributes:
-                vars(getattr(part, key)).update(attributes)
-
-    def refuse_uses(self) -> None:
-        """Let any use raise an error of what a list, an optimizer or a closure of a constructor still holds."""
-        for part, key, name, ref, _ in self._of:
-            original = ref()
-            if original is not None and original is not part._parameters[key] and type(original) is nn.Parameter:
+        that are the parameters now; let any use raise an error of what a list, an optimizer or a closure still holds.
+        """
+        for part, key, name, ref, attributes in self._of:
+            original, made = ref(), part._parameters[key]
+            vars(made).update(attributes)
+            if original is not None and original is not made and type(original) is nn.Parameter:
                 original.__class__ = _Original
                 vars(original)["own_name"] = name
 
