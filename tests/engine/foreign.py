@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 Batch = tuple[Tensor, Tensor]
@@ -170,3 +171,32 @@ class OwnClipping(Convolutions):
 
     def configure_gradient_clipping(self, *_: object, **__: object) -> None:
         nn.utils.clip_grad_norm_(self.parameters(), 0.02)
+
+
+class LooksAtValues(Classifier):
+    """Its step depends on what it computes, and counts what it gets right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        self.losses = CatMetric()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(images.flatten(1))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        loss = cross_entropy(logits, batch[1])
+        self.accuracy(logits, batch[1])
+        self.losses(loss)
+        return loss / 2 if loss.item() > 3 else loss
+
+
+class WaitsForAValue(LooksAtValues):
+    """Its step does not end before a value does what those of a plan do not."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        while loss.item() < 100:
+            loss = 2 * loss
+        return loss

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightswitch.checking.check import IN_ONE, KINDS, SINGLE, Check, Row, Way
 from lightswitch.checking.runs import ShortRun
-from tests.project.choices import choices
-from tests.runs import Train
+from tests.runs import CHECKOUT, Train
+
+CONF = CHECKOUT / "conf"
+
+
+def choices(group: str) -> list[str]:
+    """Names of the files in a group, the default first."""
+    names = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    defaults = [dict(item) for item in OmegaConf.load(CONF / "config.yaml").defaults if item != "_self_"]
+    return sorted(names, key=lambda name: {group: name} not in defaults)
+
+
+def text(group: str, choice: str) -> str:
+    return (CONF / group / f"{choice}.yaml").read_text()
+
+
+def models() -> list[str]:
+    """Those whose file names a class; one that changes another's sizes is tested as the other."""
+    return [name for name in choices("model") if re.search(r"^_target_:", text("model", name), re.MULTILINE)]
+
 
 # What makes a model small enough to train a few steps in a second, as {"large": ("model.layers=2", "model.width=32")}
 SMALLER: dict[str, tuple[str, ...]] = {

@@ -17,7 +17,7 @@ from lightswitch.config import aliases
 from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.preflight import root_keys, targets
 from lightswitch.preflight.targets import signature
-from tests.project.choices import CONF, choices
+from tests.project.promises import CONF, choices
 
 GROUPS = ("model", "data", "optimizer", "scheduler", "experiment", "strategy", "callbacks")
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightswitch.checking.check import EXPORTED, REMEDIES, table
-from tests.project.choices import models
-from tests.project.promises import ACCEPTED, EXPECTED, broken, check_of, rows_of
+from tests.project.promises import ACCEPTED, EXPECTED, broken, check_of, models, rows_of
 from tests.runs import Train
 
 

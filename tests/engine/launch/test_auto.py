@@ -51,7 +51,7 @@ def test_what_is_small_is_not_simulated_and_what_fits_nowhere_is_refused(train: 
 def test_of_a_step_that_waits_for_a_value_states_decide(train: Train) -> None:
     """650 parameters: 10,400 bytes of states, and each process may have 20,000 bytes, half of them for states."""
     model = (
-        "model._target_=tests.engine.planning.modules.WaitsForAValue",
+        "model._target_=tests.engine.foreign.WaitsForAValue",
         *("data._target_=tests.engine.data.pictures.Pictures", "data.samples=150", "trainer.devices=2"),
         *("trainer.max_steps=1", *NO_CHECKPOINTS, "trainer.limit_val_batches=0", "global_batch_size=16"),
     )

@@ -75,7 +75,7 @@ def _only(run: object) -> dict[str, object]:
 
 
 ASKING = (
-    "model._target_=tests.engine.planning.modules.LooksAtValues",
+    "model._target_=tests.engine.foreign.LooksAtValues",
     "data._target_=tests.engine.data.pictures.Pictures",
 )
 
@@ -85,14 +85,14 @@ def test_a_plan_says_which_values_it_has_replaced(train: Train) -> None:
     run = train("mode=plan", *ASKING, "strategy=ddp")
     (line,) = (line for line in run.out.splitlines() if line.startswith("replaced"))
     assert "2 values that a micro batch reads from tensors, the first at " in line
-    assert "tests/engine/planning/modules.py:" in line
+    assert "tests/engine/foreign.py:" in line
     assert ", with replaced values" in next(line for line in run.out.splitlines() if line.startswith("take"))
     assert sum(_only(run)["replaced_values"].values()) == 2
 
 
 @pytest.mark.nightly
 def test_of_a_model_that_waits_for_a_value_states_are_told(train: Train) -> None:
-    model = ("model._target_=tests.engine.planning.modules.WaitsForAValue", ASKING[1])
+    model = ("model._target_=tests.engine.foreign.WaitsForAValue", ASKING[1])
     run = train("mode=plan", *model, "strategy=ddp", "plan.precisions=[32-true,bf16-true]")
     assert (
         "more than 10000 times, probably in a loop that depends on them: activations, time, traffic and what fits are "

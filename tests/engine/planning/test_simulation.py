@@ -22,8 +22,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightswitch.errors import NeedsValues
 from lightswitch.planning.estimate import STATES, Growth, Holding, whole_states
 from lightswitch.planning.simulation import Simulation, Work, simulate
+from tests.engine.foreign import WaitsForAValue
 from tests.engine.models.language import LanguageModel
-from tests.engine.planning.modules import WaitsForAValue
 
 NOTHING = Holding(dict.fromkeys(STATES, 0.0))
 WORK = Work(

@@ -6,8 +6,7 @@ python -m tests.engine.tours
 from __future__ import annotations
 
 from tests.engine.tables.documents import markdown
-from tests.engine.tours.pairs import FACTORS, REFUSED, all_pairs, rows
-from tests.engine.tours.ring import CHAINS
+from tests.engine.tours.pairs import CHAINS, FACTORS, REFUSED, all_pairs, rows
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.tables.matrix import CELLS, cell, devices
 from tests.engine.tables.resume import END, difference, go_on
 from tests.engine.tiny import LANGUAGE, MODELS, NO_CHECKPOINTS
-from tests.engine.tours.ring import BY_DAY, CHAINS, RING, SEED
+from tests.engine.tours.pairs import BY_DAY, CHAINS, RING, SEED
 from tests.engine.ways import WAYS
 from tests.night import at_night
 

@@ -19,8 +19,7 @@ from omegaconf.errors import InterpolationKeyError
 from lightswitch.cluster import placement
 from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.preflight import targets
-from tests.project.choices import CONF, choices
-from tests.project.promises import SMALLER, WITNESS
+from tests.project.promises import CONF, SMALLER, WITNESS, choices
 from tests.runs import Train
 
 LANGUAGE_DATA = ("python_source", "text", "text_shards", "tokens")
