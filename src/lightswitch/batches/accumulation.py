@@ -62,44 +62,34 @@ def weight_and_samples(loaders: Combined, plan: BatchPlan, micro_batch: int) -> 
     return weight if weight == 1.0 or loaders.is_single else 1.0, None if loaders.others else samples
 
 
-class CountedSamples:
-    """Samples of an optimizer step, counted in the first micro-batch if loaders form batches themselves.
+def count_samples(trainer: Trainer, batch: Any, loaders: Combined, plan: BatchPlan) -> None:
+    """Pass the samples of a step to throughput and progress, if the loaders form batches themselves.
+
+    Of steps whose samples are known, such as those of a batch sampler, the mean over an epoch counts.
 
     Args:
-        plan: plan of the run, which throughput and progress use until then.
+        batch: the first micro-batch of the run.
     """
-
-    def __init__(self, plan: BatchPlan) -> None:
-        self._plan = plan
-        self.is_counted = False
-
-    def count(self, trainer: Trainer, batch: Any, loaders: Combined) -> None:
-        """Count the samples of the first micro-batch, and pass those of a step to throughput and progress.
-
-        Of steps whose samples are known, such as those of a batch sampler, the mean over an epoch counts.
-        """
-        self.is_counted = True
-        if not loaders.is_formed:
+    if not loaders.is_formed:
+        return
+    if loaders.slices:
+        samples = round(loaders.longest.epoch_samples / loaders.longest.own_steps)
+        micro = -(-samples // plan.slices)
+    else:
+        try:
+            micro = extract_batch_size(batch)
+        except MisconfigurationException:  # a batch without tensors
             return
-        if loaders.slices:
-            samples = round(loaders.longest.epoch_samples / loaders.longest.own_steps)
-            micro = -(-samples // self._plan.slices)
-        else:
-            try:
-                micro = extract_batch_size(batch)
-            except MisconfigurationException:  # a batch without tensors
-                return
-            samples = micro * self._plan.slices
-        if not micro or samples == self._plan.global_batch:
-            return
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, Throughput | Progress):
-                callback.count(samples)
-        if trainer.global_rank == 0:
-            cut = replace(self._plan, global_batch=samples, micro_batch=micro)
-            mean = " on average" if loaders.slices else ""
-            own = self._plan.global_batch
-            log.info("batch      %s%s, as the data loader forms them, instead of %d", cut, mean, own)
+        samples = micro * plan.slices
+    if not micro or samples == plan.global_batch:
+        return
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, Throughput | Progress):
+            callback.count(samples)
+    if trainer.global_rank == 0:
+        cut = replace(plan, global_batch=samples, micro_batch=micro)
+        mean = " on average" if loaders.slices else ""
+        log.info("batch      %s%s, as the data loader forms them, instead of %d", cut, mean, plan.global_batch)
 
 
 KEY = "items"

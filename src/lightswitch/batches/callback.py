@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightswitch import patches
-from lightswitch.batches.accumulation import CountedSamples, Items, check_optimizers, weight_and_samples
+from lightswitch.batches.accumulation import Items, check_optimizers, count_samples, weight_and_samples
 from lightswitch.batches.loaders import SharedLoaders, data_rank, samples_in
 from lightswitch.batches.logs import LogsOfRanks, best_values, gather_lists_whole, restore_best_values
 from lightswitch.batches.plan import (
@@ -68,7 +68,7 @@ class GlobalBatch(Callback):
         self._counter = PositionCounter(plan, self._loaders, self._resumed)
         self._loss: Tensor | None = None  # sum of a step's losses so far, each by the weight of its micro-batch
         self._items = Items()
-        self._samples = CountedSamples(plan)
+        self._has_counted = False  # whether the samples of a step are counted
         self._share_of_samples = 1.0  # weight of this micro-batch by its samples
         self._best: dict[str, float] = {}  # values so far of metrics in the checkpoint
         self._last_values: dict[str, float] = {}  # of the Trainer's callback metrics in the checkpoint
@@ -147,8 +147,9 @@ class GlobalBatch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._loaders.compare_ranks(trainer)
-        if not self._samples.is_counted:
-            self._samples.count(trainer, batch, self._loaders.training)
+        if not self._has_counted:
+            self._has_counted = True
+            count_samples(trainer, batch, self._loaders.training, self.plan)
         self._share_of_samples, samples = weight_and_samples(
             self._loaders.training, self.plan, self._counter.micro_batches
         )

@@ -12,8 +12,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.profiler import ProfilerActivity, profile
 
-STEPS = 1000  # in which calls are counted, and before these a tenth in which collectives are
+STEPS = 500  # in which calls are counted
 _FIRST = 100
+_COLLECTIVES = 100  # steps in which they are counted
 
 
 class Counts(Callback):
@@ -32,10 +33,10 @@ class Counts(Callback):
             return
         if batch_idx == _FIRST:
             self.collectives.start()
-        if batch_idx == _FIRST + STEPS // 10:
+        if batch_idx == _FIRST + _COLLECTIVES:
             self.collectives.stop()
             self.calls.enable()
-        if batch_idx == _FIRST + STEPS // 10 + STEPS:
+        if batch_idx == _FIRST + _COLLECTIVES + STEPS:
             self.calls.disable()
             self._write()
 
@@ -44,6 +45,6 @@ class Counts(Callback):
         seen = Counter(name.removeprefix("gloo:") for name in names if name.startswith("gloo:"))
         found = {
             "calls": pstats.Stats(self.calls).total_calls / STEPS,  # type: ignore[attr-defined]  # set by its base
-            "collectives": {name: count / (STEPS // 10) for name, count in seen.items()},
+            "collectives": {name: count / _COLLECTIVES for name, count in seen.items()},
         }
         self.path.write_text(json.dumps(found))
