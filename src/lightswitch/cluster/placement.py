@@ -68,34 +68,19 @@ def elastic_nodes(environ: Mapping[str, str] = os.environ) -> range | None:
     """Return the numbers of nodes with which torchrun may continue (``--nnodes=MIN:MAX``); None if it isn't elastic."""
     if launcher(environ) != "torchrun":
         return None
-    found = re.fullmatch(r"(\d+):(\d+)", _torchrun_option("nnodes", environ.get("PET_NNODES", "")))
+    found = re.fullmatch(r"(\d+):(\d+)", _nodes_of_torchrun(environ))
     return range(int(found[1]), int(found[2]) + 1) if found and int(found[1]) < int(found[2]) else None
 
 
-def elastic_group(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the rendezvous id and endpoint of an elastic torchrun; an empty string in other processes."""
-    if elastic_nodes(environ) is None:
-        return ""
-    endpoint = _torchrun_option("rdzv[-_]endpoint", environ.get("PET_RDZV_ENDPOINT", ""))
-    return f"{environ['TORCHELASTIC_RUN_ID']} at {endpoint}"
-
-
-def _torchrun_option(name: str, exported: str) -> str:
-    """Return an option of torchrun from its command line, or else from a PET_* variable.
-
-    torchrun doesn't pass its options on to its workers.
-
-    Args:
-        name: a regular expression.
-        exported: the value of the option's PET_* variable.
-    """
+def _nodes_of_torchrun(environ: Mapping[str, str]) -> str:
+    """Return torchrun's --nnodes from its command line, or else from PET_NNODES: it does not pass it to its workers."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
     except (OSError, UnicodeDecodeError):  # a system without /proc
         words = []
     options = list(itertools.takewhile(lambda word: not word.endswith(".py"), words))
-    typed = re.findall(rf"--{name}[= ](\S+)", " ".join(options))
-    return typed[-1] if typed else exported
+    typed = re.findall(r"--nnodes[= ](\S+)", " ".join(options))
+    return typed[-1] if typed else environ.get("PET_NNODES", "")
 
 
 def _from_counts(launcher: str, environ: Mapping[str, str]) -> Placement:

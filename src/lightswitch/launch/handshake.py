@@ -34,15 +34,8 @@ def arrange_handshake(
     A group may hang in its first collective if NCCL versions differ, and in any later one if code or config differ.
     """
     if isinstance(strategy, ParallelStrategy) and trainer.num_nodes * trainer.num_devices > 1:
-        strategy.meeting = Handshake(
-            trainer,
-            strategy,
-            trainer.num_nodes,
-            run,
-            _evidence(cfg, run, trainer),
-            cfg.meet_timeout_seconds,
-            watchdog,
-        )
+        evidence = _evidence(cfg, run, trainer)
+        strategy.meeting = Handshake(trainer, strategy, run, evidence, cfg.meet_timeout_seconds, watchdog)
 
 
 def _evidence(cfg: DictConfig, run: RunContext, trainer: Trainer) -> Evidence:
@@ -61,7 +54,6 @@ class Handshake:
 
     trainer: Trainer
     strategy: ParallelStrategy
-    nodes: int
     run: RunContext
     evidence: Evidence
     timeout_seconds: float
@@ -116,5 +108,5 @@ class Handshake:
         assert cluster is not None
         assert devices is not None
         rank = cluster.node_rank() * len(devices) + cluster.local_rank()
-        world_size = self.nodes * len(devices)
+        world_size = self.trainer.num_nodes * len(devices)
         return MeetingPoint(cluster.main_address, cluster.main_port, rank, world_size, self.timeout_seconds)

@@ -241,7 +241,7 @@ def restarted_job(environ: Mapping[str, str] = os.environ) -> str | None:
     An elastic torchrun doesn't count those after a node has joined or left, Slurm those on the nodes that are left.
     """
     named = job(environ)
-    counts = _of_slurm(environ) is None and not placement.elastic_group(environ)
+    counts = _of_slurm(environ) is None and placement.elastic_nodes(environ) is None
     return None if counts and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else named
 
 

@@ -311,7 +311,7 @@ def _agree(rank_0: Path | None, rank_1: Path | None) -> str:
     dist.init_process_group("gloo")
     own: Any = SimpleNamespace(ckpt_path=(rank_0, rank_1)[dist.get_rank()], global_rank=dist.get_rank())
     unused: Any = None
-    handshake = Handshake(own, SimpleNamespace(broadcast=_broadcast), 1, *[unused] * 5)  # type: ignore[arg-type]  # of a strategy
+    handshake = Handshake(own, SimpleNamespace(broadcast=_broadcast), *[unused] * 4)  # type: ignore[arg-type]  # of a strategy
     try:
         handshake._agree_on_start()
     except LostRank as lost:
