@@ -116,13 +116,3 @@ def test_micro_batch_size_auto_is_refused_where_not_a_sample_fits(train: Train) 
     assert refused.returncode == 2
     (line,) = refused.err.strip().splitlines()
     assert line.startswith("error: micro_batch_size=auto: no strategy fits; the smallest is ddp, micro batch 8: ")
-
-
-@pytest.mark.nightly
-def test_an_evaluation_shards_only_where_parameters_are_many(train: Train) -> None:
-    """0.13 MiB of parameters, and of the memory, half is each process's."""
-    trained = train(*(word for word in RUN if word not in NO_CHECKPOINTS), "strategy=ddp", ranks=2)
-    (checkpoint,) = trained.run_dir.glob("checkpoints/step_2.ckpt")
-    for gib, strategy in ((1, "DDP"), (0.0002, "FSDP")):
-        run = train(*RUN, "mode=test", f"ckpt_path={checkpoint}", f"plan.memory_gib={gib}", ranks=2)
-        assert f"strategy   {strategy}, " in run.out

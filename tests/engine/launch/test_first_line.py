@@ -120,16 +120,6 @@ def test_a_debugger_of_any_kind_keeps_its_process(monkeypatch: pytest.MonkeyPatc
 
 # Stands before the package of the name on Python's path, and raises the signal where that would be imported.
 IMPORTED = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
-# Stands before site's own, and raises the signal within torch, whose module of fake tensors logs as Python exits.
-WITHIN_TORCH = """
-import os, signal, sys
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if hasattr(sys.modules.get("torch._subclasses.fake_tensor"), "dump_cache_stats"):
-            sys.meta_path.remove(self)
-            os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Finder())
-"""
 STOPPED = "stopped    by SIGINT\n"
 COMMANDS = {  # what is typed, the package that is being imported, what is said, and the exit code
     "train.py": ((TRAIN_PY, "seed=1"), "hydra", "", 130),
@@ -148,13 +138,3 @@ def test_an_import_is_interrupted_without_a_traceback(typed: str, tmp_path: Path
     process = start(sys.executable, *words, PYTHONPATH=paths)
     assert said(process) == told
     assert process.returncode == code
-
-
-@pytest.mark.nightly
-def test_torch_that_is_interrupted_adds_no_lines_of_its_own(tmp_path: Path, start: Start) -> None:
-    (tmp_path / "sitecustomize.py").write_text(WITHIN_TORCH)
-    process = start(sys.executable, TRAIN_PY, "run_id=mine", PYTHONPATH=":".join((str(tmp_path), *sys.path)))
-    stopped, go_on = said(process).splitlines()
-    assert f"{stopped}\n" == STOPPED
-    assert go_on.endswith("train.py run_id=mine")
-    assert process.returncode == 130

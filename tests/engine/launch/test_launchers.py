@@ -204,21 +204,6 @@ def test_a_refused_start_prints_its_line_in_each_terminal(
 
 
 @pytest.mark.nightly
-def test_lightning_starts_the_others_also_where_a_flag_comes_last(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "mine" / "experiment").mkdir(parents=True)
-    (tmp_path / "mine" / "experiment" / "tiny.yaml").write_text("# @package _global_\ntrainer:\n  devices: 2\n")
-    words = ("strategy=ddp", "experiment=tiny", "trainer.profiler=simple", "--config-dir", str(tmp_path / "mine"))
-    out = finish(start("python", TRAIN_PY, *RUN, *words))
-    seen = witnesses(the_run(tmp_path))
-    assert [place["local_rank"] for place in seen] == [0, 1]
-    assert seen[0]["launcher"] == "Scripts"
-    assert out.count("strategy   DDP, precision 32-true, 1 node × 2 CPU") == 1
-    assert "FIT Profiler Report" in out, (
-        "where Lightning is imported first, as where tests fork, its loggers go elsewhere"
-    )
-
-
-@pytest.mark.nightly
 def test_spawned_ranks_print_the_commands_that_were_typed(start: Start, tmp_path: Path) -> None:
     typed = (*RUN, "strategy=ddp_spawn", "trainer.devices=2")
     lines = finish(start("python", TRAIN_PY, *typed)).splitlines()
@@ -344,24 +329,6 @@ def test_a_process_that_sees_no_checkpoint_or_alone_sees_one_tells_so(
     assert of_0 == ""
     assert of_1.startswith(told)
     assert bool(of_1) == bool(told)
-
-
-# Processes of one run, each started by itself
-
-
-@pytest.mark.nightly
-def test_ranks_with_different_values_say_so_in_every_terminal(start: Start, tmp_path: Path, port: str) -> None:
-    (tmp_path / "runs/plainmodel/mine").mkdir(parents=True)
-    (tmp_path / "runs/plainmodel/mine/config.yaml").write_text("an earlier run's")
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    ranks = [start("python", TRAIN_PY, *RUN, "run_id=mine", f"seed={r}", **common, RANK=str(r)) for r in (0, 1)]
-    outs = [rank.communicate(timeout=TIMEOUT_SECONDS)[0] for rank in ranks]
-    host = socket.gethostname()
-    assert [rank.returncode for rank in ranks] == [2, 2]
-    line = f"error: rank 1 on {host} has seed=1, rank 0 on {host} has seed=0; give every process the same overrides\n"
-    assert outs[0].endswith("\n" + line)
-    assert outs[1] == line
-    assert (tmp_path / "runs/plainmodel/mine/config.yaml").read_text() == "an earlier run's"
 
 
 # torchrun's other ways: alone, and by agents that are told their rank
