@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 
+import pytest
+
 from tests.engine.conftest import Train
 from tests.engine.tiny import LANGUAGE_MODEL, TEXT
 
@@ -25,8 +27,10 @@ def test_a_run_shows_a_trace_its_utilization_and_what_the_model_was_worth_at_fir
     utilization = run.column("throughput/mfu")
     seconds = run.column("throughput/step_seconds")
     # the peak of an H100 in 32 bits: 67e12 operations a second
-    tflop = {step: share * seconds[step] * 67 for step, share in utilization.items()}
-    assert tflop
+    tflop = [share * seconds[step] * 67 for step, share in utilization.items()]
+    assert tflop == pytest.approx([tflop[0]] * len(tflop))
+    # of the head alone: 6 × 256 × 32 for each of 64 × 32 bytes; with the blocks less than ten times that
+    assert 1e-4 < tflop[0] < 1e-3
 
 
 def test_a_snapshot_of_memory_is_refused_on_a_cpu(train: Train) -> None:
