@@ -1,7 +1,7 @@
 """Muon for the matrices of a model's blocks and AdamW for all other parameters, in one optimizer."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ class Muon(Optimizer):
     process: here each device has the whole matrix while it orthogonalizes it.
 
     Args:
-        params: parameters, of which matrices use Muon; or groups, of which those with `is_muon` do.
+        params: parameters or groups of them, of which matrices use Muon; or groups with `is_muon`, true or false.
         momentum: of Muon.
         betas: of AdamW.
         iteration_dtype: dtype of the iteration; bfloat16 is faster on GPUs.
@@ -89,12 +89,17 @@ class Muon(Optimizer):
         return [{"params": [*matrices], "is_muon": True}, *(group for group in others if group["params"])]
 
 
-def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+def as_groups(params: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Yield groups that have `is_muon`; one without it is two, of its matrices and of its other parameters."""
     given = [*params]
-    if given and isinstance(given[0], dict):
-        return given
-    kinds = {is_muon: [one for one in given if (one.ndim == 2) == is_muon] for is_muon in (True, False)}
-    return [{"params": kind, "is_muon": is_muon} for is_muon, kind in kinds.items() if kind]
+    for group in given if given and isinstance(given[0], dict) else [{"params": given}]:
+        if "is_muon" in group:
+            yield group
+            continue
+        listed = [*group["params"]]
+        for is_muon in (True, False):
+            if own := [one for one in listed if (one.ndim == 2) == is_muon]:
+                yield {**group, "params": own, "is_muon": is_muon}
 
 
 def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:

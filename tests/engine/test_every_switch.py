@@ -68,10 +68,12 @@ SLOW = [one for one in MADE if one[1] == "mlflow"]
 def test_every_choice_makes_what_it_names(
     group: str, choice: str, kind: type, composed: Composed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if choice in ("wandb", "mlflow") and importlib.util.find_spec(choice) is None:
+    package = {"comet": "comet_ml"}.get(choice, choice)
+    if choice in ("wandb", "mlflow", "comet") and importlib.util.find_spec(package) is None:
         required = choice == "mlflow" and os.environ.get("LIGHTSWITCH_REQUIRE_ALL") == "1"
         (pytest.fail if required else pytest.skip)(f"{choice} is an extra, and not installed here")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("COMET_START_ONLINE", "0")
     cfg = composed(f"{group}={choice}")
     made = instantiate(cfg.trainer if group == "debug" else cfg[group], _convert_="all")
     assert made

@@ -42,7 +42,8 @@ def test_a_step_is_that_of_torch_muon_and_adamw() -> None:
         torch.optim.Muon(others[:1], lr=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others[1:], lr=0.1, weight_decay=0.1, betas=(0.9, 0.95)),
     ]
-    own = Muon([matrix, vector], lr=0.1)
+    own = Muon([{"params": [matrix, vector]}], lr=0.1)
+    assert [group["is_muon"] for group in own.param_groups] == [True, False]
     for _ in range(3):
         for parameter in (matrix, vector, *others):
             parameter.grad = parameter.detach().cos()
