@@ -142,6 +142,7 @@ class Writer:
         return with_local(tensor, memory.copy_(part, non_blocking=part.is_cuda))
 
 
+@torch.inference_mode(False)  # a test may save first, and a fit uses the same memory
 def host_memory(shape: torch.Size, dtype: torch.dtype, is_pinned: bool) -> Tensor:
     """Return an uninitialized tensor on the CPU, pinned if possible, so that a GPU copies to it while it computes."""
     try:
