@@ -37,9 +37,10 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         iteration_dtype: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
-        self.adamw = AdamW([torch.zeros(1)], lr=lr, weight_decay=weight_decay, betas=betas)
+        adamw = AdamW([torch.zeros(1)], lr=lr, weight_decay=weight_decay, betas=betas)
+        self.others = [adamw]  # in a list, as it is no inner optimizer with a state of its own
         own = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "iteration_dtype": iteration_dtype}
-        groups = [{**(own if group["is_muon"] else self.adamw.defaults), **group} for group in as_groups(params)]
+        groups = [{**(own if group["is_muon"] else adamw.defaults), **group} for group in as_groups(params)]
         super().__init__(groups, {**own, "betas": betas})
         for group in self.param_groups:
             if group["is_muon"] and any(parameter.ndim != 2 for parameter in group["params"]):
@@ -51,9 +52,10 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.adamw.param_groups = [group for group in self.param_groups if not group["is_muon"]]
-        self.adamw.state = self.state
-        self.adamw.step()
+        (adamw,) = self.others
+        adamw.param_groups = [group for group in self.param_groups if not group["is_muon"]]
+        adamw.state = self.state
+        adamw.step()
         for group in self.param_groups:
             for parameter in group["params"] if group["is_muon"] else ():
                 if parameter.grad is not None:

@@ -42,7 +42,9 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
                 groups[name == "weight" and is_matrix(module)].append(parameter)
-    decaying, others = {"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}
+    # tied weights belong to two modules
+    decaying = {"params": [*dict.fromkeys(groups[True])]}
+    others = {"params": [*dict.fromkeys(groups[False])], "weight_decay": 0.0}
     return [group for group in (decaying, others) if group["params"]]
 
 

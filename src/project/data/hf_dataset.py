@@ -75,9 +75,9 @@ class HFDataset(BatchedData):
             rows = load_dataset(self.path, self.name, split=name, streaming=self.streaming, **options)
         except (OSError, ValueError) as error:  # what the library raises of a name, a split or a network
             reason = str(error).splitlines()[0].rstrip(".")
+            given = ", ".join(f"{split}: {name}" for split, name in self.names.items())
             raise ValueError(
-                f"data.path={self.path}: {reason}; the splits are data.splits={{train: {self.names['train']}, "
-                f"val: {self.names['val']}, test: {self.names['test']}}}"
+                f"data.path={self.path}: {reason}; the splits of the dataset are read as {given}"
             ) from error
         if rows.column_names is not None and self.text not in rows.column_names:
             raise ValueError(f"data.text={self.text}: {self.path} has the columns {', '.join(rows.column_names)}")

@@ -19,7 +19,7 @@ needs_datasets = pytest.mark.skipif(find_spec("datasets") is None and not REQUIR
 needs_transformers = pytest.mark.skipif(find_spec("peft") is None and not REQUIRED, reason="transformers is an extra")
 
 TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<end>{% endfor %}"
+    "{% for message in messages %}<|[[ message['role'] ]]|>[[ message['content'] ]]<end>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SHORT = ("trainer.accelerator=cpu", "trainer.max_steps=4", "trainer.log_every_n_steps=1", "global_batch_size=8")
@@ -54,7 +54,9 @@ def test_a_dataset_is_windows_of_its_documents(corpus: Path, streaming: bool) ->
 @needs_datasets
 def test_a_split_or_a_column_that_is_not_there_is_named(corpus: Path) -> None:
     (corpus / "test.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"data\.path=.*corpus: .*test.*; the splits are data\.splits=\{train: train"):
+    with pytest.raises(
+        ValueError, match=r"data\.path=.*corpus: .*test.*; the splits of the dataset are read as train: train, val"
+    ):
         HFDataset(str(corpus), context=32).setup("fit")
     with pytest.raises(ValueError, match=r"data\.text=body: .*corpus has the columns text"):
         HFDataset(str(corpus), context=32, text="body").setup("fit")
@@ -84,7 +86,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = ["<end>", "<|user|>", "<|assistant|>"]
     made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", extra_special_tokens=special[1:])
-    made.chat_template = TEMPLATE
+    made.chat_template = TEMPLATE.replace("[[", "{" * 2).replace("]]", "}" * 2)
     folder = tmp_path_factory.mktemp("tokenizer")
     made.save_pretrained(folder)
     return folder
@@ -142,11 +144,11 @@ def test_a_model_learns_answers_the_same_on_two_devices(chats: str, tokenizer: P
         "scheduler=constant",
         "data.packing=true",
     )
-    words += (f"model.tokenizer={tokenizer}", "model.context=128", "trainer.max_steps=3")
+    words += (f"model.tokenizer={tokenizer}", "model.context=64", "trainer.max_steps=3")
     sizes = (
-        "vocab_size: 300, n_positions: 128, n_embd: 32, n_layer: 1, n_head: 2, bos_token_id: null, eos_token_id: null"
+        "vocab_size: 300, n_positions: 64, n_embd: 32, n_layer: 1, n_head: 2, bos_token_id: null, eos_token_id: null"
     )
     sizes += ", attn_pdrop: 0.0, embd_pdrop: 0.0, resid_pdrop: 0.0"
-    words += (f"model.config={{model_type: gpt2, {sizes}}}",)
+    words += ("model.config={model_type: gpt2, " + sizes + "}",)
     alone = train(*words, "strategy=single").column("train/loss")
     assert train(*words, "strategy=ddp", ranks=2).column("train/loss") == pytest.approx(alone, abs=1e-5)
