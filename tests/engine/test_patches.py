@@ -31,6 +31,9 @@ ALLOWED = {
     "trainer.loggers": "Lightning has a setter",
     "self.trainer.loggers": "Lightning has a setter",
     "strategy.precision_plugin": "Lightning has a setter",
+    "trainer.strategy.precision_plugin": "Lightning has a setter",
+    "trainer.training": "Lightning has a setter",
+    "trainer.validating": "Lightning has a setter",
 }
 SETTING = (  # modules whose functions and classes set attributes of others' objects
     "lightning.pytorch.utilities.parsing",
@@ -137,11 +140,11 @@ def test_a_name_that_is_gone_is_refused() -> None:
 
 
 def test_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LightningModule, "setup", lambda self, name, value: None)
+    monkeypatch.setattr(LightningModule, "training_step", lambda self, name, value: None)
     model = LightningModule()
     with pytest.raises(RefusedRequest, match=r"is \(self, name, value\), but lightswitch replaces it and expects \(s"):
-        patches.replace(model, "setup", print)
-    assert "setup" not in vars(model)
+        patches.replace(model, "training_step", print)
+    assert "training_step" not in vars(model)
 
 
 def test_a_class_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,10 +160,10 @@ def test_what_is_in_no_table_is_an_error_of_ours() -> None:
 
 def test_an_object_gets_its_class_s_back() -> None:
     model = LightningModule()
-    patches.replace(model, "setup", print)
-    assert model.setup is print
-    patches.restore(model, "setup")
-    assert model.setup == LightningModule.setup.__get__(model)
+    patches.replace(model, "training_step", print)
+    assert model.training_step is print
+    patches.restore(model, "training_step")
+    assert model.training_step == LightningModule.training_step.__get__(model)
 
 
 def test_the_bounds_are_those_of_pyproject_and_below_a_version_that_was_not_tried() -> None:
