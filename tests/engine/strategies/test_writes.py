@@ -230,10 +230,11 @@ def test_what_begins_to_be_written_later_is_refused_in_the_next_epoch(strategy: 
 
 
 @pytest.mark.parametrize("strategy", COPIES)
-def test_or_after_the_next_save(strategy: str, fits: Fits, tmp_path: Path) -> None:
-    saves = partial(LastCheckpoints, str(tmp_path), every_n_steps=6)
+def test_or_after_the_next_save(strategy: str, pool: Pool, tmp_path: Path) -> None:
+    arguments = f"gradient_clip_val=null default_root_dir={tmp_path}"
+    late = fit("Clamped", strategy, arguments, module=partial(WritesLate, 0, 5))
     with pytest.raises(RankFailed) as failed:
-        fits(fit("Clamped", strategy, module=partial(WritesLate, 0, 5), callbacks=(saves,)), 2)
+        pool(2)(saved, late, tmp_path, None, 6)
     assert isinstance(failed.value.error, Refused)
     assert str(failed.value.error).startswith(COPIES[strategy])
     assert [path.name for path in tmp_path.glob("step_*.ckpt")] == ["step_6.ckpt"]
