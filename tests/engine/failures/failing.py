@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -85,21 +84,6 @@ class LaggingModel(PlainModel):
         entered = dist.all_reduce(torch.ones(1), async_op=True)
         while not entered.is_completed():
             time.sleep(0.01)
-
-
-class LonelyModel(PlainModel):
-    """Rank 0 alone gathers what all ranks have to gather."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx == 2 and self.trainer.is_global_zero:
-            self.all_gather(loss)
-        return loss
-
-
-class FailingCallback(pl.Callback):
-    def on_train_batch_end(self, *_: Any) -> None:
-        fail("refuses")
 
 
 class FailingPoints(Points):

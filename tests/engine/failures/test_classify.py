@@ -57,10 +57,7 @@ def test_a_bug_keeps_its_traceback_in_the_terminal_the_log_and_the_crash_report(
     arguments, ranks = LAUNCHERS[launcher]
     is_alone = launcher == "one process"
     failed = train(*BUG, "model.how=refuses", f"model.rank={int(not is_alone)}", *arguments, ranks=ranks, check=False)
-    _keeps_its_traceback(failed, f"ValueError: {REFUSED}", is_alone)
-
-
-def _keeps_its_traceback(failed: Finished, told: str, is_alone: bool = False) -> None:
+    told = f"ValueError: {REFUSED}"
     (report,) = (failed.run_dir / "crash").iterdir()
     assert failed.returncode == 1
     assert is_alone or failed.err.startswith(f"rank 1 of 2 on {socket.gethostname()} failed: {told}\n")
@@ -110,12 +107,6 @@ def test_code_that_ends_the_process_does_not_pass_for_a_run_that_is_finished(
     assert failed.returncode == 1
     assert "in fail" in failed.err
     assert "RuntimeError: the run was ended early by SystemExit(" in failed.err
-
-
-@pytest.mark.nightly
-def test_a_bug_in_a_callback_keeps_its_traceback(train: Train) -> None:
-    callback = "callbacks.bug._target_=tests.engine.failures.failing.FailingCallback"
-    _keeps_its_traceback(train(*RUN, callback, check=False), f"ValueError: {REFUSED}", is_alone=True)
 
 
 @pytest.mark.parametrize(

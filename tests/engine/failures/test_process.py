@@ -74,14 +74,6 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 
 
-def test_a_process_leaves_at_once_though_its_output_has_no_reader() -> None:
-    read, write = os.pipe()
-    os.close(read)
-    left = subprocess.run([sys.executable, "-c", LEAVES], stdout=write, env=_environment(), timeout=50)
-    os.close(write)
-    assert left.returncode == 7
-
-
 def test_a_process_leaves_at_once_though_the_reader_of_its_output_has_stopped() -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)

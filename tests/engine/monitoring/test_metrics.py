@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-import pickle
 import sys
 from pathlib import Path
 from types import FrameType
@@ -133,14 +132,6 @@ def test_a_second_writer_loses_no_row_of_the_first_and_half_a_line_is_overwritte
         file.write("2,24,0.")
     MetricsFile(tmp_path).log_metrics({"samples": 24, "train/loss": 0.25}, step=2)
     assert column(tmp_path, "train/loss") == ["1.0", "0.5", "0.25"]
-
-
-def test_a_logger_that_has_written_can_be_sent_to_a_spawned_process(tmp_path: Path) -> None:
-    logger = MetricsFile(tmp_path)
-    logger.log_metrics({"samples": 8}, step=0)
-    pickle.loads(pickle.dumps(logger)).log_metrics({"samples": 16}, step=1)
-    logger.log_metrics({"samples": 24}, step=2)
-    assert column(tmp_path, "samples") == ["8", "16", "24"]
 
 
 class Scheduled(Regression):
