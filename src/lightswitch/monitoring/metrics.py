@@ -109,10 +109,10 @@ class Table:
             if not self._path.exists():
                 raise Refused(f"{shown(self._path)} was removed while the run wrote to it; start the run again")
             self._load()  # another process has written since
-        if step < self.last_step or not values.keys() <= set(self._columns):
+        if step < self.last_step or not {"step", *values} <= set(self._columns):
             self._put_anywhere(step, values)
             return
-        if self._last["step"] != str(step):
+        if self._last.get("step") != str(step):  # or there is no row, because all have been dropped
             self._last = {"step": str(step), "samples": self._last.get("samples", "")}
             self._last_start = self._end
         self._last.update(values)

@@ -71,6 +71,10 @@ CALLS = {  # what is logged, and the file that it makes
         [*TRAINED, ({"test/loss": 3.0, "epoch": 3}, 4), ({"test/loss": 2.0, "epoch": 3}, 10)],
         ["step,samples,epoch,train/loss,test/loss", "4,32,1,1.0,3.0", "9,72,2,1.0,", "10,72,3,,2.0"],
     ),
+    "of a table whose rows have all been dropped the next is the first": (
+        [({"val/loss": 1.0}, 5), ({"train/loss": 2.0}, 3), ({}, 4)],
+        ["step,samples,val/loss,train/loss", "3,,,2.0", "4,,,"],
+    ),
     "what is logged for an earlier step is a row before the later ones": (  # as by step=self.current_epoch
         [
             ({"samples": 9600, "train/loss": 2.0}, 149),
