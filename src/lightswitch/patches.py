@@ -203,6 +203,7 @@ PATCHES = (
         "than others",
         for_process=True,
     ),
+    Patch("torchmetrics.Metric", "_update_count", "int", "marks a restored metric as updated"),
     Patch(
         "torchmetrics.detection.mean_ap.MeanAveragePrecision",
         "_gather_tuple_list",

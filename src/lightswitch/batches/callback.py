@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightswitch import patches
 from lightswitch.batches.accumulation import Items, check_optimizers, count_samples, weight_and_samples
 from lightswitch.batches.loaders import SharedLoaders, data_rank, samples_in
-from lightswitch.batches.logs import LogsOfRanks, best_values, gather_lists_whole, restore_best_values
+from lightswitch.batches.logs import LogsOfRanks, MetricStates, gather_lists_whole
 from lightswitch.batches.plan import (
     STREAMS,
     BatchPlan,
@@ -40,7 +40,6 @@ _TRANSFER = 1  # seed component for the hooks that move a batch to its device, w
 _END = 1  # seed component for the hooks at the end of an epoch or evaluation
 _LOADERS = 2  # seed component for the methods that make loaders
 _METRICS = "metrics"  # checkpoint key: values of the Trainer's callback metrics
-BEST = "best_values"  # checkpoint key
 _STOPPED_AT = "stopped_at"  # checkpoint key: the limits of a run that was asked to end
 _EVALUATION = -1  # seed component in place of an epoch
 
@@ -70,7 +69,7 @@ class GlobalBatch(Callback):
         self._items = Items()
         self._has_counted = False  # whether the samples of a step are counted
         self._share_of_samples = 1.0  # weight of this micro-batch by its samples
-        self._best: dict[str, float] = {}  # values so far of metrics in the checkpoint
+        self._metrics = MetricStates()
         self._last_values: dict[str, float] = {}  # of the Trainer's callback metrics in the checkpoint
         self._kept: list[Any] = []  # random generators of module, callbacks and data module
         self._drawn = torch.random.get_rng_state()  # random state after model, data, callbacks and loggers are created
@@ -89,7 +88,7 @@ class GlobalBatch(Callback):
         # configure_model draws the same weights as a constructor: from the same random state, in 32 bits, on the CPU
         torch.random.set_rng_state(self._drawn)
         strategy.precision_plugin = with_mixin(_DrawsIn32Bits, strategy.precision_plugin)
-        strategy.on_start = partial(self._restore_best, pl_module)
+        strategy.on_start = partial(self._metrics.restore, pl_module)
         gather_lists_whole()
         self._logs = LogsOfRanks.of(trainer)
         self._logs.combine(self.plan.replicas / trainer.world_size)
@@ -99,10 +98,6 @@ class GlobalBatch(Callback):
         strategy.share = strategy.on_loaders = strategy.on_batch = strategy.on_output = strategy.loss_weight = None
         strategy.on_start = None
         self._logs.combine(None)
-
-    def _restore_best(self, module: LightningModule) -> None:
-        restore_best_values(module, self._best)
-        self._best = {}
 
     # Training
 
@@ -134,7 +129,7 @@ class GlobalBatch(Callback):
         trainer._logger_connector._callback_metrics.update(values)
         if self._resumed.step and trainer.is_global_zero:
             log.info(
-                "means      of self.log and torchmetrics over epoch %d cover the rest of it, in which this run goes on",
+                "means      that self.log takes over epoch %d cover the rest of it, in which this run goes on",
                 self._resumed.epoch,
             )
 
@@ -280,7 +275,7 @@ class GlobalBatch(Callback):
             return
         if trainer.state.status == TrainerStatus.INTERRUPTED:  # an error, in the middle of a step: no run resumes there
             return
-        checkpoint[BEST] = best_values(pl_module)
+        self._metrics.save(pl_module, checkpoint)
         checkpoint[_METRICS] = {name: value.item() for name, value in trainer.callback_metrics.items()}
         if trainer.should_stop:
             checkpoint[_STOPPED_AT] = _limits(trainer)
@@ -295,7 +290,7 @@ class GlobalBatch(Callback):
             return
         assert position is not None, "a run resumes only from a checkpoint with a position"
         self._resumed = position
-        self._best = checkpoint.get(BEST, {})
+        self._metrics.load(checkpoint)
         self._last_values = checkpoint.get(_METRICS, {})
         if (stopped_at := checkpoint.get(_STOPPED_AT)) and stopped_at == _limits(trainer)[: len(stopped_at)]:
             trainer.should_stop = True  # it was asked to end, for example by early stopping, and no limit has changed

@@ -1,9 +1,10 @@
-"""What a module logs, combined over ranks and micro-batches before it reaches loggers and callbacks."""
+"""What a module logs, combined over ranks and micro-batches before it reaches loggers and callbacks; its metrics."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,13 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _METRIC
 from lightning.pytorch.trainer.states import RunningStage
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torchmetrics import MaxMetric, Metric, MinMetric
-from torchmetrics.utilities.data import dim_zero_cat
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 from torchmetrics.utilities.distributed import gather_all_tensors
+from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightswitch import patches
+from lightswitch.hooked_strategy import of_ranks
 from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.step_results import Results, is_counted, is_logged
@@ -158,12 +161,9 @@ class LogsOfRanks(Mixin, _LoggerConnector):
 
     def _of_all_ranks(self, own: dict[str, list[Part]]) -> dict[str, list[Part]]:
         """Return the parts that all ranks have logged. Collective."""
-        if self.trainer.world_size == 1:
-            return own
-        of_ranks: list[dict[str, list[Part]]] = [{} for _ in range(self.trainer.world_size)]
-        dist.all_gather_object(of_ranks, own)
-        keys = dict.fromkeys(key for parts in of_ranks for key in parts)
-        return {key: [*itertools.chain.from_iterable(parts.get(key, ()) for parts in of_ranks)] for key in keys}
+        every = of_ranks(own)
+        keys = dict.fromkeys(key for parts in every for key in parts)
+        return {key: [*itertools.chain.from_iterable(parts.get(key, ()) for parts in every)] for key in keys}
 
     def _whole(self, parts: Iterable[Part]) -> float:
         """Return the combined value of all parts, without those of weight 0, which repeat a sample of another slice."""
@@ -176,23 +176,74 @@ class LogsOfRanks(Mixin, _LoggerConnector):
         return sum(values) * (self._share or 1.0) if fx == "sum" else {"min": min, "max": max}[fx](values)
 
 
-def best_values(module: LightningModule) -> dict[str, float]:
-    """Return the best values so far that a module holds in torchmetrics' MaxMetric and MinMetric, by name."""
-    return {name: getattr(metric, state).item() for name, metric, state in _best(module) if metric.update_called}
+OF_RANKS = "of_ranks"  # checkpoint key: a list of the entries of each rank, in numbers, lists and dictionaries
+_LARGEST = 10_000  # maximum number of elements of a saved metric state; each save sends it to all ranks
+_REDUCED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    dim_zero_sum: torch.add,
+    dim_zero_min: torch.minimum,
+    dim_zero_max: torch.maximum,
+}
 
 
-def restore_best_values(module: LightningModule, values: Mapping[str, float]) -> None:
-    """Set the best values so far, after the module's `on_train_start`, in which many reset metrics."""
-    for name, metric, _ in _best(module):
-        if name in values:
+class MetricStates:
+    """States of the module's torchmetrics in checkpoints: of an unfinished epoch, and of the best value so far.
+
+    These are sums, minima and maxima over samples, of all ranks, so that they resume at any world size. Metrics that
+    store the samples themselves, such as curves, only see the rest of the epoch; so do means that `self.log` takes.
+    """
+
+    def __init__(self) -> None:
+        self._saved: list[Any] = []  # entries of ranks, until training starts
+
+    def save(self, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Store the states of all ranks, of devices that share a layer once. Collective."""
+        states = {
+            name: {state: getattr(metric, state).tolist() for state in metric._defaults}
+            for name, metric in _metrics(module)
+            if metric.update_called and _is_kept(metric)
+            if metric.process_group is None or 0 in dist.get_process_group_ranks(metric.process_group)
+        }
+        if found := [{"metrics": one} for one in of_ranks(states) if one]:
+            checkpoint[OF_RANKS] = found
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the states of a checkpoint for `restore`."""
+        self._saved = checkpoint.get(OF_RANKS, [])
+
+    def restore(self, module: LightningModule) -> None:
+        """Restore the states, after the module's `on_train_start`, in which many reset metrics of the sanity check.
+
+        Metrics sum their states over ranks when they are computed, so only the first rank restores what was saved.
+        """
+        saved, self._saved = self._saved, []
+        for name, metric in _metrics(module):
+            states = [of["metrics"][name] for of in saved if name in of["metrics"]]
+            if not states or not _is_kept(metric) or set(states[0]) != set(metric._defaults):
+                continue
             metric.reset()
-            metric.update(values[name])
+            if not dist.is_initialized() or dist.get_rank(metric.process_group) == 0:
+                for state in metric._defaults:
+                    own = getattr(metric, state)
+                    parts = [torch.tensor(one[state], dtype=own.dtype, device=own.device) for one in states]
+                    setattr(metric, state, functools.reduce(_REDUCED[metric._reductions[state]], parts))
+            patches.replace(metric, "_update_count", 1)  # so that it is saved again, and computed without a warning
 
 
-def _best(module: LightningModule) -> Iterator[tuple[str, MaxMetric | MinMetric, str]]:
-    for name, part in module.named_modules():
-        if isinstance(part, MaxMetric | MinMetric):
-            yield name, part, "max_value" if isinstance(part, MaxMetric) else "min_value"
+def _metrics(module: LightningModule) -> Iterator[tuple[str, Metric]]:
+    for part in module.modules():
+        if isinstance(part, MetricCollection):
+            part.values()  # in a compute group, only one metric is updated; this call shares its state with the others
+    return ((name, part) for name, part in module.named_modules() if isinstance(part, Metric))
+
+
+def _is_kept(metric: Metric) -> bool:
+    """Return whether a metric's states can be combined, hold all of its data (unlike a wrapper's) and are small."""
+    are_added = all(
+        isinstance(default, Tensor) and metric._reductions[name] in _REDUCED
+        for name, default in metric._defaults.items()
+    )
+    elements = sum(getattr(metric, name).numel() for name in metric._defaults) if are_added else 0
+    return 0 < elements <= _LARGEST and not isinstance(metric, WrapperMetric)
 
 
 def gather_lists_whole() -> None:

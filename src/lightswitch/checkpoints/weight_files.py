@@ -33,7 +33,7 @@ SHARD_BYTES = 5 * 10**9
 OF_TORCH = (".pt", ".ckpt")  # suffixes of files that `torch.save` writes
 _ARGUMENTS = "hyper_parameters"
 _OF_TRAINING = {
-    *("loops", "callbacks", "optimizer_states", "lr_schedulers", "streams", "best_values", "of_ranks"),
+    *("loops", "callbacks", "optimizer_states", "lr_schedulers", "streams", "of_ranks"),
     *("extra_state", "names_of_tied", "frozen_since", "configured", BUFFERS),
 }
 _PREFIX = "model."

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric
+from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from tests.engine.conftest import PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.curves import largest_difference
+from tests.engine.models.language import LanguageModel
 from tests.engine.plain import PlainModel
+from tests.engine.tiny import LANGUAGE
 from tests.night import at_night
 
 RUN = (
@@ -39,6 +41,7 @@ TRAINING = (
     *("train/accuracy", "train/Accuracy", "train/F1", "train/highest", "train/shown"),
 )
 OF_STEPS = ("train/both_step", "train/largest", "train/synced", "train/total", "train/step_of_9")
+OF_METRICS = ("train/accuracy", "train/Accuracy", "train/F1", "train/highest", "train/of_batches")
 EVALUATION = ("val/loss", "val/both_epoch", "val/sum", "val/min", "val/of_36", "val/of_1", "val/synced_1", "val/end")
 
 
@@ -121,12 +124,61 @@ def test_what_is_logged_is_of_all_micro_batches_each_sample_once(alone: Finished
         assert largest_difference(run, alone, name) <= 2e-6 * max(1, *alone.column(name).values()), name
 
 
-def test_epoch_means_cover_the_rest_of_an_epoch_after_a_resume_within_it(alone: Finished, train: Train) -> None:
-    resumed = train(*RUN, "strategy=single", f"resume={alone.run_dir}/checkpoints/step_8.ckpt")
-    line = "means      of self.log and torchmetrics over epoch 1 cover the rest of it, in which this run goes on"
+@pytest.mark.parametrize("step", [8, *at_night(4)])
+def test_an_epochs_metrics_go_on_over_a_resume(step: int, alone: Finished, train: Train) -> None:
+    resumed = train(*RUN, "strategy=single", f"resume={alone.run_dir}/checkpoints/step_{step}.ckpt")
+    for name in OF_METRICS:
+        expected = alone.column(name)
+        assert resumed.column(name) == {at: value for at, value in expected.items() if at >= step}, name
+    line = f"means      that self.log takes over epoch {step // 7} cover the rest of it, in which this run goes on"
     assert line in resumed.out
-    for name in ("train/both_step", "train/largest"):
-        assert resumed.column(name) == {at: value for at, value in alone.column(name).items() if at >= 8}, name
+
+
+def test_they_go_on_over_one_resume_after_another(alone: Finished, train: Train) -> None:
+    at = f"resume={alone.run_dir}/checkpoints/step_4.ckpt"
+    for steps in (5, 6):
+        run = train(*RUN, "strategy=single", at, f"trainer.max_steps={steps}")
+        at = f"resume={run.run_dir}/checkpoints/step_{steps}.ckpt"
+    resumed = train(*RUN, "strategy=single", at)
+    for name in OF_METRICS:
+        assert resumed.column(name) == alone.column(name), name
+
+
+@pytest.mark.nightly
+def test_they_go_on_under_another_strategy_and_world_size(alone: Finished, train: Train) -> None:
+    stopped = train(*RUN, "strategy=ddp", "trainer.max_steps=3", ranks=3)
+    resumed = train(*RUN, "strategy=fsdp", f"resume={stopped.run_dir}/checkpoints/step_3.ckpt", ranks=2)
+    for name in OF_METRICS[:-1]:
+        assert largest_difference(resumed, alone, name) <= 2e-6 * max(1, *alone.column(name).values()), name
+
+
+class LogsOfLayers(LanguageModel):
+    """Logs metrics of what all devices of a group that shares layers have read."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.mean, self.total = MeanMetric(), SumMetric()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for metric in (self.mean, self.total):
+            metric.update(batch[1].float().mean())
+        self.log_dict({"train/bytes": self.mean, "train/total": self.total}, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.evaluation_loss.update(super().training_step(batch, batch_idx))
+
+
+@pytest.mark.nightly
+def test_they_go_on_on_devices_that_share_layers(train: Train) -> None:
+    plan = "+trainer.strategy.plans.LogsOfLayers=tests.engine.models.language.tensor_parallel"
+    run = (f"model._target_={__name__}.LogsOfLayers", *LANGUAGE[1:], "strategy=fsdp_tp", plan, "trainer.max_steps=6")
+    run = (*run, "trainer.limit_train_batches=6", "callbacks.last_checkpoint.every_n_steps=4", "micro_batch_size=null")
+    whole = train(*run, ranks=4)
+    resumed = train(*run, f"resume={whole.run_dir}/checkpoints/step_4.ckpt", ranks=4)
+    for name in ("train/bytes", "train/total"):
+        assert resumed.column(name) == pytest.approx(whole.column(name), rel=1e-6), name
 
 
 class KeepsTheBest(PlainModel):
