@@ -11,6 +11,8 @@ import pytest
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torchmetrics import MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision
 
 from lightswitch.checkpoints.directory import read_state
 from tests.engine.conftest import PLAIN_DATA, Finished, Train, once
@@ -49,12 +51,29 @@ class WholeModel(PlainModel):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("ended", torch.zeros(()))
+        self.train_accuracy, self.seen = MulticlassAccuracy(4, average="micro"), SumMetric()
+        self.several = MetricCollection({"train/f1": MulticlassF1Score(4), "train/precision": MulticlassPrecision(4)})
+
+    def on_train_start(self) -> None:
+        self.seen.reset()  # as lightning-hydra-template does after the sanity check
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("train/mean", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]))
         self.log("train/synced", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]), sync_dist=True)
+        logits = self.net(batch[0])
+        for metric in (self.train_accuracy, self.several):
+            metric.update(logits, batch[1])
+        self.log("train/accuracy", self.train_accuracy, on_step=False, on_epoch=True)
+        self.log_dict(dict(self.several), on_step=False, on_epoch=True)
         return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.seen.update(len(batch[0]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/seen", self.seen.compute())
 
     def on_train_epoch_end(self) -> None:
         self.ended += 1
@@ -118,7 +137,8 @@ WHOLE = (
     *("trainer.max_epochs=4", "trainer.log_every_n_steps=1", "callbacks.last_checkpoint.every_n_steps=1"),
     *("callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping", "callbacks.early.monitor=val/loss"),
 )
-AT_ENDS = ("samples", "train/loss", "train/end", "val/loss", "val/accuracy")
+AT_ENDS = ("samples", "train/loss", "train/accuracy", "train/f1", "train/precision")
+AT_ENDS += ("train/end", "val/loss", "val/accuracy", "val/seen")
 
 
 whole = once(*WHOLE)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
+from torchmetrics import SumMetric
 
 import lightswitch
 from lightswitch.batches.callback import GlobalBatch
@@ -44,15 +45,16 @@ class CountingPart(nn.Module):
 
 
 class CountingModel(PlainModel):
-    """Counts in extra state, a checkpoint's hooks, and buffers that are not persistent, by which it trains.
+    """Counts in extra state, a metric, a checkpoint's hooks, and buffers that are not persistent, by which it trains.
 
-    ``state_dict`` has a copy of the first; ``queue`` grows, and ``table`` stays what it is.
+    ``state_dict`` has copies of the first two; ``queue`` grows, and ``table`` stays what it is.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps, self.part = torch.zeros(1), CountingPart()
+        self.steps, self.part, self.samples = torch.zeros(1), CountingPart(), SumMetric()
         self.last: deque[int] = deque(maxlen=3)
+        self.samples.persistent(True)
         self.register_buffer("seen", torch.zeros((), dtype=torch.long), persistent=False)
         self.register_buffer("queue", torch.zeros(0, 2), persistent=False)
         self.register_buffer("table", torch.arange(4.0), persistent=False)
@@ -61,6 +63,7 @@ class CountingModel(PlainModel):
         self.steps = torch.cat([self.steps, self.steps[-1:] + 1])
         self.part.count += 2
         self.last.append(self.part.count)
+        self.samples.update(float(len(batch[0])))
         self.seen += 1
         self.queue = torch.cat([self.queue, self.table[:2, None].expand(2, 2) + len(self.queue)])[-6:]
         return super().training_step(batch, batch_idx) * (1 + 0.1 * self.seen) + self.queue.mean()
@@ -72,7 +75,7 @@ class CountingModel(PlainModel):
         self.log_dict(self._counts())
 
     def _counts(self) -> dict[str, Any]:
-        counts = {"steps": self.steps[-1], "part": float(self.part.count)}
+        counts = {"steps": self.steps[-1], "part": float(self.part.count), "samples": self.samples.compute()}
         return {f"count/{name}": value for name, value in counts.items()} | {"count/seen": self.seen.float()}
 
     def get_extra_state(self) -> Tensor | None:
@@ -128,7 +131,7 @@ RUN = (
     *("trainer.max_steps=6", "callbacks.last_checkpoint.every_n_steps=3", "run_id=mine"),
     *(f"callbacks.mine._target_={__name__}.Averages", "callbacks.mine.folder=${hydra:runtime.output_dir}"),
 )
-COUNTS = {"count/steps": 6, "count/part": 12, "count/seen": 6}
+COUNTS = {"count/steps": 6, "count/part": 12, "count/samples": 48, "count/seen": 6}
 
 whole = once(*RUN, "strategy=single")
 
