@@ -35,6 +35,7 @@ from lightswitch.process import Process
 from lightswitch.runs import claim, resume
 
 BYTES_OF_CHECKPOINT = 2**26
+HEAD = ["what", "of", "at", "costs", "at", "costs", "slope", "asked"]
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,14 @@ class Growth:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="at smaller sizes: to see that it runs")
-    found = [Growth(*row) for row in rows(parser.parse_args().quick)]
-    head = ["what", "of", "at", "costs", "at", "costs", "slope", "asked"]
-    print("\n".join(aligned([head, *map(_cells, found)], [0, 1])))
+    print("\n".join(aligned([HEAD, *map(cells, growths(parser.parse_args().quick))], [0, 1])))
 
 
-def _cells(found: Growth) -> list[str]:
+def growths(is_quick: bool = False) -> list[Growth]:
+    return [Growth(*row) for row in rows(is_quick)]
+
+
+def cells(found: Growth) -> list[str]:
     (small, large), costs = found.sizes, [_cost(cost, found.unit) for cost in found.costs]
     return [
         *(found.name, found.of, compact(small), costs[0], compact(large), costs[1]),
@@ -71,7 +74,9 @@ def _cells(found: Growth) -> list[str]:
 
 
 def _cost(cost: float, unit: str) -> str:
-    return f"{cost * 1000:.3g} ms" if unit == "seconds" else f"{compact(cost)}B"
+    if unit == "bytes":
+        return f"{compact(cost)}B"
+    return f"{cost * 1000:.3g} ms" if cost < 1 else f"{cost:.3g} s"
 
 
 def rows(is_quick: bool) -> Iterator[tuple[str, str, str, tuple[int, int], tuple[float, float], float]]:
@@ -101,7 +106,7 @@ def start_beside(count: int) -> float:
         def start() -> None:
             claim.take_folder(own, process)
             resume.starts(own)
-            process.release_locks()
+            process.locks.close()
 
         return _seconds(start)
 

@@ -1,6 +1,6 @@
-"""The last results of every benchmark, for measured/benchmarks.md.
+"""The last results of every benchmark, for measured/benchmarks.md, and how costs grow, for measured/growth.md.
 
-python -m tests.engine.tables.benchmarks        # fills it from benchmarks/results
+python -m tests.engine.tables.benchmarks        # fills the first from benchmarks/results, and measures the second
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from benchmarks import growth
 from tests.engine.conftest import CHECKOUT
-from tests.engine.tables.documents import code, markdown, put
+from tests.engine.tables.documents import code, made, markdown, put
 
 RESULTS = CHECKOUT / "benchmarks" / "results"
 HEAD = ["command", "measured", "ms", "against", "ms", "ratio", "to reach", "date", "load"]
@@ -18,6 +19,8 @@ HEAD = ["command", "measured", "ms", "against", "ms", "ratio", "to reach", "date
 
 def main() -> None:
     put("benchmarks", markdown(HEAD, [row for path in sorted(RESULTS.glob("*.json")) for row in _rows(path)]))
+    table = markdown(growth.HEAD, [growth.cells(found) for found in growth.growths()])
+    put("growth", [made("python -m tests.engine.tables.benchmarks"), "", *table])
 
 
 def _rows(path: Path) -> Iterable[list[str]]:
