@@ -212,3 +212,16 @@ def _train(arguments: tuple[str, ...], folder: Path, written: Path, environment:
     sys.executable = str(python)
     sys.orig_argv = [sys.executable, *sys.argv]
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def largest_difference(found: Finished, expected: Finished, metric: str = "train/loss") -> float:
+    """Of the two curves, which have the same steps, at any of them."""
+    a, b = found.column(metric), expected.column(metric)
+    assert a.keys() == b.keys(), metric
+    return max(abs(a[step] - b[step]) for step in b)
+
+
+def predictions(run: Finished) -> torch.Tensor:
+    """In the order of the data, of all ranks."""
+    files = sorted((run.run_dir / "predictions").glob("rank_*.pt"))
+    return torch.cat([batch for file in files for batch in torch.load(file)])

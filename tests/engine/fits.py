@@ -31,10 +31,9 @@ from lightswitch.strategies.agreement import Agreement
 from lightswitch.strategies.callbacks import StrategyCallback
 from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.units import Compilation
-from tests.engine.data.pictures import Pictures
 from tests.engine.data.text import Text
 from tests.engine.models.language import LanguageModel
-from tests.engine.models.pictures import PatchClassifier
+from tests.engine.models.pictures import PatchClassifier, Pictures
 from tests.engine.plain import PlainData, PlainModel
 from tests.engine.strategies.witness import Witness
 from tests.pool import Pool

@@ -22,8 +22,8 @@ import torch
 from lightswitch import load
 from lightswitch.export.__main__ import main as export
 from tests.engine.conftest import CHECKOUT, PLAIN, PLAIN_DATA, Finished, Train
-from tests.engine.curves import largest_difference
 from tests.night import at_night
+from tests.runs import largest_difference
 
 START, OWN, SCALE_OUT, DEBUGGING, README = (
     (CHECKOUT / name).read_text()

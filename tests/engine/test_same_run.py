@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train, runs_in
-from tests.engine.curves import largest_difference
 from tests.engine.processes import TRAIN_PY
 from tests.engine.tiny import MODELS, RECORD
 from tests.night import at_night
+from tests.runs import largest_difference
 
 RUN = (
     *PLAIN,

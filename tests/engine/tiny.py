@@ -12,7 +12,7 @@ RUN = (
     "trainer.val_check_interval=25",
     "trainer.log_every_n_steps=1",
 )
-PICTURES = "data._target_=tests.engine.data.pictures.Pictures"
+PICTURES = "data._target_=tests.engine.models.pictures.Pictures"
 LANGUAGE_MODEL = (
     "model._target_=tests.engine.models.language.LanguageModel",
     "model.optimizer=${optimizer}",

@@ -16,11 +16,11 @@ from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
 from tests.engine.batches.test_items import WHOLE, Tagger
-from tests.engine.curves import largest_difference
 from tests.engine.fits import CLASSIFIER, TENSOR_PARALLEL, Fits, local_trainer
 from tests.engine.fits import LANGUAGE as TEXTS
 from tests.engine.plain import PlainData, PlainModel, Points
 from tests.night import at_night
+from tests.runs import largest_difference
 
 LANGUAGE = replace(TEXTS, global_batch=16, micro_batch=None)
 STRATEGIES = ("ddp", "fsdp", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3)))

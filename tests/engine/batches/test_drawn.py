@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Subset, random_split
 
 from lightswitch.batches.seeds import mix, seed_generators
 from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
-from tests.engine.curves import largest_difference, predictions
 from tests.engine.plain import PlainData, PlainModel, Points
 from tests.night import at_night
+from tests.runs import largest_difference, predictions
 
 HERE = "tests.engine.batches.test_drawn"
 RUN = ("trainer.accelerator=cpu", "run_id=mine", "global_batch_size=12", "trainer.log_every_n_steps=1")

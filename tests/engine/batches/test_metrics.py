@@ -11,11 +11,11 @@ from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMet
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from tests.engine.conftest import PLAIN_DATA, Finished, Train, runs_in
-from tests.engine.curves import largest_difference
 from tests.engine.models.language import LanguageModel
 from tests.engine.plain import PlainModel
 from tests.engine.tiny import LANGUAGE
 from tests.night import at_night
+from tests.runs import largest_difference
 
 RUN = (
     *("model._target_=tests.engine.batches.test_metrics.LogsMuch", PLAIN_DATA, "data.samples=75", "run_id=mine"),

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import PLAIN_MODEL, Finished, Train, runs_in
-from tests.engine.curves import largest_difference, predictions
 from tests.engine.tiny import RECORD
 from tests.night import at_night
+from tests.runs import largest_difference, predictions
 
 STREAM = (PLAIN_MODEL, "data._target_=tests.engine.batches.streams.StreamData", "trainer.accelerator=cpu")
 SHORT = ("trainer.log_every_n_steps=1", "trainer.num_sanity_val_steps=0", *RECORD)

@@ -16,10 +16,10 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, M
 
 from lightswitch.checkpoints.directory import read_state
 from tests.engine.conftest import PLAIN_DATA, Finished, Train, once
-from tests.engine.curves import largest_difference
 from tests.engine.plain import AveragedModel, PlainModel
 from tests.engine.tiny import RECORD
 from tests.night import at_night
+from tests.runs import largest_difference
 
 HERE = "tests.engine.checkpoints.test_hooks"
 RUN = (

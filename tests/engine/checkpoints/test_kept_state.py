@@ -28,10 +28,10 @@ from lightswitch.export.__main__ import main
 from lightswitch.loop.loops import replace_loops
 from lightswitch.strategies.callbacks import StrategyCallback
 from tests.engine.conftest import PLAIN_DATA, Finished, Train, once
-from tests.engine.curves import largest_difference
 from tests.engine.fits import local_trainer
 from tests.engine.plain import PlainModel
 from tests.night import at_night
+from tests.runs import largest_difference
 
 
 class CountingPart(nn.Module):

@@ -24,9 +24,9 @@ from lightswitch.checkpoints.reading import Reader
 from lightswitch.errors import Refused, UnfitCheckpoint
 from tests.engine.checkpoints.damages import flip
 from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, once, runs_in
-from tests.engine.curves import largest_difference
 from tests.engine.plain import PlainModel
 from tests.night import at_night
+from tests.runs import largest_difference
 
 # Optimizers that keep state in another one inside of them
 

@@ -18,15 +18,15 @@ from lightswitch.deepspeed.strategy import DeepSpeed
 from lightswitch.errors import Refused
 from tests.engine import foreign
 from tests.engine.conftest import Finished, Train
-from tests.engine.curves import largest_difference
-from tests.engine.data.pictures import Pictures
 from tests.engine.deepspeed.zero import Native, TakenOut
 from tests.engine.fits import CLASSIFIER, LANGUAGE, PLAIN, Fit, Fits
+from tests.engine.models.pictures import Pictures
 from tests.engine.plain import PlainModel, UsedByRank0
 from tests.engine.strategies import writing
 from tests.engine.tiny import NO_CHECKPOINTS, PICTURES
 from tests.night import at_night
 from tests.pool import Pool, RankFailed
+from tests.runs import largest_difference
 
 pytest.importorskip("deepspeed")
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from tests.engine.conftest import CHECKOUT, Finished, runs_in
-from tests.engine.curves import largest_difference
 from tests.engine.gpu.cells import Cell, Lacking, Piece, Result, Scale, run
 from tests.engine.tables.failures import CASES, LAUNCHERS, local
 from tests.engine.tables.failures import Cell as Seen
@@ -22,6 +21,7 @@ from tests.engine.tables.matrix import PRECISIONS, STRATEGIES, cell
 from tests.engine.tables.resume import END, RUN, SAVED, difference
 from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
 from tests.engine.ways import WAYS, Way
+from tests.runs import largest_difference
 
 # The tests that need a GPU, a file a cell
 

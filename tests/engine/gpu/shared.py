@@ -17,7 +17,6 @@ from pathlib import Path
 from threading import Lock
 
 from tests.engine.conftest import CHECKOUT, Finished, runs_in
-from tests.engine.curves import largest_difference
 from tests.engine.gpu import pieces
 from tests.engine.gpu.cells import Cell, Found, Lacking, Piece, Result, Scale, run
 from tests.engine.gpu.pieces import LARGEST, TRAINS
@@ -26,6 +25,7 @@ from tests.engine.tables.matrix import cell
 from tests.engine.tables.resume import END, RUN, SAVED, difference
 from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
 from tests.engine.ways import TENSOR_PARALLEL, WAYS, Way
+from tests.runs import largest_difference
 
 PRECISION = "bf16-mixed"
 SMOKE_SECONDS = 120

@@ -52,7 +52,7 @@ def test_of_a_step_that_waits_for_a_value_states_decide(train: Train) -> None:
     """650 parameters: 10,400 bytes of states, and each process may have 20,000 bytes, half of them for states."""
     model = (
         "model._target_=tests.engine.foreign.WaitsForAValue",
-        *("data._target_=tests.engine.data.pictures.Pictures", "data.samples=150", "trainer.devices=2"),
+        *("data._target_=tests.engine.models.pictures.Pictures", "data.samples=150", "trainer.devices=2"),
         *("trainer.max_steps=1", *NO_CHECKPOINTS, "trainer.limit_val_batches=0", "global_batch_size=16"),
     )
     run = train(*model, f"plan.memory_gib={2 * 20_000 / 2**30}", ranks=2)

@@ -36,13 +36,13 @@ from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.ema import EMA
 from lightswitch.strategies.fsdp import FSDP
 from tests.engine.conftest import PLAIN, Finished, Train
-from tests.engine.curves import largest_difference
 from tests.engine.fits import PLAIN as PLAIN_FIT
 from tests.engine.fits import Fits
 from tests.engine.plain import NormedModel, PlainData, PlainModel
 from tests.engine.tiny import LANGUAGE
 from tests.engine.ways import TENSOR_PARALLEL, WAYS, Way
 from tests.night import at_night
+from tests.runs import largest_difference
 
 NAMED = "lightning.pytorch.callbacks"
 BESIDE = {  # what each is given, in one run

@@ -12,12 +12,12 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.throughput import GradNorm, Meter, Throughput, gradient_norm, peak_bytes
-from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE, Fits
 from tests.engine.monitoring.conftest import Clock
 from tests.engine.monitoring.test_metrics import column
 from tests.engine.monitoring.test_progress import Slow
 from tests.engine.monitoring.tiny import BATCH, Engine, Regression, loader, trainer
+from tests.runs import largest_difference
 
 
 def speeds(directory: Path, *callbacks: Callback, tokens: int | None = None, **options: object) -> list[float]:

@@ -76,7 +76,7 @@ def _only(run: object) -> dict[str, object]:
 
 ASKING = (
     "model._target_=tests.engine.foreign.LooksAtValues",
-    "data._target_=tests.engine.data.pictures.Pictures",
+    "data._target_=tests.engine.models.pictures.Pictures",
 )
 
 

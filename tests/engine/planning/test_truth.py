@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from tests.engine.conftest import Train, runs_in
-from tests.engine.data.pictures import Pictures, pictures
 from tests.engine.data.text import Text, Windows, sentences
+from tests.engine.models.pictures import Pictures, pictures
 from tests.engine.tiny import LANGUAGE_MODEL
 from tests.night import at_night
 

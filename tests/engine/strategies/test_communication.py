@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightswitch.deepspeed.strategy import DeepSpeed
 from lightswitch.strategies.sharded import set_timeouts, timeouts
-from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE, PLAIN, TENSOR_PARALLEL, Fits
+from tests.runs import largest_difference
 
 
 class _Counting(TorchDispatchMode):

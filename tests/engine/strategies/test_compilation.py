@@ -19,7 +19,6 @@ from lightswitch.strategies.callbacks import StrategyCallback
 from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.units import Compilation, CompiledForward
 from tests.engine.conftest import PLAIN, Finished, Train, runs_in
-from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE as LANGUAGE_FIT
 from tests.engine.fits import Fits
 from tests.engine.plain import PlainData, PlainModel
@@ -27,6 +26,7 @@ from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
 from tests.engine.ways import WAYS
 from tests.night import at_night
 from tests.pool import Pool
+from tests.runs import largest_difference
 
 STEPS = ("trainer.max_steps=4", "trainer.val_check_interval=4", *NO_CHECKPOINTS)
 ON_GPU = (*STEPS, "trainer.accelerator=gpu")

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lightswitch.errors import Refused
 from lightswitch.strategies.ddp import DDP, auto
-from tests.engine.curves import largest_difference
 from tests.engine.fits import LANGUAGE, PLAIN, Fit, Fits
 from tests.engine.plain import NormedModel, PlainModel
 from tests.night import at_night
 from tests.pool import Pool, RankFailed
+from tests.runs import largest_difference
 
 SHORT = replace(PLAIN, steps=3)
 UNCLIPPED = "gradient_clip_val=null"

@@ -12,11 +12,11 @@ from torch import optim
 
 from lightswitch.errors import Refused
 from lightswitch.strategies.elementwise import refuse_in_pieces
-from tests.engine.curves import largest_difference
 from tests.engine.fits import PLAIN, Fit, Fits
 from tests.engine.plain import PlainModel
 from tests.night import at_night
 from tests.pool import RankFailed
+from tests.runs import largest_difference
 
 BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 OTHERS = ("Adafactor", "LBFGS", *(["Muon"] if hasattr(optim, "Muon") else []))

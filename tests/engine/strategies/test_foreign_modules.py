@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.engine import foreign
-from tests.engine.curves import largest_difference
-from tests.engine.data.pictures import Pictures
 from tests.engine.fits import Fit, Fits
+from tests.engine.models.pictures import Pictures
 from tests.engine.strategies.witness import to_the_bit
 from tests.night import at_night
+from tests.runs import largest_difference
 
 pytest.importorskip("deepspeed")
 

@@ -14,15 +14,15 @@ from torch.utils.checkpoint import checkpoint
 from lightswitch.failures.classify import Rank, failure_of
 from lightswitch.preflight.strategies import Request, problems
 from lightswitch.strategies.fsdp import FSDP
-from tests.engine.curves import largest_difference
-from tests.engine.data.pictures import Pictures
 from tests.engine.fits import ADAMW, CLASSIFIER, LANGUAGE, PLAIN, TENSOR_PARALLEL, Fit, Fits
 from tests.engine.foreign import Classifier, Encoder
 from tests.engine.models.language import LanguageModel
+from tests.engine.models.pictures import Pictures
 from tests.engine.plain import AveragedModel, PlainModel, UsedByRank0, UsedUnevenly
 from tests.engine.strategies.witness import to_the_bit
 from tests.night import at_night
 from tests.pool import Pool, RankFailed
+from tests.runs import largest_difference
 
 SWITCHES = {  # ranks, and the part of the model that each rank holds
     "fsdp × 1": (1, 1.0),

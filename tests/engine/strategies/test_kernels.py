@@ -21,9 +21,9 @@ from lightswitch.strategies.callbacks import StrategyCallback
 from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.units import Compilation, Float8, is_compiled, is_fitting
 from tests.engine.conftest import runs_in
-from tests.engine.curves import largest_difference
 from tests.engine.plain import PlainData, PlainModel
 from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
+from tests.runs import largest_difference
 
 
 class Asks(pl.Callback):

@@ -20,11 +20,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightswitch.errors import Refused
 from lightswitch.strategies.weights import ShardsInHook, let_shards_be_used
-from tests.engine.curves import largest_difference
 from tests.engine.fits import PLAIN, Fit, Fits
 from tests.engine.plain import PlainModel
 from tests.engine.strategies.writing import Batch
 from tests.pool import Pool, RankFailed
+from tests.runs import largest_difference
 
 NUMBERS: dict[str, Callable[[Tensor], Any]] = {  # of which torch would read the rank's part
     "norm": lambda w: w.norm().item(),

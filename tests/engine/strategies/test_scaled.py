@@ -22,12 +22,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightswitch.mixins import with_mixin
 from lightswitch.strategies.sharded import UnscalesOverMeshes
 from tests.engine.conftest import Train
-from tests.engine.curves import largest_difference
 from tests.engine.fits import ADAMW, LANGUAGE, TENSOR_PARALLEL, Fit, Fits, of_conf
 from tests.engine.models.language import LanguageModel
 from tests.engine.tiny import LANGUAGE as TYPED
 from tests.night import at_night
 from tests.pool import Pool
+from tests.runs import largest_difference
 
 STEPS = 9
 SCALE = 2.0**22  # at which this model's gradients leave the range of 16 bits

@@ -18,12 +18,12 @@ from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
 from lightswitch.failures.classify import Rank, failure_of
 from lightswitch.strategies.weights import FIRST_STEP_ALONE
-from tests.engine.curves import largest_difference
 from tests.engine.fits import PLAIN, Curve, Fit, Fits
 from tests.engine.plain import PlainData, PlainModel
 from tests.engine.strategies import writing
 from tests.night import at_night
 from tests.pool import Pool, RankFailed
+from tests.runs import largest_difference
 
 pytest.importorskip("deepspeed")
 

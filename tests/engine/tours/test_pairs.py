@@ -10,11 +10,11 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from tests.engine.conftest import Finished, Train, runs_in
-from tests.engine.curves import largest_difference
 from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.requests import composed, composing, problems
 from tests.engine.tables import matrix
 from tests.engine.tours.pairs import PRECISIONS, REFUSED, RING, STRATEGIES, Row, all_pairs, pairs_of, rows
+from tests.runs import largest_difference
 
 SHORT = (*WITNESS, "run_id=mine", "trainer.max_steps=4", "trainer.val_check_interval=2")
 EXACT = ("32-true", "64-true")

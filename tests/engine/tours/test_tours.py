@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from lightswitch.export.__main__ import main as export
 from tests.engine.conftest import Finished, Train, runs_in
-from tests.engine.curves import largest_difference, predictions
 from tests.engine.launch.witness import WITNESS, witnesses
 from tests.engine.tables.matrix import CELLS, cell, devices
 from tests.engine.tables.resume import END, difference, go_on
@@ -21,6 +20,7 @@ from tests.engine.tiny import LANGUAGE, MODELS, NO_CHECKPOINTS
 from tests.engine.tours.pairs import BY_DAY, CHAINS, RING, SEED
 from tests.engine.ways import WAYS
 from tests.night import at_night
+from tests.runs import largest_difference, predictions
 
 STEPS = 32  # a start is killed within 15, and goes back by two at most
 RUN = (*LANGUAGE, "run_id=mine", "trainer.accelerator=cpu", f"trainer.max_steps={STEPS}")
