@@ -10,6 +10,7 @@ export SBATCH_CONSTRAINT=a100 # where GPUs differ: each node of a job must have 
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
   workdir=/scratch/$USER/lightswitch # where runs/ goes; without it, the folder that sbatch was typed in
   min_nodes=2 # a job that lost nodes goes on with so many at least
+  max_failures=5 # a job that failed is started again so often at most; without it, three times
 
   # which Python a job takes: one of these lines; without any, the environment that sbatch was typed in, or .venv
   python=(~/miniconda3/envs/mine/bin/python) # conda

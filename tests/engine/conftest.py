@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tomllib
 import venv
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -28,7 +29,8 @@ def train(tmp_path: Path, python: Path) -> Train:
     return runs_in(tmp_path, python)
 
 
-PACKAGES = ("lightswitch[deepspeed,dev,optuna,submitit]", "pip", "wheel")
+DEV = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["dependency-groups"]["dev"]
+PACKAGES = ("lightswitch[deepspeed,optuna,submitit]", "pip", "wheel", *DEV)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -141,7 +141,7 @@ def test_a_terminal_shows_one_line_that_moves_and_that_an_evaluation_clears(tmp_
     assert any(re.search(r"\d+% \|█+ *\| \d+/40 · .* left$", frame) for frame in training)
     last = r"train 100% \|█{4,}\| 40/40 · loss [\d.e-]+ · val [\d.e-]+ · [\d.]+k? tokens/s · 0:00 left"
     assert re.fullmatch(last, training[-1])
-    frames = terminal_frames(lambda: run_of(tmp_path, Slow(0, 0.01)).test(Regression(), loader(800), verbose=False))
+    frames = terminal_frames(lambda: run_of(tmp_path, Slow(0, 0.03)).test(Regression(), loader(800), verbose=False))
     assert any(re.fullmatch(r"test +\d+% \|█+ *\| \d+/100", frame) for frame in frames)
     assert frames[-1] == ""
 

@@ -222,7 +222,7 @@ def test_a_place_is_found_beyond_code_that_torch_fx_generates() -> None:
 
 
 def test_a_loop_that_does_not_end_is_told_with_its_place() -> None:
-    with pytest.raises(NeedsValues, match=r"modules\.py:\d+ more than 10000 times"):
+    with pytest.raises(NeedsValues, match=r"foreign\.py:\d+ more than 10000 times"):
         simulate(Work(WaitsForAValue, _batch_of_pictures, True, 4, {}))
 
 
