@@ -51,7 +51,7 @@ class Wandering(PlainModel):
 
 
 @pytest.mark.parametrize(
-    ("python", "words"),
+    ("script", "words"),
     [
         (("train.py",), ("hydra.job.chdir=true",)),
         *at_night(
@@ -61,20 +61,20 @@ class Wandering(PlainModel):
     ],
 )
 def test_ranks_start_as_the_script_did_whoever_ran_it_and_wherever_it_went(
-    python: tuple[str, ...], words: tuple[str, ...], start: Start, tmp_path: Path
+    script: tuple[str, ...], words: tuple[str, ...], start: Start, tmp_path: Path
 ) -> None:
     for name in ("conf", "train.py"):
         (tmp_path / name).symlink_to(CHECKOUT / name)
     own = ("model._target_=tests.engine.launch.test_launchers.Wandering", "model.note=${now:%H-%M-%S}", RUN[1])
     own = (*own, "trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.val_check_interval=2", "logger=csv")
     own = (*own, "strategy=ddp", "trainer.devices=2", "run_id=mine", *words)
-    ended = start("python", *python, *own)
+    ended = start("python", *script, *own)
     out = said(ended)
     assert ended.returncode == 0, out
     assert len(notes := re.findall(r"rank . note (.+)", out)) == 2
     assert len({*notes}) == 1  # each process would read its own clock
     (evaluate,) = re.findall(r"^evaluate   (.+) mode=test ckpt_path=(.+)$", out, re.MULTILINE)
-    assert evaluate[0].startswith(f"python {'-m train' if '-m train' in ' '.join(python) else 'train.py'} model.")
+    assert evaluate[0].startswith(f"python {'-m train' if '-m train' in ' '.join(script) else 'train.py'} model.")
     assert evaluate[1] == "runs/wandering/mine/checkpoints/best.ckpt"
     assert (tmp_path / evaluate[1]).exists()
 
