@@ -28,6 +28,7 @@ from pathlib import Path
 from lightswitch.errors import Command, Refused, listed
 
 _AS_THEY_ARE = ("LICENSE", "constraints.txt")
+_TEMPLATE = "docs/your-project"  # files of a project that the checkout itself does not use
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -84,7 +85,7 @@ def _checkout(space: Path) -> Path:
         Refused: it belongs to neither.
     """
     found = Path(__file__).resolve().parents[2]
-    if (found / "template").is_dir() and (found / ".git").exists():
+    if (found / _TEMPLATE).is_dir() and (found / ".git").exists():
         return found
     source = json.loads(distribution("lightswitch").read_text("direct_url.json") or "{}")
     if "vcs_info" not in source:
@@ -170,13 +171,13 @@ def _write(root: Path, folder: Path, asked: argparse.Namespace, words: Mapping[s
         wheel: the engine, if the project brings it along.
     """
     taken, examples, words_of_bare = (
-        _lines(root / "template" / one) for one in ("taken.txt", "examples.txt", "words_of_bare.txt")
+        _lines(root / _TEMPLATE / one) for one in ("taken.txt", "examples.txt", "words_of_bare.txt")
     )
     tracked = [path for path in _git(root, "ls-files", "-z").split("\0") if path]
     sources = {
         path: path for path in tracked if path.startswith(taken) and not (asked.bare and path.startswith(examples))
     }
-    for own in ("template/files/", "template/bare/") if asked.bare else ("template/files/",):
+    for own in (f"{_TEMPLATE}/files/", f"{_TEMPLATE}/bare/")[: 1 + asked.bare]:
         sources |= {path.removeprefix(own): path for path in tracked if path.startswith(own)}
     for path, source in sources.items():
         where = folder / re.sub(r"^(src|tests)/project(?=/)", rf"\1/{asked.name}", path)

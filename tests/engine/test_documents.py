@@ -59,6 +59,10 @@ def test_every_link_leads_somewhere_and_every_page_is_found_from_the_first() -> 
             assert not heading or heading in _anchors(target), f"{path}: {file}#{heading}"
     linked = {*re.findall(r"\]\((docs/[^)#]+)", README.read_text())}
     assert {path.relative_to(CHECKOUT).as_posix() for path in WRITTEN} <= linked
+    site = (CHECKOUT / "mkdocs.yml").read_text()  # make docs refuses a page that its menu lacks
+    assert [
+        path.name for path in (*WRITTEN, *MEASURED) if not re.search(rf"[ /]{path.name}$", site, re.MULTILINE)
+    ] == []
 
 
 def _anchors(path: Path) -> set[str]:

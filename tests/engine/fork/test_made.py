@@ -13,7 +13,7 @@ import pytest
 from tests.engine.fork.forks import commit, fork, git, made, run
 from tests.night import at_night
 
-OURS = r"tests[./](?:engine|nightly)|benchmarks|\.ci/|template/|\bproject\.(models|data)|src/project"
+OURS = r"tests[./](?:engine|nightly)|benchmarks|\.ci/|docs/your-project/|\bproject\.(models|data)|src/project"
 EXAMPLES = r"(?i)\b(gpt|vit|digits|python_source|fashion_mnist|openwebtext)\b"
 OF_AN_INDEX = "--engine=lightswitch"
 
@@ -138,7 +138,7 @@ def test_a_branch_of_the_clone_itself_can_be_the_project(own_clone: Path) -> Non
         "src/project/__init__.py",
         "src/lightswitch/__init__.py",
         "tests/engine/fits.py",
-        "template/taken.txt",
+        "docs/your-project/taken.txt",
     ):
         assert not (own_clone / gone).exists(), gone
     assert "Begin" not in git(own_clone, "log", "--format=%s", "main")

@@ -140,7 +140,7 @@ def test_examples_give_way_to_a_model_and_a_dataset_as_the_readme_says(clone: Pa
     config = re.sub("- model: .*", "- model: linear", (folder / "conf/config.yaml").read_text())
     (folder / "conf/config.yaml").write_text(re.sub("- data: .*", "- data: halves", config))
     python = environment(folder, *map(str, folder.glob("wheels/*")), "--editable", ".")
-    examples = [line for line in (clone / "template/examples.txt").read_text().splitlines() if line[0] != "#"]
+    examples = [line for line in (clone / "docs/your-project/examples.txt").read_text().splitlines() if line[0] != "#"]
     git(folder, "rm", "-rq", *(path.replace("/project/", "/birdsong/") for path in examples))
     plans = folder / "conf/strategy/fsdp_tp.yaml"
     plans.write_text(re.sub(r"plans:.*", "plans: {}", plans.read_text(), flags=re.DOTALL))
