@@ -57,7 +57,7 @@ class Field:
 s, g, q, t, o = vision_ssl, generative, sequence, structured, optimization
 _PLAIN = (
     *(o.Classifier, o.StepsCounted, o.SpectralNorm, o.MultiTask, o.Sharpness),
-    *(o.AccumulatesByHand, o.TwoBackward, o.MaxNorm, o.OneCycle, o.Plateau),
+    *(o.AccumulatesByHand, o.TwoBackward, o.MaxNorm),
     *(o.Averaged, o.GradientHooks, o.SkipsBatches, o.LogsOfEveryKind, o.ShowsPictures, o.ScheduleFree),
 )
 FIELDS = [
@@ -67,16 +67,14 @@ FIELDS = [
             *(Entry(m, data.VIEWS) for m in (s.MoCo, s.BYOL, s.DINO, s.GatheredSimCLR, s.CLIP, s.SwAV)),
             Entry(s.KNNMonitor, data.VIEWS, TWO_RANKS, "it evaluates on the device's own samples"),
             Entry(s.SimCLR, data.VIEWS, MICRO, OWN_BATCH),
-            Entry(s.MemoryBank, data.VIEWS, TWO_RANKS, OWN_STATE),
         ],
     ),
     Field(
         "Generative",
         [
-            *(Entry(m, data.NOISED) for m in (g.LatentDiffusion, g.EmaCopy, g.VQEma)),
-            *(Entry(m, data.NOISED) for m in (g.GAN, g.WGAN, g.GradientPenalty)),
+            *(Entry(m, data.NOISED) for m in (g.LatentDiffusion, g.VQEma, g.GAN, g.GradientPenalty)),
             Entry(g.DDPM, data.NOISED, TWO_RANKS, NOISE),
-            *(Entry(m, data.NOISED, MICRO, OWN_STATE) for m in (g.VQDataInit, g.Glow)),
+            Entry(g.VQDataInit, data.NOISED, MICRO, OWN_STATE),
         ],
     ),
     Field(
@@ -95,12 +93,10 @@ FIELDS = [
         [
             Entry(t.GraphNetwork, data.GRAPHS),
             Entry(t.ForceField, data.MOLECULES),
-            Entry(t.PhysicsInformed, data.POINTS),
             Entry(t.MAML, data.TASKS),
             Entry(t.Snapshot, data.IMAGES),
             Entry(t.DQN, data.TRANSITIONS),
             Entry(t.Detection, data.SCENES, MICRO, OWN_BATCH),
-            Entry(t.Reinforce, data.TRANSITIONS, TWO_RANKS, OWN_PYTHON, resumes=False),
         ],
     ),
     Field(
@@ -110,8 +106,6 @@ FIELDS = [
             Entry(o.LBFGS, data.IMAGES, is_clipped=False),
             Entry(o.LooksAhead, data.IMAGES, because=OWN_PYTHON, resumes=False),
             Entry(o.BatchNorm, data.IMAGES, TWO_RANKS, "a batch norm has the statistics of the device's own batch"),
-            Entry(o.Dropout, data.IMAGES, TWO_RANKS, NOISE),
-            Entry(o.RunningNorm, data.IMAGES, TWO_RANKS, OWN_STATE),
         ],
     ),
 ]

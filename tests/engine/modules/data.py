@@ -174,13 +174,8 @@ def task(generator: torch.Generator) -> dict[str, Tensor]:
     return {"x": x[:5], "y": y[:5], "x_query": x[5:], "y_query": y[5:]}
 
 
-def collocation(generator: torch.Generator) -> Tensor:
-    """A point of the interval in which an equation is to hold."""
-    return torch.rand(1, generator=generator)
-
-
 IMAGES, VIEWS, NOISED = Images, *(partial(Data, draw) for draw in (views, noised))
 SENTENCES, LINES, SPEECH = partial(Data, sentence, padded), partial(Data, line), partial(Data, utterance, spoken)
 SCENES, GRAPHS, MOLECULES = partial(Data, scene, scenes), partial(Data, graph, joined), partial(Data, molecule)
 PAIRS = partial(Data, pair)
-TRANSITIONS, TASKS, POINTS = partial(Data, transition), partial(Data, task), partial(Data, collocation)
+TRANSITIONS, TASKS = partial(Data, transition), partial(Data, task)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -99,29 +98,6 @@ class DDPM(LatentDiffusion):
         return self.loss((image, torch.randn_like(image), torch.randint(10, (len(image),), device=self.device)))
 
 
-class EmaCopy(pl.LightningModule):
-    """lucidrains' way: a deep copy whose weights follow by `lerp_`, and are validated by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Denoiser()
-        self.ema_model = copy.deepcopy(self.model).eval().requires_grad_(False)
-
-    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
-        return mse_loss(self.model(batch[0] + batch[1], batch[2]), batch[1])
-
-    @torch.no_grad()
-    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        for average, parameter in zip(self.ema_model.parameters(), self.model.parameters(), strict=True):
-            average.data.lerp_(parameter.data, 0.1)
-
-    def validation_step(self, batch: Noised, batch_idx: int) -> None:
-        self.log("val/loss", mse_loss(self.ema_model(batch[0] + batch[1], batch[2]), batch[1]))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.model.parameters(), lr=0.05)
-
-
 class VQEma(pl.LightningModule):
     """van den Oord et al. 2017: a codebook in buffers, which follows the mean of what all ranks assign to it."""
 
@@ -175,52 +151,6 @@ class VQDataInit(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-class Coupling(nn.Module):
-    """Half of the features, scaled and shifted in place by what the other half says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 64))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        fixed, changed = x.chunk(2, -1)
-        scale, shift = self.net(fixed).chunk(2, -1)
-        scale = scale.tanh()
-        return torch.cat([changed * scale.exp() + shift, fixed], -1), scale.sum(-1)
-
-
-class ActNorm(nn.Module):
-    """A scale and a shift, which the first batch gives its values (Kingma & Dhariwal 2018)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loc, self.scale = nn.Parameter(torch.zeros(1, 64)), nn.Parameter(torch.ones(1, 64))
-        self.register_buffer("initialized", torch.tensor(0, dtype=torch.uint8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and self.initialized.item() == 0:
-            with torch.no_grad():
-                self.loc.data.copy_(-x.mean(0, keepdim=True))
-                self.scale.data.copy_(1 / (x.std(0, keepdim=True) + 1e-2))
-            self.initialized.fill_(1)
-        return self.scale * (x + self.loc)
-
-
-class Glow(pl.LightningModule):
-    """Kingma & Dhariwal 2018, of which taming-transformers has the ActNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.coupling = ActNorm(), Coupling()
-
-    def training_step(self, batch: Noised, batch_idx: int) -> Tensor:
-        z, volume = self.coupling(self.norm(batch[0]))
-        return (z.square().sum(-1) / 2 - volume - self.norm.scale.abs().log().sum()).mean() / 64
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.02)
-
-
 class GAN(pl.LightningModule):
     """Goodfellow et al. 2014, as Lightning's docs have it: two optimizers, each with a backward pass, by hand."""
 
@@ -254,33 +184,6 @@ class GAN(pl.LightningModule):
             torch.optim.Adam(part.parameters(), lr=2e-3, betas=(0.5, 0.999), eps=1e-5)
             for part in (self.generator, self.discriminator)
         ], []
-
-
-class WGAN(pl.LightningModule):
-    """Arjovsky et al. 2017: a critic whose weights are clamped, stepped more often than the generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator, self.critic = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 1))
-
-    def training_step(self, batch: Noised, batch_idx: int) -> None:
-        real, noise, _ = batch
-        g, c = self.optimizers()
-        loss = self.critic(self.generator(noise).detach()).mean() - self.critic(real).mean()
-        c.zero_grad()
-        self.manual_backward(loss)
-        c.step()
-        for parameter in self.critic.parameters():
-            parameter.data.clamp_(-0.05, 0.05)
-        if batch_idx % 2:
-            g.zero_grad()
-            self.manual_backward(-self.critic(self.generator(noise)).mean())
-            g.step()
-        self.log("critic", loss)
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.RMSprop(part.parameters(), lr=1e-3, eps=1e-3) for part in (self.generator, self.critic)]
 
 
 class GradientPenalty(pl.LightningModule):

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightswitch.strategies.ema import EMA
@@ -45,27 +44,6 @@ class BatchNorm(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.net = network(nn.BatchNorm1d(16))
-
-
-class Dropout(Classifier):
-    """Units that each rank drops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network(nn.Dropout(0.3))
-
-
-class RunningNorm(Classifier):
-    """A normalizer of inputs in buffers that are not persistent, moved by each rank's own batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(64), persistent=False)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        pixels = batch[0].flatten(1)
-        self.mean.lerp_(pixels.mean(0), 0.2)
-        return cross_entropy(self.net(pixels - self.mean), batch[1])
 
 
 class StepsCounted(Classifier):
@@ -321,29 +299,6 @@ class MaxNorm(Classifier):
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
             self.net[1].weight.renorm_(2, 0, 0.5)
-
-
-class OneCycle(Classifier):
-    """Smith 2018, by the length of the run, stepped each step."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        schedule = OneCycleLR(optimizer, 0.2, total_steps=20)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class Plateau(Classifier):
-    """A rate that halves where what the training logs has not become less."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, on_step=False, on_epoch=True)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        schedule = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
 
 
 class Averaged(Classifier):

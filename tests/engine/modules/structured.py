@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -92,24 +91,6 @@ class ForceField(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-5)
 
 
-class PhysicsInformed(pl.LightningModule):
-    """Raissi et al. 2019: a network that solves u″ = -u, by derivatives of second order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
-
-    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
-        x = x.requires_grad_(True)
-        u = self.net(x)
-        first = torch.autograd.grad(u.sum(), x, create_graph=True)[0]
-        second = torch.autograd.grad(first.sum(), x, create_graph=True)[0]
-        return (second + u).square().mean() + (self.net(torch.zeros(1, 1)) - 1).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-5)
-
-
 class MAML(pl.LightningModule):
     """Finn et al. 2017, of second order: an inner step by functional calls, task by task."""
 
@@ -169,28 +150,3 @@ class DQN(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.net.parameters(), lr=0.05)
-
-
-class Reinforce(pl.LightningModule):
-    """Williams 1992: the step plays an environment that has a state and a generator of its own, in Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.policy = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
-        self.random = np.random.default_rng(0)
-        self.state = torch.zeros(4)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        likely, rewards = [], []
-        for _ in range(5):
-            moves = torch.distributions.Categorical(logits=self.policy(self.state))
-            action = torch.tensor(int(self.random.integers(3)))
-            likely.append(moves.log_prob(action))
-            rewards.append(float(self.state[action]))
-            self.state = self.state.roll(1) + 0.3 * torch.from_numpy(self.random.normal(size=4)).float()
-        returns = torch.tensor(rewards).flip(0).cumsum(0).flip(0)
-        self.log("return", returns[0], batch_size=1)
-        return -(torch.stack(likely) * returns).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)

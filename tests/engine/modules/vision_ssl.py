@@ -55,27 +55,6 @@ class MoCo(pl.LightningModule):
         return torch.optim.SGD(self.encoder_q.parameters(), lr=0.05, momentum=0.9)
 
 
-class MemoryBank(pl.LightningModule):
-    """lightly's memory bank: a queue in a buffer that is not persistent, fed by each rank's own samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = encoder()
-        self.register_buffer("bank", normalize(torch.randn(16, 24), dim=0), persistent=False)
-        self.register_buffer("bank_ptr", torch.zeros(1, dtype=torch.long), persistent=False)
-
-    def training_step(self, batch: Views, batch_idx: int) -> Tensor:
-        q, k = (normalize(self.encoder(view), dim=1) for view in batch[:2])
-        logits = torch.cat([(q * k.detach()).sum(1, keepdim=True), q @ self.bank.clone()], 1) / 0.2
-        pointer = int(self.bank_ptr)
-        self.bank[:, pointer : pointer + len(k)] = k.detach().T
-        self.bank_ptr[0] = (pointer + len(k)) % 24
-        return cross_entropy(logits, torch.zeros(len(q), dtype=torch.long))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
 class BYOL(pl.LightningModule):
     """Grill et al. 2020: a target network moved after each batch, and a predictor before it."""
 
