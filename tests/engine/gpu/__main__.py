@@ -2,7 +2,7 @@
 
 python -m tests.engine.gpu                      # all pieces, or nothing where there is no GPU
 python -m tests.engine.gpu matrix               # one of them, for nine minutes: what is left is run the next time
-python -m tests.engine.gpu matrix --cells fsdp --at-once 12 --keep logs     # some of its cells, on a large machine
+python -m tests.engine.gpu matrix --cells fsdp  # some of its cells
 python -m tests.engine.gpu --tiny --results X   # the same path on two processes of a CPU, in a few minutes
 
 Asked for again, what has no result yet is run; once all has one, what was not as expected.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -41,9 +40,7 @@ PIECES: dict[str, Callable[[Scale], Piece]] = {
     "benchmark": benchmark.eager,
     "compiled": benchmark.compiled,
     "parts": benchmark.by_part,
-    "largest": memory.largest,
 }
-LOG_BYTES = 2**20  # a larger file is a checkpoint or data
 PASSED, FAILED, MISTAKEN, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes
 
 
@@ -51,11 +48,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.engine.gpu", description="Tests and measurements on GPUs.")
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(PIECES)}; all of them if none")
     parser.add_argument("--minutes", type=float, help="for all that is asked for; 9 for a piece, else no limit")
-    told = "a file that is added to, or a folder for it; where there is none, it begins with the measured one"
-    parser.add_argument("--results", type=Path, default=RESULTS, help=told)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="a file that is added to, or a folder for it")
     parser.add_argument("--cells", type=re.compile, default=re.compile(""), metavar="PATTERN", help="of names of cells")
-    parser.add_argument("--at-once", type=int, metavar="N", help="cells that share the devices; each piece has its own")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for the logs of cells that are not as expected")
     parser.add_argument("--tiny", action="store_true", help="try the path on a CPU, with models of no size")
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.pieces if name not in PIECES]:
@@ -68,15 +62,14 @@ def main(arguments: list[str]) -> int:
     scale = Scale("cpu", 2, True) if given.tiny else Scale("gpu", torch.cuda.device_count(), False)
     try:
         path = given.results / RESULTS.name if given.results.is_dir() else given.results
-        record = Record(path, machine.described(scale.gpus), machine.commit(), RESULTS)
+        record = Record(path, machine.described(scale.gpus), machine.commit())
     except OtherMachine as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKEN
     minutes = given.minutes or (9.0 if given.pieces else float("inf"))
     end = time.monotonic() + 60 * minutes
     try:
-        pieces = (PIECES[name](scale).narrowed(given.cells, given.at_once) for name in names)
-        codes = {run(piece, record, end, given.keep) for piece in pieces}
+        codes = {run(PIECES[name](scale).narrowed(given.cells), record, end) for name in names}
     except KeyboardInterrupt:
         codes = {INTERRUPTED}
     page = "; python -m tests.engine.tables.gpu makes measured/gpu.md of them" if path == RESULTS else ""
@@ -91,15 +84,15 @@ def make_paths_absolute() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
 
 
-def run(piece: Piece, record: Record, end: float, keep: Path | None = None) -> int:
-    """Run the cells of a piece that have no good result yet, until a moment of the monotonic clock; keep what those say
-    that are not as expected; return an exit code."""
+def run(piece: Piece, record: Record, end: float) -> int:
+    """Run the cells of a piece that have no good result yet, until a moment of the monotonic clock; return an exit
+    code."""
     for cell in piece.cells:
         if cell.lacks:
             record.put_not_run(piece.name, cell.name, cell.lacks)
             print(f"{piece.name}: {cell.name}: not run: {cell.lacks}", flush=True)
     left = _left(piece, record)
-    lacking = _run_cells(piece, left, record, end, keep)
+    lacking = _run_cells(piece, left, record, end)
     results = record.results(piece.name)
     missing = [cell.name for cell in left if cell.name not in results and cell.name not in lacking]
     problems = [name for name, result in results.items() if result.problem]
@@ -116,13 +109,13 @@ def _left(piece: Piece, record: Record) -> list[Cell]:
     return [cell for cell in there if cell.name not in done] or [cell for cell in there if done[cell.name].problem]
 
 
-def _run_cells(piece: Piece, cells: list[Cell], record: Record, end: float, keep: Path | None) -> set[str]:
+def _run_cells(piece: Piece, cells: list[Cell], record: Record, end: float) -> set[str]:
     """Run cells, so many at once, and return those that could not be run; on Ctrl+C, end what runs, keep nothing of it,
     and begin no other."""
     interrupted = Event()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ThreadPoolExecutor(piece.at_once) as pool:
         running = [
-            pool.submit(_run_cell, piece.name, cell, record, Path(folder, str(number)), end, interrupted, keep)
+            pool.submit(_run_cell, piece.name, cell, record, Path(folder, str(number)), end, interrupted)
             for number, cell in enumerate(cells)
         ]
         try:
@@ -137,9 +130,7 @@ def _run_cells(piece: Piece, cells: list[Cell], record: Record, end: float, keep
             raise
 
 
-def _run_cell(
-    piece: str, cell: Cell, record: Record, folder: Path, end: float, interrupted: Event, keep: Path | None
-) -> bool:
+def _run_cell(piece: str, cell: Cell, record: Record, folder: Path, end: float, interrupted: Event) -> bool:
     """Run a cell, unless there is no time left; one that Ctrl+C cut off is not kept, nor a problem of one that had less
     than its time. Return whether it can be run here."""
     began = time.monotonic()
@@ -162,18 +153,9 @@ def _run_cell(
     if seconds >= cell.limit_seconds:
         result = Result(result.found, f"took more than {cell.limit_seconds:.0f} s")
     record.put(piece, cell.name, result, seconds)
-    if keep is not None and result.problem:
-        _keep_logs(folder, keep / f"{piece} {cell.name}".replace("/", "."))
     told = result.problem or ", ".join(f"{key} {value}" for key, value in result.found.items())
     print(f"{piece}: {cell.name}: {seconds:.0f} s: {told}", flush=True)
     return True
-
-
-def _keep_logs(folder: Path, kept: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file() and path.stat().st_size < LOG_BYTES:
-            (to := kept / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, to)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -94,9 +94,9 @@ class Piece:
     cells: list[Cell] = field(default_factory=list)
     at_once: int = 1
 
-    def narrowed(self, wanted: re.Pattern[str], at_once: int | None) -> Piece:
-        """Return the cells whose names have a pattern in them, so many at once."""
-        return Piece(self.name, [cell for cell in self.cells if wanted.search(cell.name)], at_once or self.at_once)
+    def narrowed(self, wanted: re.Pattern[str]) -> Piece:
+        """Return the cells whose names have a pattern in them."""
+        return replace(self, cells=[cell for cell in self.cells if wanted.search(cell.name)])
 
 
 # A process
@@ -157,29 +157,23 @@ class Record:
     """
     Args:
         path: of the JSON file; it need not be there.
-        machine: what it has to be of (`machine.described`). The driver is noted with each result: machines of the same
-            card may have others.
-        before: what it begins with where it is not there, if that is of such a machine.
+        machine: what it has to be of (`machine.described`).
 
     Raises:
         OtherMachine: it is of another one.
     """
 
-    def __init__(self, path: Path, machine: Mapping[str, Any], commit: str, before: Path | None = None) -> None:
-        self.path, self.commit, self._driver = path, commit, machine.get("driver")
-        self._lock = threading.Lock()
-        own = {name: value for name, value in machine.items() if name != "driver"}
+    def __init__(self, path: Path, machine: Mapping[str, Any], commit: str) -> None:
+        self.path, self.commit, self._lock = path, commit, threading.Lock()
+        self.content: dict[str, Any] = {"machine": dict(machine), "pieces": {}}
         if path.exists():
-            self.content = _read(path)
-            if changed := _changed(self.content["machine"], own):
+            self.content = json.loads(path.read_text())
+            kept = self.content["machine"]
+            if changed := [name for name in _SAME if kept.get(name) != machine.get(name)]:
                 raise OtherMachine(
                     f"{path} holds results of another machine ({', '.join(changed)} differ); give another one by "
                     "RESULTS=, or remove it"
                 )
-        elif before is not None and before.exists() and not _changed(_read(before)["machine"], own):
-            self.content = _read(before)
-        else:
-            self.content = {"machine": own, "pieces": {}}
 
     def results(self, piece: str) -> dict[str, Result]:
         """Return the results of a piece by the names of its cells, without those that were not run."""
@@ -196,18 +190,9 @@ class Record:
 
     def _write(self, piece: str, name: str, cell: dict[str, Any]) -> None:
         with self._lock:
-            cell |= {"date": date.today().isoformat(), "commit": self.commit, "driver": self._driver}
+            cell |= {"date": date.today().isoformat(), "commit": self.commit}
             self.content["pieces"].setdefault(piece, {})[name] = cell
             self.path.parent.mkdir(parents=True, exist_ok=True)
             new = self.path.with_suffix(".new")
             new.write_text(json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
             os.replace(new, self.path)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content
-
-
-def _changed(kept: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    return [name for name in _SAME if kept.get(name) != here.get(name)]

@@ -141,21 +141,33 @@ def parity(scale: Scale) -> Piece:
 
 
 def _compared(scale: Scale, name: str, folder: Path, seconds: float, so_far: Mapping[str, Result]) -> Result:
-    under, most = _under(scale, folder, seconds), LARGEST[scale.accelerator]
+    return compared(scale, under_ways(scale, folder, seconds), name)
+
+
+def compared(scale: Scale, under: Under, name: str) -> Result:
+    """Return how far the losses of a way are from those of a single device."""
     run = (*LANGUAGE, *NO_CHECKPOINTS)
     alone = under(ALONE, *run)
-    found = largest_difference(under(name, *run), alone)
+    return judged_difference(scale, largest_difference(under(name, *run), alone))
+
+
+def judged_difference(scale: Scale, found: float) -> Result:
+    """Return a difference, and whether it is more than rounding."""
+    most = LARGEST[scale.accelerator]
     return Result({"largest_difference": found}, "" if found <= most else f"differs by {found:.1e}, more than {most}")
 
 
-def _under(scale: Scale, folder: Path, seconds: float) -> Under:
+def under_ways(
+    scale: Scale, folder: Path, seconds: float, ways: Mapping[str, Way] = ALL, each_a_node: bool = False
+) -> Under:
     """Return what trains in a folder, within so many seconds from now, by the name of a way."""
-    train, end = runs_in(folder), time.monotonic() + seconds
+    train, end = runs_in(folder, each_a_node=each_a_node), time.monotonic() + seconds
 
     def under(name: str, *run: str, saved: Path | None = None) -> Finished:
-        way, seconds_left = ALL[name], int(end - time.monotonic())
+        way, seconds_left = ways[name], int(end - time.monotonic())
         words = (*run, *way.switches, f"trainer.accelerator={scale.accelerator}")
-        return train(*words, ranks=way.ranks, folder=saved, timeout_seconds=seconds_left)
+        ranks = 0 if each_a_node and way.ranks == 1 else way.ranks  # a run of one process is no node among others
+        return train(*words, ranks=ranks, folder=saved, timeout_seconds=seconds_left)
 
     return under
 
@@ -171,7 +183,7 @@ def resume(scale: Scale) -> Piece:
 
 
 def _row(scale: Scale, before: str, folder: Path, seconds: float, so_far: Mapping[str, Result]) -> Result:
-    under, most = _under(scale, folder, seconds), LARGEST[scale.accelerator]
+    under, most = under_ways(scale, folder, seconds), LARGEST[scale.accelerator]
     to_the_end = (*RUN, f"trainer.max_steps={END}")
     uninterrupted = under(ALONE, *to_the_end)
     begun = under(before, *RUN, f"trainer.max_steps={SAVED}", saved=folder / "begun")

@@ -5,7 +5,6 @@ NVIDIA does not support it, and each collective takes 10 ms or more: this is abo
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,16 +15,14 @@ from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 
-from tests.engine.conftest import CHECKOUT, Finished, runs_in
+from tests.engine.conftest import CHECKOUT, runs_in
 from tests.engine.gpu import pieces
-from tests.engine.gpu.cells import Cell, Found, Lacking, Piece, Result, Scale, run
-from tests.engine.gpu.pieces import LARGEST, TRAINS
+from tests.engine.gpu.cells import Cell, Lacking, Piece, Result, Scale, run
+from tests.engine.gpu.pieces import TRAINS
 from tests.engine.tables.failures import CASES, local
 from tests.engine.tables.matrix import cell
 from tests.engine.tables.resume import END, RUN, SAVED, difference
-from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
 from tests.engine.ways import TENSOR_PARALLEL, WAYS, Way
-from tests.runs import largest_difference
 
 PRECISION = "bf16-mixed"
 SMOKE_SECONDS = 120
@@ -88,36 +85,19 @@ def _trained(scale: Scale, strategy: str, folder: Path, seconds: float) -> Resul
 
 
 def _compared(scale: Scale, name: str, folder: Path, seconds: float) -> Result:
-    end = time.monotonic() + seconds
-
-    def under(way: Way) -> Finished:
-        words = (*LANGUAGE, *NO_CHECKPOINTS, *way.switches, f"trainer.accelerator={scale.accelerator}")
-        ranks = way.ranks if way.ranks > 1 else 0
-        train = runs_in(folder / f"on_{way.ranks}", each_a_node=True)
-        (folder / f"on_{way.ranks}").mkdir()
-        return train(*words, ranks=ranks, timeout_seconds=int(end - time.monotonic()))
-
-    return _judged(scale, largest_difference(under(OF_TWO[name]), under(WAYS["single"])))
+    return pieces.compared(scale, _under(scale, folder, seconds), name)
 
 
 def _resumed(scale: Scale, before: str, after: str, folder: Path, seconds: float) -> Result:
-    end, train = time.monotonic() + seconds, runs_in(folder, each_a_node=True)
-
-    def go_on(way: Way, stop: int, saved: Path | None = None) -> Finished:
-        words = (*RUN, *way.switches, f"trainer.accelerator={scale.accelerator}", f"trainer.max_steps={stop}")
-        ranks = way.ranks if way.ranks > 1 else 0
-        return train(*words, ranks=ranks, folder=saved, timeout_seconds=int(end - time.monotonic()))
-
-    uninterrupted = go_on(WAYS["single"], END)
-    begun = go_on(OF_TWO[before], SAVED, folder / "begun")
-    shutil.copytree(begun.folder, folder / "again")
-    return _judged(scale, difference(uninterrupted, go_on(OF_TWO[after], END, folder / "again")))
+    under, to_the_end = _under(scale, folder, seconds), (*RUN, f"trainer.max_steps={END}")
+    uninterrupted = under(pieces.ALONE, *to_the_end)
+    begun = under(before, *RUN, f"trainer.max_steps={SAVED}", saved=folder / "begun")
+    return pieces.judged_difference(scale, difference(uninterrupted, under(after, *to_the_end, saved=begun.folder)))
 
 
-def _judged(scale: Scale, found: float) -> Result:
-    most = LARGEST[scale.accelerator]
-    told: Found = {"largest_difference": found}
-    return Result(told, "" if found <= most else f"differs by {found:.1e}, more than {most}")
+def _under(scale: Scale, folder: Path, seconds: float) -> pieces.Under:
+    ways = {pieces.ALONE: WAYS[pieces.ALONE], **OF_TWO}
+    return pieces.under_ways(scale, folder, seconds, ways, each_a_node=True)
 
 
 def _failed(scale: Scale, name: str, folder: Path, seconds: float) -> Result:

@@ -39,7 +39,6 @@ def document(content: Mapping[str, Any]) -> list[str]:
         "benchmark": ("Speed", _speed),
         "compiled": ("Speed under torch.compile", _speed),
         "parts": ("A step by part", _parts),
-        "largest": ("The largest GPT that trains", _largest),
     }
     lines = [_heading(content)]
     for name, (title, table) in tables.items():
@@ -56,12 +55,10 @@ def _heading(content: Mapping[str, Any]) -> str:
     machine = content["machine"]
     cells = [cell for cells in content["pieces"].values() for cell in _run(cells).values()]
     dates, commits = sorted({cell["date"] for cell in cells}), sorted({cell["commit"] for cell in cells})
-    drivers = sorted({cell["driver"] for cell in cells} - {None})
     cards = machine["devices"]
     card = f"{len(cards)} × {cards[0]} ({machine['gib'][0]} GiB)" if cards else "no GPU, models of no size on a CPU"
-    named = {"cuda": "CUDA", "nccl": "NCCL", "cores": "cores", "python": "Python"}
-    told = [f"driver {' and '.join(drivers)}"] if drivers else []
-    told += [f"{label} {machine[name]}" for name, label in named.items() if machine.get(name)]
+    named = {"driver": "driver", "cuda": "CUDA", "nccl": "NCCL", "cores": "cores", "python": "Python"}
+    told = [f"{label} {machine[name]}" for name, label in named.items() if machine.get(name)]
     others = [f"{name} {machine[name]}" for name in machine if name not in (*named, "devices", "gib")]
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return f"{when}, {card}, {', '.join([*told, *others])}, commit {', '.join(commits)}: `make gpu`."
@@ -161,17 +158,6 @@ def _speed(cells: Cells) -> list[str]:
 def _figures(found: Mapping[str, Any]) -> list[str]:
     keys = ("tokens_per_second", "share_of_peak", "peak_gib", "first_step_seconds")
     return ["" if found[key] is None else str(found[key]) for key in keys]
-
-
-def _largest(cells: Cells) -> list[str]:
-    largest: dict[str, tuple[str, str]] = {}
-    for name, cell in cells.items():
-        strategy, _, size = name.rpartition(": ")
-        if cell["found"].get("outcome") == "trains":
-            largest[strategy] = (size, f"{cell['found']['peak_gib']:.1f}")
-    rows = [[strategy, *found] for strategy, found in largest.items()]
-    told = "At bf16-mixed, a sequence of 1024 a device, activations computed again; the next size is out of memory."
-    return [told, "", *documents.markdown(["strategy × devices", "10^9 parameters", "peak memory, GiB"], rows)]
 
 
 def _not_as_expected(pieces: Mapping[str, Cells]) -> Iterator[str]:
