@@ -120,32 +120,56 @@ def test_what_the_pages_say_to_type_is_taken_and_mistakes_are_answered_as_they_s
     ]
 
 
-# The commands of README and the three first pages: typed as they stand, or their like, by these tests
+# The commands of README and the three first pages: each is typed, as it stands or shortened, by a test
 
-TYPED_BY = {
-    "test_guides.py": r"^python train\.py(?!.*--)(?! mode=check)|^python -m lightswitch\.compare",
-    "checking/test_check.py": r"^python train\.py mode=check",
-    "reference/test_reference.py": r"^python train\.py .*--(help|cfg)",
-    "../nightly/fork/test_forks.py": r"^make (train|test)|^source |^PIP_EXTRA|^uvx |^pip |^nohup ",
-    "../nightly/slurm/test_without_internet.py": r"^make .*(wheelhouse|WHEELHOUSE)",
-    "../nightly/test_checkout.py": r"^make docs",
-    "slurm/test_nodes.py": r"^(sbatch|srun|scancel) ",
-    "elastic/test_torchrun.py": r"^torchrun .*:|^export TORCH",
-    "launch/test_launchers.py": r"^torchrun |^MASTER_ADDR|^python train\.py -m |^export NCCL",
-    "export/test_export.py": r"^python -m lightswitch\.export",
-    "doctor/test_doctor.py": r"^python -m lightswitch\.doctor",
-    "../project/examples/test_text.py": r"^python -m project\.data\.pack",
+TYPED_BY = {  # a command: the file of that test, and what is found there
+    r"python train\.py(?!.*--)(?! mode=check| -m)": (
+        "test_guides.py",
+        "def test_the_commands_of_the_first_pages_train",
+    ),
+    r"python train\.py mode=check": ("checking/test_check.py", '"mode=check"'),
+    r"python train\.py (?:\S+ )?--cfg": ("test_guides.py", '"--cfg" in words'),
+    r"python train\.py --help": ("reference/test_reference.py", '"--help optimizer=sgd"'),
+    r"python train\.py -m ": ("sweeps/test_sweeps.py", '"-m"'),
+    r"python -m (lightswitch\.compare) ": ("test_guides.py", None),
+    r"python -m (lightswitch\.export) ": ("export/test_export.py", None),
+    r"(?:srun .*)?python -m (lightswitch\.doctor)": ("doctor/test_doctor.py", None),
+    r"python -m (project\.data\.pack) ": ("../project/examples/test_text_shards.py", None),
+    r"make (train|test)$": ("../nightly/fork/test_forks.py", '"make {}'),
+    r"(nohup) python": ("sweeps/test_sweeps.py", "that_{}_started"),
+    r"(source \.venv/bin/activate)": ("../nightly/fork/test_forks.py", None),
+    r"uvx .* (lightswitch-fork) ": ("../nightly/fork/test_forks.py", None),
+    r"make (?:train WHEELHOUSE=)?(wheelhouse)": ("../nightly/slurm/test_without_internet.py", None),
+    r"make docs": ("../nightly/test_checkout.py", '"mkdocs", "build"'),
+    r"sbatch .*slurm/(multinode\.sh)": ("slurm/test_nodes.py", None),
+    r"sbatch .*slurm/(single\.sh|sweep\.sh)": ("slurm/sites.yaml", None),
+    r"(srun) .* train\.py": ("slurm/test_nodes.py", '"{}", "--nodes=2"'),
+    r"(scancel) ": ("slurm/test_preemption.py", '"{}"'),
+    r"torchrun (--standalone)|torchrun .*(--node-rank)": ("launch/test_launchers.py", None),
+    r"torchrun .*(--nnodes)=2:4|export (TORCH_DISABLE_SHARE_RDZV_TCP_STORE)": ("elastic/agents.py", None),
+    r"MASTER_ADDR=.*(NODE_RANK|WORLD_SIZE)": ("launch/test_launchers.py", None),
 }
+NOT_TYPED = r"PIP_EXTRA_INDEX_URL|pip install|export NCCL_"  # an index of packages, the cards of a network
 A_COMMAND = re.compile(r"(python|make|source|export|torchrun|sbatch|srun|scancel|uvx|pip|nohup|[A-Z_]+=\S+) \S")
 
 
 def test_each_command_of_the_first_pages_is_typed_by_a_test() -> None:
     texts = [path.read_text() for path in (README, *(DOCS / name for name in TRANSLATED if name != "readme.md"))]
     lines = [line for text in texts for line in (*_lines_of_code(text), *_codes(FENCED.sub("", text)))]
-    commands = [line.removeprefix("$ ") for line in lines if A_COMMAND.match(line.removeprefix("$ "))]
+    commands = {line.removeprefix("$ ") for line in lines if A_COMMAND.match(line.removeprefix("$ "))}
     assert len(commands) > 50
-    assert [line for line in commands if not any(re.search(one, line) for one in TYPED_BY.values())] == []
-    assert [name for name in TYPED_BY if not (Path(__file__).parent / name).exists()] == []
+    for command in commands:
+        if not re.match(NOT_TYPED, command):
+            file, words = _typed_by(command)
+            assert words in (CHECKOUT / "tests" / "engine" / file).read_text(), command
+
+
+def _typed_by(command: str) -> tuple[str, str]:
+    for pattern, (file, words) in TYPED_BY.items():
+        if found := re.match(pattern, command):
+            names = [name for name in found.groups() if name]
+            return file, (words or "{}").format(*names)
+    raise AssertionError(f"{command}: no test types it")
 
 
 # Chinese: README and the three first pages, in traditional and in simplified characters
