@@ -1,6 +1,7 @@
 """What train.py answers to mistaken command lines, each in a process forked before torch is imported.
 
-They are forked by a process that lives as long as the run of tests: it imports the engine once.
+They are forked by a process that lives as long as the run of tests: it imports the engine once. What is answered only
+after torch is imported comes sooner from `train(...)`, whose processes have imported it.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import lightswitch
 from tests.engine.config.habits import COMMANDS, GUIDES, GUIDES_ALONE, GUIDES_WORK, LOADS, REFUSED, WORKS, as_in_a_shell
 from tests.engine.config.mistaken import answers
 from tests.engine.config.template.mnist import MNISTLitModule, SimpleDenseNet
+from tests.engine.conftest import Train
 from tests.engine.tables import habits
 from tests.engine.tables.documents import MEASURED
 from tests.night import at_night
@@ -34,8 +35,8 @@ def test_the_page_has_what_each_gets_and_no_answer_is_bad(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("before", GUIDES)
-def test_each_word_of_a_guide_is_answered_with_what_to_type(before: str, tmp_path: Path) -> None:
-    answer = answers({"": [*as_in_a_shell(before), *GUIDES[before]]}, tmp_path)[""]
+def test_each_word_of_a_guide_is_answered_with_what_to_type(before: str, train: Train) -> None:
+    answer = train(*as_in_a_shell(before), *GUIDES[before], check=False)
     assert answer.returncode == 2
     for word, text in GUIDES[before].items():
         key = word.partition("=")[0]  # a line is about it, or about the node that lacks it
