@@ -15,7 +15,7 @@ from tests.runs import skip_without_gpus
 
 # the longest first, so that none is left to one worker alone at the end; those of Slurm, which wait a lot, in between
 FIRST = ("slurm/test_preemption.py", "faults/", "slurm/test_nodes.py", "tours/", "slurm/")
-FIRST += ("strategies/", "fork/", "launch/")
+FIRST += ("strategies/", "fork/", "launch/", "checkpoints/", "examples/", "sweeps/", "planning/")
 hypothesis.settings.register_profile("day", derandomize=True)
 
 

@@ -95,6 +95,7 @@ def test_two_loaders_read_the_same_at_any_world_size_and_after_a_resume(mode: st
     assert {name: len(read) for name, read in _read(whole)[7].items()} == longest[mode]
 
 
+@pytest.mark.nightly
 def test_a_fraction_is_one_of_the_epoch_of_all_loaders(train: Train) -> None:
     run = (*PAIRS, "data.mode=null", "data.a=320", "data.b=640", "trainer.max_epochs=1", "trainer.max_steps=-1")
     run += ("trainer.check_val_every_n_epoch=null",)

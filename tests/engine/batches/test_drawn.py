@@ -172,6 +172,7 @@ def test_what_hooks_draw_follows_the_position(step: int, workers: int, drawn: Fi
         assert found.keys() >= {at for at in expected if at >= step}
 
 
+@pytest.mark.nightly
 def test_what_the_methods_of_loaders_draw_follows_the_position(train: Train) -> None:
     run = (*PLAIN[:1], f"data._target_={HERE}.DrawnData", *RUN, "+trainer.reload_dataloaders_every_n_epochs=1")
     run = (*run, "trainer.max_epochs=4", "trainer.val_check_interval=1.0", "trainer.check_val_every_n_epoch=1")

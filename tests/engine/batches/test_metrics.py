@@ -134,6 +134,7 @@ def test_an_epochs_metrics_go_on_over_a_resume(step: int, alone: Finished, train
     assert line in resumed.out
 
 
+@pytest.mark.nightly
 def test_they_go_on_over_one_resume_after_another(alone: Finished, train: Train) -> None:
     at = f"resume={alone.run_dir}/checkpoints/step_4.ckpt"
     for steps in (5, 6):

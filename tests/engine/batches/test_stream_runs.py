@@ -83,6 +83,7 @@ def test_a_killed_stream_goes_on_at_its_sample_to_the_bit(alone: dict[str, Finis
         assert resumed.column(metric) == alone["stateful"].column(metric), metric
 
 
+@pytest.mark.nightly
 def test_a_stream_goes_on_where_its_first_batch_was_read_before_the_checkpoint(
     alone: dict[str, Finished], train: Train
 ) -> None:

@@ -147,8 +147,8 @@ whole = once(*WHOLE)
 @pytest.mark.parametrize(
     ("hook", "step", "strategy", "ranks"),
     [
-        *(("on_train_epoch_end", 10, "ddp", 2), ("on_validation_start", 10, "fsdp", 3)),
-        ("on_train_epoch_start", 10, "single", 0),
+        *(("on_train_epoch_end", 10, "ddp", 2), ("on_train_epoch_start", 10, "single", 0)),
+        *at_night(("on_validation_start", 10, "fsdp", 3)),
         *at_night(("on_validation_start", 10, "single", 0), ("on_train_epoch_end", 20, "single", 0)),
         *at_night(("on_validation_start", 20, "ddp", 2), ("on_train_epoch_end", 20, "deepspeed_stage_2", 2)),
     ],

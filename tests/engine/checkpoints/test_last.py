@@ -130,7 +130,7 @@ def test_those_to_keep_stay_for_ever(train: Train) -> None:
     assert read_state(checkpoints / "last.ckpt")["global_step"] == 8
 
 
-@pytest.mark.parametrize(("strategy", "name"), [("single", "best"), ("fsdp", "low")])
+@pytest.mark.parametrize(("strategy", "name"), [("single", "best"), *at_night(("fsdp", "low"))])
 def test_the_best_few_are_kept_and_the_best_has_the_name_of_the_one(strategy: str, name: str, train: Train) -> None:
     few = ("callbacks.best_checkpoint.save_top_k=2", "model.lr=1.0", f"strategy={strategy}")
     if name == "low":

@@ -106,7 +106,7 @@ TWO = (
 
 @pytest.mark.parametrize(
     ("wrapper", "strategy"),
-    [("Lookahead", "single"), ("SAM", "fsdp"), *at_night(("Lookahead", "fsdp"), ("SAM", "ddp"))],
+    [("SAM", "fsdp"), *at_night(("Lookahead", "single"), ("Lookahead", "fsdp"), ("SAM", "ddp"))],
 )
 def test_an_optimizer_inside_of_another_goes_on(wrapper: str, strategy: str, train: Train) -> None:
     run, options = (*TWO, WRAPPED, f"model.wrapper={wrapper}"), {} if strategy == "single" else {"ranks": 2}
@@ -223,6 +223,7 @@ class OddBuffers(PlainModel):
         self.marks = self.marks.new_zeros(checkpoint["state_dict"]["marks"].shape)
 
 
+@pytest.mark.nightly
 def test_sparse_and_growing_buffers_go_on(train: Train) -> None:
     run = (*TWO, f"{HERE}.OddBuffers", "strategy=single")
     whole = train(*run, "trainer.max_steps=8")
@@ -302,6 +303,7 @@ class Adapters(PlainModel):
             del checkpoint["state_dict"][f"net.0.{name}"]
 
 
+@pytest.mark.nightly
 def test_weights_that_a_module_brings_itself_may_be_removed_if_it_says_so(train: Train) -> None:
     run = (*TWO, f"{HERE}.Adapters")
     first = train(*run, "model.strict=true", "trainer.max_steps=2")
@@ -408,7 +410,7 @@ class OtherHead(PlainModel):
         self.net = nn.Sequential(OrderedDict(body=nn.Sequential(*body), head=nn.Linear(16, 4)))
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", *at_night("single")])
 def test_a_run_can_start_from_the_weights_that_fit_under_other_names(strategy: str, saved: Path, train: Train) -> None:
     run = (*SHORT[:-1], f"strategy={strategy}", f"{HERE}.OtherHead", f"init_from={saved}", "trainer.max_steps=1")
     begun = train(*run, "init_names={net.3.: unused., net.: net.body.}", **({"ranks": 2} if strategy == "fsdp" else {}))

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import (
 
 from tests.engine.conftest import PLAIN, PLAIN_DATA, Finished, Train, runs_in
 from tests.engine.plain import PlainModel
+from tests.night import at_night
 
 Make = Callable[[Optimizer, float, int], LRScheduler]
 SCHEDULES: dict[str, Make] = {  # of a rate and a number of steps
@@ -97,7 +98,11 @@ def _rates(run: Finished) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("model.lr=0.05",), ("model.steps=12",), ("model.first=exponential", "model.steps=12")]
+    "words",
+    [
+        *((), *at_night((("model.lr=0.05",),))),
+        *(("model.steps=12",), *at_night((("model.first=exponential", "model.steps=12"),))),
+    ],
 )
 def test_a_schedule_goes_on_as_if_it_had_been_so_from_the_start(
     words: tuple[str, ...], first: Finished, train: Train
@@ -112,7 +117,7 @@ def test_a_schedule_goes_on_as_if_it_had_been_so_from_the_start(
 PLAIN_RUN = (*PLAIN, "run_id=mine", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1")
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp", "deepspeed_stage_2"])
+@pytest.mark.parametrize("strategy", ["single", "fsdp", *at_night("deepspeed_stage_2")])
 def test_a_run_takes_another_rate(strategy: str, train: Train) -> None:
     run = (*PLAIN_RUN, "model.halved=step", f"strategy={strategy}")  # after seven steps
     first = train(*run, "model.lr=0.1", "trainer.max_steps=2")
@@ -121,13 +126,3 @@ def test_a_run_takes_another_rate(strategy: str, train: Train) -> None:
     assert [*resumed.column("lr-AdamW").values()] == pytest.approx([0.1, 0.1, 0.01, 0.01])
     again = train(*run, "model.lr=0.01", "trainer.max_steps=8", folder=first.folder)
     assert [*again.column("lr-AdamW").values()] == pytest.approx([0.1, 0.1, *[0.01] * 5, 0.005])
-
-
-def test_a_run_that_was_stopped_early_goes_on_with_more_patience(train: Train) -> None:
-    early = "callbacks.early"
-    run = (*PLAIN_RUN, f"{early}._target_=lightning.pytorch.callbacks.EarlyStopping", f"{early}.monitor=val/loss")
-    run += (f"{early}.mode=max", "trainer.val_check_interval=1")  # no validation is better than the first
-    stopped = train(*run, f"{early}.patience=1", "trainer.max_steps=10")
-    assert max(stopped.column("val/loss")) == 1
-    resumed = train(*run, f"{early}.patience=3", "trainer.max_steps=20", folder=stopped.folder)
-    assert max(resumed.column("val/loss")) == 3

@@ -79,6 +79,7 @@ def test_what_a_strategy_can_not_serve_is_told_of_a_class_and_of_those_made_from
         assert [*chain(*(callback_problems([callback], serves(), devices=2) for serves in serving))] == []
 
 
+@pytest.mark.nightly
 def test_callbacks_that_a_run_serves_are_beside_one_another_and_after_a_resume(train: Train) -> None:
     given = [f"callbacks.{name.lower()}._target_={NAMED}.{name}" for name in BESIDE]
     given += [f"callbacks.{name.lower()}.{argument}" for name, argument in BESIDE.items() if argument]

@@ -191,6 +191,7 @@ def test_the_command_to_go_on_names_the_run_and_shows_no_secret(monkeypatch: pyt
     assert go_on(cfg) == expected
 
 
+@pytest.mark.nightly
 def test_a_job_of_four_at_once_that_is_killed_is_run_again_by_the_printed_command(sweep: Sweep) -> None:
     first = sweep(*SWEPT, "sweep.jobs_at_once=2", "name=pair,pair_too,killed_once,one", "seed=3")
     assert first.returncode == 1, first.stderr

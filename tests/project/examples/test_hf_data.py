@@ -66,7 +66,7 @@ def test_a_split_or_a_column_that_is_not_there_is_named(corpus: Path) -> None:
 
 
 @needs_datasets
-@pytest.mark.parametrize("streaming", ["false", "true"])
+@pytest.mark.parametrize("streaming", ["true", pytest.param("false", marks=pytest.mark.nightly)])
 def test_a_dataset_trains_the_same_steps_on_two_devices_and_resumes(corpus: Path, streaming: str, train: Train) -> None:
     words = (*SHORT, "model=gpt", "model.width=32", "data=hf_dataset", f"data.path={corpus}", "scheduler=constant")
     words += (f"data.streaming={streaming}",)

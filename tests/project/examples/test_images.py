@@ -151,6 +151,7 @@ def test_each_sample_is_validated_in_one_fold_and_trained_on_in_the_others():
         Digits(image_size=8, fold=5)
 
 
+@pytest.mark.nightly
 def test_a_sweep_over_folds_ends_with_mean_and_deviation(tmp_path):
     pytest.importorskip("sklearn")
     short = ("trainer.max_steps=2", "trainer.limit_val_batches=2", "trainer.limit_test_batches=1", "model.layers=1")
