@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from torch import Tensor
@@ -40,7 +39,6 @@ _TRANSFER = 1  # seed component for the hooks that move a batch to its device, w
 _END = 1  # seed component for the hooks at the end of an epoch or evaluation
 _LOADERS = 2  # seed component for the methods that make loaders
 _METRICS = "metrics"  # checkpoint key: values of the Trainer's callback metrics
-_STOPPED_AT = "stopped_at"  # checkpoint key: the limits of a run that was asked to end
 _EVALUATION = -1  # seed component in place of an epoch
 
 
@@ -277,8 +275,6 @@ class GlobalBatch(Callback):
             return
         self._metrics.save(pl_module, checkpoint)
         checkpoint[_METRICS] = {name: value.item() for name, value in trainer.callback_metrics.items()}
-        if trainer.should_stop:
-            checkpoint[_STOPPED_AT] = _limits(trainer)
         save_position(checkpoint, position := self._counter.position(trainer))
         checkpoint[STREAMS] = self._loaders.states_at(position.step)
 
@@ -292,8 +288,6 @@ class GlobalBatch(Callback):
         self._resumed = position
         self._metrics.load(checkpoint)
         self._last_values = checkpoint.get(_METRICS, {})
-        if (stopped_at := checkpoint.get(_STOPPED_AT)) and stopped_at == _limits(trainer)[: len(stopped_at)]:
-            trainer.should_stop = True  # it was asked to end, for example by early stopping, and no limit has changed
         trainer.num_sanity_val_steps = 0  # its batches would count in metrics such as the best value so far
         are_new = position.step == 0 and trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set past its type
         self._loaders.start_at(position, [] if are_new else checkpoint.get(STREAMS, []))
@@ -388,13 +382,6 @@ class _DrawsIn32Bits(Mixin, Precision):
     def tensor_init_context(self) -> AbstractContextManager[None]:
         """Draw weights in 32 bits, as a constructor does; Lightning would draw them in the precision of the run."""
         return nullcontext()
-
-
-def _limits(trainer: Trainer) -> list[float | None]:
-    callbacks = callbacks_of(trainer)
-    timers = [callback._duration for callback in callbacks if isinstance(callback, Timer)]
-    patience = [callback.patience for callback in callbacks if isinstance(callback, EarlyStopping)]
-    return [trainer.max_steps, trainer.max_epochs, *timers, *patience]
 
 
 def _generators(trainer: Trainer) -> list[Any]:

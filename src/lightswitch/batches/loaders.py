@@ -7,12 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightswitch.batches import stream
@@ -22,15 +19,14 @@ from lightswitch.batches.order import (
     TrainingSlices,
     forms_batches,
     sampler_of,
-    samples_of,
     unwrapped,
 )
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.batches.seeds import EvaluatedSamples, SeededSamples, mix, reads_batches
 from lightswitch.errors import Refused
+from lightswitch.hooked_strategy import of_ranks
 
 log = logging.getLogger(__name__)
-_TORCHDATA = ("torchdata.stateful_dataloader.stateful_dataloader", "StatefulDataLoader")
 CYCLE = "max_size_cycle"  # Lightning's default for a list or a dict of loaders
 
 
@@ -91,7 +87,7 @@ class SharedLoaders:
             Refused: they draw others.
         """
         if not self._is_compared:
-            _compare(trainer, self.training.digest, "a training set", self.training.is_formed)
+            _compare(self.training.digest, "a training set", self.training.is_formed)
         self._is_compared = True
         self._states = ()  # of this epoch's loaders, not of those that are created anew in a later one
 
@@ -144,10 +140,8 @@ class SharedLoaders:
                 "type global_batch_size=%d",
                 own, plan.global_batch, own,
             )  # fmt: skip
-        gather = functools.partial(_gather, trainer)
-        shared = training_loader(
-            loader, plan, data_rank(trainer), self._seed, self._start, self.training, _pins(trainer), gather
-        )
+        rank, pins = data_rank(trainer), _pins(trainer)
+        shared = training_loader(loader, plan, rank, self._seed, self._start, self.training, pins)
         self._start_slices()
         if not self.training.is_sized and trainer.max_steps == -1 and not trainer.optimizers:
             raise Refused(
@@ -157,10 +151,9 @@ class SharedLoaders:
         return shared
 
     def _evaluation(self, trainer: Trainer, loader: DataLoader[Any]) -> DataLoader[Any]:
-        gather = functools.partial(_gather, trainer)
-        evaluated = evaluation_loader(loader, self._plan, data_rank(trainer), self._seed, _pins(trainer), gather)
+        evaluated = evaluation_loader(loader, self._plan, data_rank(trainer), self._seed, _pins(trainer))
         if isinstance(order := _slices(evaluated), EvaluationBatches):
-            _compare(trainer, order.digest(loader.dataset), "an evaluation set", forms_batches(loader))
+            _compare(order.digest(loader.dataset), "an evaluation set", forms_batches(loader))
         return evaluated
 
 
@@ -172,7 +165,6 @@ def training_loader(
     at: Position,
     combined: Combined | None = None,
     pins_for_gpu: bool = False,
-    gather: Callable[[int], list[int]] | None = None,
 ) -> DataLoader[Any]:
     """Return a copy of a DataLoader that reads this rank's slices of each global batch.
 
@@ -182,21 +174,21 @@ def training_loader(
         seed: seed of the sample order and of augmentation.
         at: the position to start from.
         combined: the training loaders of the run; None for this one alone.
-        pins_for_gpu: put batches into pinned memory, from which a GPU copies them asynchronously.
-        gather: returns the numbers of all ranks, for a stream; None for a single rank.
+        pins_for_gpu: let workers' batches be put into pinned memory, from which a GPU copies them asynchronously. A
+            dataset in this process may return GPU tensors, which torch fails to pin.
 
     Raises:
         Refused: `drop_last` drops all samples, or there are none.
     """
     if is_stream(loader):
-        return _of_stream(loader, *stream.training_stream(loader, plan, rank, seed, at, combined), pins_for_gpu, gather)
+        return _of_stream(loader, *stream.training_stream(loader, plan, rank, seed, at, combined), pins_for_gpu)
     read = SeededSamples(loader.dataset, seed, loader.collate_fn)
     if forms_batches(loader):
         formed = unwrapped(loader.batch_sampler)
         order: TrainingSlices = FormedSlices(formed, plan, rank, seed, at, combined, loader.dataset)
         return sliced(loader, read, pins_for_gpu, batch_sampler=order)
     sampler = sampler_of(loader)
-    samples, drop_last = samples_of(sampler, loader.dataset), bool(unwrapped(loader.batch_sampler).drop_last)
+    samples, drop_last = len(sampler), bool(unwrapped(loader.batch_sampler).drop_last)
     if not samples:
         raise Refused("the training set has no samples")
     if drop_last and samples < plan.global_batch:
@@ -209,12 +201,7 @@ def training_loader(
 
 
 def evaluation_loader(
-    loader: DataLoader[Any],
-    plan: BatchPlan,
-    rank: int,
-    seed: int,
-    pins_for_gpu: bool = False,
-    gather: Callable[[int], list[int]] | None = None,
+    loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, pins_for_gpu: bool = False
 ) -> DataLoader[Any]:
     """Return a copy of a DataLoader that reads this rank's share of the samples, each once over all ranks.
 
@@ -225,7 +212,7 @@ def evaluation_loader(
         Refused: there are no samples, or fewer than ranks.
     """
     if is_stream(loader):
-        return _of_stream(loader, *stream.evaluated_stream(loader, plan, rank, seed), pins_for_gpu, gather)
+        return _of_stream(loader, *stream.evaluated_stream(loader, plan, rank, seed), pins_for_gpu)
     batches: Any = EvaluationBatches(loader, plan, rank, seed)
     given: Any = loader.batch_sampler
     if given is not unwrapped(given):  # in Lightning's wrapper, which records the predicted indices
@@ -240,17 +227,10 @@ def _of_stream(
     slices: stream.StreamSlices | stream.StreamRounds,
     reader: stream.IndexedStream,
     pins_for_gpu: bool,
-    gather: Callable[[int], list[int]] | None,
 ) -> DataLoader[Any]:
-    if type(loader).__iter__ is not DataLoader.__iter__ and not _is_of_torchdata(loader):
-        raise Refused(
-            f"the data loader of a stream, {type(loader).__name__}, has an __iter__ of its own, which would get the "
-            "engine's batches with their positions; use torch's DataLoader, or type data.sharded_by=dataset to leave "
-            "the loader unchanged"
-        )
     collate = stream.StreamCollate(loader.collate_fn)
     copied = sliced(loader, reader, pins_for_gpu, collate, stream.StreamLoader, batch_sampler=None, sampler=slices)
-    copied.received = stream.StreamReceiver(slices, gather or (lambda number: [number]))
+    copied.received = stream.StreamReceiver(slices)
     return copied
 
 
@@ -264,28 +244,25 @@ def sliced(
 ) -> DataLoader[Any]:
     """Return a loader of the same class, with the same attributes, that reads a dataset in another order.
 
-    The class's constructor, which may take other arguments, is not called. torchdata's loader becomes one of torch's,
-    and others lose their state dict: Lightning would resume from it in addition to the run's position.
+    The class's constructor, which may take other arguments, is not called. A loader loses its state dict: Lightning
+    would resume from it in addition to the run's position.
 
     Args:
         collate_fn: None for that of the given loader.
         mixin: overrides methods of the class; None for nothing.
         order: the attributes `batch_sampler`, and `sampler` if there is no batch sampler.
     """
-    kind: type[DataLoader[Any]] = DataLoader if _is_of_torchdata(loader) else type(loader)
+    kind = type(loader)
     if mixin is not None or hasattr(kind, "state_dict"):
         without = dict.fromkeys(
             ("state_dict", "load_state_dict")
         )  # None marks a method that a class does not implement
         kind = type(kind.__name__, (kind,) if mixin is None else (mixin, kind), without)
     copied = kind.__new__(kind)
-    collate = collate_fn or loader.collate_fn
-    # A dataset in this process may return GPU tensors, which torch fails to pin. Workers can't return any.
-    pins_here = pins_for_gpu and loader.num_workers == 0
     changed = {
         "dataset": dataset,
-        "collate_fn": functools.partial(_pinned, collate) if pins_here else collate,
-        "pin_memory": (loader.pin_memory or pins_for_gpu) and not pins_here,
+        "collate_fn": collate_fn or loader.collate_fn,
+        "pin_memory": loader.pin_memory or (pins_for_gpu and loader.num_workers > 0),
         "sampler": order.get("batch_sampler"),  # for Lightning, which tells it the epoch, and for what users read
         "in_order": True,
         "makes_batches": takes_one(loader),
@@ -296,29 +273,6 @@ def sliced(
     }
     vars(copied).update({**vars(loader), **changed})  # past a setter that refuses changes
     return copied
-
-
-def _is_of_torchdata(loader: DataLoader[Any]) -> bool:
-    return (type(loader).__module__, type(loader).__name__) == _TORCHDATA
-
-
-def _pinned(collate: Callable[[Any], Any], samples: Any) -> Any:
-    """Collate samples into pinned memory."""
-
-    def pin(tensor: Tensor) -> Tensor:
-        is_here = tensor.device.type == "cpu" and tensor.layout == torch.strided
-        return dense(tensor).pin_memory() if is_here else tensor
-
-    return apply_to_collection(collate(samples), Tensor, pin)
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """Return a tensor without gaps between its elements, which CUDA can copy directly.
-
-    CUDA first copies a view with gaps, such as `tokens[:, :-1]`, to memory that is not pinned, and waits for that copy.
-    """
-    strides = torch.empty_like(tensor, device="meta").stride()  # strides of a copy; a dense tensor has the same
-    return tensor if tensor.stride() == strides else tensor.contiguous()
 
 
 def _slices(loader: Any) -> Any:
@@ -347,8 +301,10 @@ def obstacle(loader: object) -> str | None:
     """Return why a loader can't be copied, as text for the user; None if it can."""
     if not isinstance(loader, DataLoader):
         return f"it is a {type(loader).__name__}, not a torch DataLoader"
-    if type(loader).__len__ is not DataLoader.__len__ and not _is_of_torchdata(loader):
+    if type(loader).__len__ is not DataLoader.__len__:
         return f"its class, {type(loader).__name__}, has a __len__ of its own"
+    if is_stream(loader) and type(loader).__iter__ is not DataLoader.__iter__:  # which would get positions with batches
+        return f"its class, {type(loader).__name__}, has an __iter__ of its own"
     if loader.batch_sampler is None:
         return "it has batch_size=None, so its dataset makes the batches"
     if is_stream(loader):
@@ -418,8 +374,8 @@ class Combined:
 
     @property
     def digest(self) -> int:
-        """Digest of the samples that the loaders now begin with, below 2^63: equal on ranks that draw the same."""
-        return mix(*(slices.digest for slices in self.slices)) >> 1
+        """Digest of the samples that the loaders now begin with: equal on ranks that draw the same."""
+        return mix(*(slices.digest for slices in self.slices))
 
     @property
     def samples(self) -> int:
@@ -468,28 +424,18 @@ def _pins(trainer: Trainer) -> bool:
     return trainer.strategy.root_device.type == "cuda"
 
 
-def _gather(trainer: Trainer, number: int) -> list[int]:
-    """Return the numbers of all ranks, in rank order. Collective."""
-    if trainer.world_size == 1:
-        return [number]
-    own = torch.tensor(number, device=trainer.strategy.root_device)
-    gathered = [torch.empty_like(own) for _ in range(trainer.world_size)]
-    torch.distributed.all_gather(gathered, own)
-    return [int(one) for one in gathered]
-
-
-def _compare(trainer: Trainer, digest: int, of: str, is_formed: bool) -> None:
+def _compare(digest: int, of: str, is_formed: bool) -> None:
     """Check that all ranks draw the same samples of a set, given a digest of them. Collective.
 
     Raises:
         Refused: they draw others.
     """
-    if len(set(_gather(trainer, digest))) > 1:
-        split = "; if its batch sampler splits them by rank, type data.sharded_by=dataset" if is_formed else ""
+    if len(set(of_ranks(digest))) > 1:
+        split = "type data.sharded_by=dataset" if is_formed else "give it num_replicas=1 and rank=0"
         raise Refused(
             f"the ranks draw different samples of {of} that they should share: let what splits, weights or shuffles it "
             "draw from the global generators of torch, NumPy and Python, or from one with a seed, and follow nothing "
-            f"that one rank alone has seen{split}"
+            f"that one rank alone has seen; if its {'batch ' if is_formed else ''}sampler splits them by rank, {split}"
         )
 
 

@@ -13,7 +13,6 @@ from itertools import accumulate, chain, cycle, islice
 from numbers import Integral
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import rank_zero_only
@@ -33,11 +32,8 @@ from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)
 _COMPARED_SAMPLES = 1000  # of a pass, from its start
-_COMPARED_BATCHES = 100
-_MOST_DRAWN = 2**26  # samples whose order is held in memory: 0.5 GB for each rank
 _SPLIT = "dataset"  # key of the digest of a dataset's first samples
 _COMPARED_KEYS = (Integral, torch.Tensor, str, tuple)  # which print the same in every process
-_OF_TORCHDATA = ("torchdata.stateful_dataloader.sampler", "BatchSampler")
 
 
 class TrainingSlices(StandIn, Sampler[Any]):
@@ -140,13 +136,10 @@ class TrainingSlices(StandIn, Sampler[Any]):
             if step // self.own_steps != at_cycle:
                 at_cycle = step // self.own_steps
                 key, order = self._pass_key(epoch, at_cycle), self._order(epoch, at_cycle)
-                self._compare(str(key), self._digest(order))
+                self._compare(str(key), digest(order, self._dataset))
             for micro in range(self.plan.accumulation):
                 begin, end = self._bounds(step, micro)
                 yield key, begin, _chosen(order, begin, end)
-
-    def _digest(self, order: Sequence[Any]) -> int:
-        return digest(order, self._dataset)
 
     def _compare(self, of_pass: str, digest: int) -> None:
         """Warn if a pass begins with other samples than in the run that is resumed."""
@@ -245,10 +238,9 @@ class FormedSlices(TrainingSlices):
     def __init__(
         self, sampler: Any, plan: BatchPlan, rank: int, seed: int, at: Position, combined: Any, dataset: Any
     ) -> None:
-        whole = undivided(sampler, dataset)
         self._bounds_of_passes: dict[int, list[int]] = {}  # where steps begin and the last one ends, by `_pass_key`
-        super().__init__(whole, len(whole), False, plan, rank, seed, at.epoch, at.step, combined, dataset)
-        self.own_steps, self.samples = len(whole), sized_len(dataset) or len(whole)
+        super().__init__(sampler, len(sampler), False, plan, rank, seed, at.epoch, at.step, combined, dataset)
+        self.own_steps, self.samples = len(sampler), sized_len(dataset) or len(sampler)
         if not self.own_steps:
             raise Refused(f"the batch sampler {type(sampler).__name__} forms no batches")
 
@@ -269,10 +261,6 @@ class FormedSlices(TrainingSlices):
         if key not in self._bounds_of_passes:
             self._order(epoch, cycle)
         return self._bounds_of_passes[key]
-
-    def _digest(self, order: Sequence[Any]) -> int:
-        assert self._last is not None
-        return mix(super()._digest(order), *self._bounds_of_passes[self._last[0]][:_COMPARED_BATCHES])
 
     def _begin(self, step: int) -> int:
         return self._of_pass(self.epoch, step // self.own_steps)[step % self.own_steps]
@@ -313,12 +301,10 @@ class EvaluationBatches(Sampler[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int) -> None:
-        self._sizes: list[int] = []
         if forms_batches(loader):
-            formed = undivided(unwrapped(loader.batch_sampler), loader.dataset)
+            formed = unwrapped(loader.batch_sampler)
             batches = formed_batches(formed, len(formed), mix(seed, 0), 0, is_first=True)
             self._order: Sequence[Any] = [*chain.from_iterable(batches)]
-            self._sizes = [*map(len, batches)][:_COMPARED_BATCHES]
             check_shared(len(self._order), plan.replicas)
             while len(batches) % plan.replicas:
                 at = max(range(len(batches)), key=lambda index: len(batches[index]))
@@ -331,7 +317,7 @@ class EvaluationBatches(Sampler[Any]):
             self.batch_size = max(map(len, batches))
             return
         sampler = sampler_of(loader)
-        samples = samples_of(sampler, loader.dataset)
+        samples = len(sampler)
         if not samples:
             raise Refused("an evaluation set has no samples; leave its loader out")
         check_shared(samples, plan.replicas)
@@ -352,8 +338,8 @@ class EvaluationBatches(Sampler[Any]):
         return len(self._batches[batch_idx])
 
     def digest(self, dataset: Any) -> int:
-        """Return a digest, below 2^63, of the batches of all ranks: equal on ranks that draw the same."""
-        return mix(digest(self._order, dataset), *self._sizes) >> 1
+        """Return a digest of the samples of all ranks: equal on ranks that draw the same."""
+        return digest(self._order, dataset)
 
 
 def check_shared(samples: int, replicas: int) -> None:
@@ -369,9 +355,8 @@ def check_shared(samples: int, replicas: int) -> None:
 
 
 def forms_batches(loader: DataLoader[Any]) -> bool:
-    """Return whether a batch sampler chooses what a batch consists of; torch's and torchdata's only group samples."""
-    kind = type(unwrapped(loader.batch_sampler))
-    return kind is not BatchSampler and (kind.__module__, kind.__name__) != _OF_TORCHDATA
+    """Return whether a batch sampler chooses what a batch consists of; torch's only groups samples."""
+    return type(unwrapped(loader.batch_sampler)) is not BatchSampler
 
 
 def unwrapped(batch_sampler: Any) -> Any:
@@ -380,40 +365,16 @@ def unwrapped(batch_sampler: Any) -> Any:
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler of a map-style loader, as on one device.
+    """Return the sampler of a map-style loader, as on one device: a DistributedSampler becomes a copy for all ranks.
 
-    It is read from the batch sampler, because torch stores the sampler of a user's BatchSampler only there. A sampler
-    that splits the samples by rank is replaced by a copy that yields all of them; `epoch_order` handles
-    DistributedSampler.
+    It is read from the batch sampler, because torch stores the sampler of a user's BatchSampler only there.
     """
     sampler = unwrapped(loader.batch_sampler).sampler
-    return sampler if type(sampler) is DistributedSampler else undivided(sampler, loader.dataset)
-
-
-def samples_of(sampler: Any, dataset: Any) -> int:
-    """Return the number of samples of an epoch over all ranks; a DistributedSampler's length is one rank's share."""
-    return len(dataset) if type(sampler) is DistributedSampler else len(sampler)
-
-
-def undivided(sampler: Any, dataset: Any) -> Any:
-    """Return a sampler, or batch sampler, for all ranks: a copy, if it or the sampler inside it splits them by rank."""
-    whole, inner = sampler, getattr(sampler, "sampler", None)
-    if splits_by_rank(sampler):
-        whole = copy.copy(sampler)
-        whole.num_replicas, whole.rank = 1, 0
-        if hasattr(sampler, "total_size"):
-            padding = abs(sampler.total_size - len(dataset))  # or what drop_last omits, for shares of equal size
-            is_padded = padding < sampler.num_replicas and inner is None
-            whole.num_samples = whole.total_size = len(dataset) if is_padded else sampler.total_size
-    if splits_by_rank(inner):
-        whole = copy.copy(whole)
-        whole.sampler = undivided(inner, dataset)
-    return whole
-
-
-def splits_by_rank(sampler: Any) -> bool:
-    """Return whether a sampler has the attributes by which torch's DistributedSampler splits its samples."""
-    return getattr(sampler, "num_replicas", None) is not None and hasattr(sampler, "rank")
+    if isinstance(sampler, DistributedSampler):
+        sampler = copy.copy(sampler)
+        sampler.num_replicas, sampler.rank = 1, 0
+        sampler.num_samples = sampler.total_size = sized_len(loader.dataset) or 0
+    return sampler
 
 
 def epoch_order(sampler: Any, samples: int, seed: int, epoch: int, is_first: bool = True) -> Sequence[Any]:
@@ -445,17 +406,12 @@ def formed_batches(sampler: Any, count: int, seed: int, epoch: int, is_first: bo
     """Return the batches that a batch sampler for all ranks forms in a pass, at most ``count``.
 
     Raises:
-        Refused: there are none, one has no samples, or it is split by rank and forms more than its `len()`.
+        Refused: there are none, or one has no samples.
     """
-    name = type(sampler).__name__
     batches = _draw(sampler, count, seed, epoch, is_first, of_batches=True)
-    if len(batches) > count and (splits_by_rank(sampler) or splits_by_rank(getattr(sampler, "sampler", None))):
-        raise Refused(
-            f"the batch sampler {name} splits by rank, and forms more than the {count} batches of its len() when it is "
-            "to form those of all ranks; compute its len() from num_replicas, or type data.sharded_by=dataset"
-        )
     if not all(batches) or not batches:
-        raise Refused(f"the batch sampler {name} forms {'a batch without samples' if batches else 'no batches'}")
+        kind = type(sampler).__name__
+        raise Refused(f"the batch sampler {kind} forms {'a batch without samples' if batches else 'no batches'}")
     return batches[:count]
 
 
@@ -464,47 +420,10 @@ def _order_of_torch(sampler: Any, samples: int, seed: int) -> Sequence[Any] | No
     shuffles_all = (
         type(sampler) is RandomSampler and not sampler.replacement and len(sampler.data_source) == samples
     ) or (type(sampler) is DistributedSampler and sampler.shuffle)
-    if shuffles_all and samples > _MOST_DRAWN:
-        return Permutation(samples, seed)
     if shuffles_all:  # an array, because ten million Python ints take 1.5 s and 400 MB
         order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed >> 1))
         return order.numpy()  # type: ignore[return-value]  # acts as a Sequence
     return range(samples) if type(sampler) in (SequentialSampler, DistributedSampler) else None
-
-
-class Permutation(Sequence[int]):
-    """Pseudorandom permutation of ``range(samples)``, of which a slice is computed when it is read.
-
-    A Feistel network permutes a power of four; a number outside of the range is permuted again until it is inside
-    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
-    """
-
-    ROUNDS = 6
-
-    def __init__(self, samples: int, seed: int) -> None:
-        self._samples = samples
-        self._half_bits = np.uint64((samples.bit_length() + 1) // 2)
-        self._keys = np.array([mix(seed, number) for number in range(self.ROUNDS)], dtype=np.uint64)
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, at: Any) -> Any:
-        if not isinstance(at, slice):
-            return int(self[at : at + 1][0])
-        found = self._permuted(np.arange(*at.indices(self._samples), dtype=np.uint64))
-        while (outside := found >= self._samples).any():
-            found[outside] = self._permuted(found[outside])
-        return found.astype(np.int64)
-
-    def _permuted(self, numbers: Any) -> Any:
-        half = np.uint64(2 ** int(self._half_bits) - 1)
-        left, right = numbers >> self._half_bits, numbers & half
-        for key in self._keys:
-            mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
-            mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
-            left, right = right, left ^ ((mixed >> np.uint64(32)) & half)
-        return left << self._half_bits | right
 
 
 def _draw(sampler: Any, most: int, seed: int, epoch: int, is_first: bool, of_batches: bool = False) -> list[Any]:

@@ -25,6 +25,7 @@ from lightswitch.batches.order import TrainingSlices, check_shared
 from lightswitch.batches.plan import BatchPlan, Position, pieces
 from lightswitch.batches.seeds import KeptGenerators, StandIn, content_digest, mix, seed_generators
 from lightswitch.errors import Refused
+from lightswitch.hooked_strategy import of_ranks
 
 log = logging.getLogger(__name__)
 _COMPARED_SAMPLES = 16  # first samples of a reader, whose digest is compared among readers
@@ -62,15 +63,9 @@ class Cut(NamedTuple):
     place: Place
     batch: Any  # a list of samples; after collation, its result
     samples: int  # of the whole step, over all ranks; 0 if the stream has ended
-    state: Any = None  # state of the dataset after this step, or UnsavableState
+    state: Any = None  # state of the dataset after this step, if a checkpoint can store it
     digest: int | None = None  # of this reader's first samples in a pass; only with its first micro-batch
     own_samples: int = 0  # of this micro-batch, once it is collated
-
-
-class UnsavableState(NamedTuple):
-    """Marker for a state that a checkpoint can't store."""
-
-    kind: str
 
 
 def training_stream(
@@ -218,24 +213,14 @@ class StreamSlices(TrainingSlices):
         self._states = {one: state for one, state in self._states.items() if one >= latest}
 
     def end(self, cut: Cut) -> None:
-        """Handle the end of the stream before a step; warn if the stream's ``len()`` is wrong.
+        """Check that the stream ends after a step.
 
         Raises:
-            Refused: the stream has no samples, or too few for one step with ``drop_last``.
+            Refused: it has no samples, or too few for one step with ``drop_last``.
         """
-        steps = cut.place.step - cut.place.begin
-        if steps == 0 and self._drop_last:
-            raise Refused(
-                f"the training stream has fewer samples than global_batch_size={self.plan.global_batch}, and its "
-                "loader drops the last batch; use a smaller global_batch_size"
-            )
-        if steps == 0:
-            raise Refused("the training stream has no samples")
-        if self.is_sized and self.rank == 0:
-            log.warning(
-                "a training stream has ended after %d samples, but its len() is %d: correct its dataset's __len__",
-                self.epoch_samples if self._short else steps * self.plan.global_batch, self.samples,
-            )  # fmt: skip
+        if cut.place.step == cut.place.begin:
+            size = f"fewer samples than global_batch_size={self.plan.global_batch}, and its loader drops the last batch"
+            raise Refused(f"the training stream has {size if self._drop_last else 'no samples'}")
 
 
 class StreamRounds(Sampler[Any]):
@@ -366,8 +351,8 @@ class Cursor:
         if self._holder is None or now < self._next_state_seconds:
             return None
         state = _copied(self._holder.state_dict())
-        if isinstance(state, UnsavableState):
-            self._holder = None
+        if state is None:
+            self._holder = None  # a resumed run reads again what came before, and says so
         seconds = perf_counter() - now
         self._next_state_seconds = now + seconds / _STATE_SHARE
         return state
@@ -412,10 +397,9 @@ def _loses_a_buffer(part: Any) -> bool:
 
 
 def _copied(state: Any) -> Any:
-    """Return a copy of a state, or UnsavableState with the type of a part that is neither plain nor a tensor."""
-    lost = [leaf for leaf in tree_leaves(state) if type(leaf) not in _PLAIN and not isinstance(leaf, torch.Tensor)]
-    if lost:
-        return UnsavableState(type(lost[0]).__name__)
+    """Return a copy of a state; None if a checkpoint can't store it: a part is neither plain nor a tensor."""
+    if not all(type(leaf) in _PLAIN or isinstance(leaf, torch.Tensor) for leaf in tree_leaves(state)):
+        return None
     return tree_map(lambda leaf: leaf.detach().cpu().clone() if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
@@ -449,14 +433,13 @@ class StreamReceiver:
     """Receiver of the cuts that a loader's readers send: it yields the batches and records the other fields.
 
     Args:
-        gather: returns the numbers of all ranks; called at the first batch.
+        slices: those of the loader.
     """
 
-    def __init__(self, slices: StreamSlices | StreamRounds, gather: Callable[[int], list[int]]) -> None:
+    def __init__(self, slices: StreamSlices | StreamRounds) -> None:
         self._slices = slices
-        self._gather = gather
-        self._digests: dict[tuple[int, int], int] = {}  # of the current pass
-        self._is_compared = False
+        self._pass: tuple[int, int] | None = None  # by turn and key
+        self._digest = 0  # of the first samples of the pass
 
     def batches(self, cuts: Iterator[Cut]) -> Iterator[Any]:
         """Yield batches until the stream ends."""
@@ -466,13 +449,6 @@ class StreamReceiver:
                 return
             if cut.digest is not None:
                 self._compare(cut.digest, (cut.place.turn, cut.place.key))
-            if isinstance(cut.state, UnsavableState):  # its reader tries no more
-                log.info(
-                    "the stream's state contains a %s, which a checkpoint can't store: a resumed run reads the stream "
-                    "again up to its position",
-                    cut.state.kind,
-                )
-                cut = cut._replace(state=None)
             self._slices.note(cut)
             yield cut.batch
 
@@ -482,15 +458,11 @@ class StreamReceiver:
         Raises:
             Refused: the samples differ.
         """
-        known = self._digests.get(of_pass)
-        self._digests = {of_pass: digest}
-        if known is not None:
-            others, which = [known, digest], "the workers of a data loader read"
-        elif not self._is_compared:
-            self._is_compared = True
-            others, which = self._gather(digest), "the ranks read"
+        if of_pass == self._pass:
+            others, which = [self._digest, digest], "the workers of a data loader read"
         else:
-            return
+            others, which = of_ranks(digest) if self._pass is None else [digest], "the ranks read"
+            self._pass, self._digest = of_pass, digest
         if len(set(others)) > 1:
             raise Refused(
                 f"{which} different samples of a stream that they should share: if its dataset splits itself, type "

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from lightswitch.batches.loaders import Combined, evaluation_loader, training_loader
 from lightswitch.batches.plan import BatchPlan, Position
@@ -40,10 +40,6 @@ class Formed(Sampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter(random.sample(self.batches, len(self.batches)))
-
-
-class Groups(BatchSampler):
-    """Batches of as many samples, in the order of another sampler."""
 
 
 def read(
@@ -82,13 +78,9 @@ def test_each_device_reads_its_slice_of_each_batch() -> None:
     assert read(Formed(), PLANS[0], epoch=1) != alone
 
 
-OF_RANK_1 = partial(DistributedSampler, DATA, num_replicas=2, rank=1)
-
-
-@pytest.mark.parametrize("sampler", [Formed, lambda: Groups(OF_RANK_1(), 4, drop_last=False)], ids=["alone", "within"])
-def test_a_resume_reads_the_batches_that_are_left(sampler: Any) -> None:
-    whole = [read(sampler(), PLANS[0], epoch) for epoch in range(3)]
-    assert read(sampler(), PLANS[2], 2, first=3) == whole[2][3:]
+def test_a_resume_reads_the_batches_that_are_left() -> None:
+    whole = [read(Formed(), PLANS[0], epoch) for epoch in range(3)]
+    assert read(Formed(), PLANS[2], 2, first=3) == whole[2][3:]
     assert whole[0] != whole[1] != whole[2]
     assert [sorted(chain(*epoch)) for epoch in whole] == [[*range(50)]] * 3
 
@@ -149,13 +141,6 @@ def test_an_evaluation_reads_each_sample_once_in_batches_that_are_cut_if_they_mu
     assert sum(batch in read for batch in Formed().batches) >= 8 - (batches - 8)
 
 
-def test_ranks_that_form_other_batches_of_the_same_order_are_told_apart() -> None:
-    sets = ([[*range(at, at + size)] for at in range(0, 48, size)] for size in (6, 6, 3))
-    loaders = [evaluation_loader(DataLoader(DATA, batch_sampler=one), PLANS[1], 0, seed=5) for one in sets]
-    first, same, other = (loader.batch_sampler.digest(DATA) for loader in loaders)
-    assert first == same != other
-
-
 class OfRank(Formed):
     """Splits the batches itself, by what no one else can see."""
 
@@ -209,22 +194,3 @@ def test_a_batch_is_taken_before_the_next_one_is_drawn() -> None:
     assert first[:4] == [[*range(start, start + 4)] for start in range(0, 16, 4)]
     torch.manual_seed(1)
     assert read(Reused(), PLANS[1]) == first
-
-
-class Split(Formed):
-    """Splits by rank, with the length of a share in any case."""
-
-    num_replicas, rank = 2, 1
-
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches[self.rank :: self.num_replicas])
-
-
-@pytest.mark.parametrize("make", [training_loader, evaluation_loader])
-def test_a_share_is_not_taken_for_the_whole(make: Any) -> None:
-    arguments = (DataLoader(DATA, batch_sampler=Split()), PLANS[1], 0, 5)
-    with pytest.raises(Refused, match="splits by rank, and forms more than the 4 batches"):
-        next(iter(make(*arguments, *((Position(),) if make is training_loader else ()))))

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subse
 from torch.utils.data.distributed import DistributedSampler
 
 from lightswitch.batches.loaders import Combined
-from lightswitch.batches.order import EvaluationBatches, Permutation, TrainingSlices, epoch_order
+from lightswitch.batches.order import EvaluationBatches, TrainingSlices, epoch_order
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.errors import BatchError, Refused
 
@@ -186,13 +186,3 @@ def test_learning_rates_follow_the_global_batch(rule: str, expected: float) -> N
 def test_an_unknown_scaling_rule_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="'lineer'; use one of: none, linear, sqrt"):
         scaled_learning_rate(0.1, "lineer", 64, 64)
-
-
-def test_the_order_of_a_large_set_is_a_permutation_that_takes_no_memory() -> None:
-    for samples in (1, 2, 5, 16, 17, 4097):
-        assert sorted(Permutation(samples, seed=7)[:].tolist()) == list(range(samples))
-    huge, other = (epoch_order(RandomSampler(range(10**9)), 10**9, seed, epoch=0) for seed in (1, 2))
-    assert isinstance(huge, Permutation)
-    assert (len(huge), huge[7]) == (10**9, huge[5:10][2])
-    assert list(huge[:64]) != list(other[:64])
-    assert 0.45e9 < np.mean(huge[:4096]) < 0.55e9

@@ -78,20 +78,6 @@ class Weighted(DistributedSampler):
         return iter(drawn[self.rank : self.total_size : self.num_replicas].tolist())
 
 
-class Dealing(Sampler[int]):
-    """Deals out a permutation by rank, without torch's class."""
-
-    def __init__(self) -> None:
-        self.num_replicas, self.rank = 2, 1
-
-    def __len__(self) -> int:
-        return 50 // self.num_replicas
-
-    def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(50, generator=torch.Generator().manual_seed(3))
-        return iter(order[self.rank :: self.num_replicas].tolist())
-
-
 class WrongLength(EpochSampler):
     def __len__(self) -> int:
         return 60
@@ -289,9 +275,7 @@ def test_a_sampler_that_deals_out_shares_gives_all_of_them(replicas: int) -> Non
     assert len(drawn) == 50
     assert set(drawn) == set(range(5))
     assert len(evaluated(loader)) == 50
-    dealing = DataLoader(DATA, 4, sampler=Dealing())
-    assert sorted(trained(dealing)) == sorted(evaluated(dealing)) == list(range(50))
-    assert dealing.sampler.num_replicas == 2  # the user's own is left alone
+    assert loader.sampler.num_replicas == replicas  # the user's own is left alone
 
 
 def test_a_sampler_that_never_ends_is_refused() -> None:
@@ -359,6 +343,18 @@ class OwnLength(DataLoader):
         return -(-len(self.dataset) // self.batch_size)
 
 
+class Doubling(DataLoader):
+    """As people write a loader that prepares batches for a device: with an `__iter__` and an attribute of its own."""
+
+    def __init__(self, samples: object, factor: int) -> None:
+        super().__init__(samples, 5)
+        self.factor = factor
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch * self.factor
+
+
 class Positional(DataLoader):
     """A subclass that takes other arguments and sets its own."""
 
@@ -370,10 +366,6 @@ class Buckets(BatchSampler):
     pass
 
 
-# that of torchdata's StatefulDataLoader, which is not installed here
-OfTorchdata = type("BatchSampler", (BatchSampler,), {"__module__": "torchdata.stateful_dataloader.sampler"})
-
-
 @pytest.mark.parametrize(
     "loader",
     [
@@ -381,7 +373,6 @@ OfTorchdata = type("BatchSampler", (BatchSampler,), {"__module__": "torchdata.st
         DataLoader(DATA, 5, shuffle=True, num_workers=2),
         Positional(50),
         DataLoader(Subset(DATA, range(50))),
-        DataLoader(DATA, batch_sampler=OfTorchdata(SequentialSampler(DATA), 5, False)),
     ],
 )
 def test_a_loader_is_remade_whoever_wrote_it(loader: DataLoader) -> None:
@@ -408,6 +399,7 @@ def test_the_users_loader_is_left_as_it_was() -> None:
         (DataLoader(DATA, batch_sampler=Unsized()), "its batch sampler, Unsized, has no len()"),
         (DataLoader(DATA, batch_size=3), None),
         (OwnLength(DATA, 4), "its class, OwnLength, has a __len__ of its own"),
+        (Doubling(Numbers(), 2), "its class, Doubling, has an __iter__ of its own"),
         (DataLoader(DATA, 3, sampler=Unsized()), "its sampler, Unsized, has no len()"),
     ],
 )
@@ -430,48 +422,16 @@ def test_evaluation_batches_are_no_larger_than_the_loaders_own_or_a_micro_batch(
     assert max(len(b[0]) for b in evaluation_loader(DataLoader(DATA, 2), PLAN, 0, 1)) <= 2
 
 
-class Recorded(torch.Tensor):
-    """A user's own kind of tensor, which knows whether it was pinned."""
-
-    def pin_memory(self) -> torch.Tensor:
-        return torch.zeros(3)
-
-
-def test_what_is_pinned_is_what_can_be() -> None:
-    batch = {"ids": torch.ones(3).as_subclass(Recorded), "sparse": torch.eye(2).to_sparse(), "name": "first"}
-    elsewhere = torch.ones(4, device="meta")  # as a dataset that lies on the GPU: torch fails to pin these
-    loader = DataLoader([(batch, elsewhere)], collate_fn=lambda samples: samples[0])
-    ((read, same),) = evaluation_loader(loader, BatchPlan(1, 1, 1, 1), 0, 1, pins_for_gpu=True)
-    assert torch.equal(read["ids"], torch.zeros(3))
-    assert read["sparse"] is batch["sparse"]
-    assert read["name"] == "first"
-    assert same is elsewhere
-
-
 def test_where_workers_read_torch_pins_in_a_thread() -> None:
-    loader = DataLoader(DATA, 5, num_workers=2)
-    pinning = evaluation_loader(loader, PLAN, 0, 1, pins_for_gpu=True)
-    assert pinning.pin_memory is True
-    assert pinning.collate_fn is loader.collate_fn
+    for workers in (0, 2):  # a dataset in this process may return tensors of the GPU, which torch fails to pin
+        loader = DataLoader(DATA, 5, num_workers=workers)
+        assert evaluation_loader(loader, PLAN, 0, 1, pins_for_gpu=True).pin_memory == (workers > 0)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_lie_in_pinned_memory(workers: int) -> None:
-    loader = evaluation_loader(DataLoader(DATA, 5, num_workers=workers), PLAN, 0, 1, pins_for_gpu=True)
+def test_batches_of_workers_lie_in_pinned_memory() -> None:
+    loader = evaluation_loader(DataLoader(DATA, 5, num_workers=2), PLAN, 0, 1, pins_for_gpu=True)
     assert all(batch[0].is_pinned() for batch in loader)
-
-
-class Doubling(DataLoader):
-    """As people write a loader that prepares batches for a device: with an `__iter__` and an attribute of its own."""
-
-    def __init__(self, samples: object, factor: int) -> None:
-        super().__init__(samples, 5)
-        self.factor = factor
-
-    def __iter__(self):
-        for batch in super().__iter__():
-            yield batch * self.factor
 
 
 def test_a_loaders_own_methods_and_attributes_are_those_of_the_remade_one() -> None:
@@ -479,11 +439,6 @@ def test_a_loaders_own_methods_and_attributes_are_those_of_the_remade_one() -> N
     assert isinstance(remade, Doubling)
     assert next(iter(remade)).tolist() == [0, 2, 4, 6, 8, 10]
     assert (remade.batch_size, remade.sampler) == (5, remade.batch_sampler)  # as modules ask for them
-
-
-def test_a_streams_loader_with_an_iterator_of_its_own_is_refused() -> None:
-    with pytest.raises(Refused, match=r"Doubling, has an __iter__ of its own.* type data.sharded_by=dataset"):
-        training_loader(Doubling(Numbers(), 2), PLAN, 1, 1, Position())
 
 
 def _nothing(worker: int) -> None:

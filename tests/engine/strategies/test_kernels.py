@@ -1,4 +1,4 @@
-"""What is faster and computes the same: attention's kernels, garbage between steps, batches without gaps."""
+"""What is faster and computes the same: attention's kernels, garbage between steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightswitch.batches.loaders import dense
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import hooked
 from lightswitch.strategies import callbacks as kernels
@@ -100,15 +99,6 @@ def test_a_back_end_that_takes_no_such_tensor_gives_way_to_the_next_one() -> Non
     expected = nn.functional.scaled_dot_product_attention(q, q, q)
     with sdpa_kernel(kernels._BY_SPEED, set_priority=True):
         torch.testing.assert_close(nn.functional.scaled_dot_product_attention(q, q, q), expected)
-
-
-def test_what_is_copied_to_a_gpu_has_no_gaps_and_keeps_its_layout() -> None:
-    windows = torch.arange(12).view(3, 4)
-    assert dense(windows[:, :-1]).is_contiguous()
-    assert torch.equal(dense(windows[:, :-1]), windows[:, :-1])
-    channels_last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    for whole in (windows, windows.t(), windows[1:], channels_last):
-        assert dense(whole) is whole
 
 
 class WithLoss(PlainModel):
