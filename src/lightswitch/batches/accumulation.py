@@ -63,33 +63,26 @@ def weight_and_samples(loaders: Combined, plan: BatchPlan, micro_batch: int) -> 
 
 
 def count_samples(trainer: Trainer, batch: Any, loaders: Combined, plan: BatchPlan) -> None:
-    """Pass the samples of a step to throughput and progress, if the loaders form batches themselves.
-
-    Of steps whose samples are known, such as those of a batch sampler, the mean over an epoch counts.
+    """Pass the samples of the first step to throughput and progress, if the loaders form batches themselves.
 
     Args:
         batch: the first micro-batch of the run.
     """
     if not loaders.is_formed:
         return
-    if loaders.slices:
-        samples = round(loaders.longest.epoch_samples / loaders.longest.own_steps)
-        micro = -(-samples // plan.slices)
-    else:
-        try:
-            micro = extract_batch_size(batch)
-        except MisconfigurationException:  # a batch without tensors
-            return
-        samples = micro * plan.slices
-    if not micro or samples == plan.global_batch:
+    try:
+        micro = extract_batch_size(batch)
+    except MisconfigurationException:  # a batch without tensors
+        return
+    samples = micro * plan.slices
+    if samples == plan.global_batch:
         return
     for callback in callbacks_of(trainer):
         if isinstance(callback, Throughput | Progress):
             callback.count(samples)
     if trainer.global_rank == 0:
         cut = replace(plan, global_batch=samples, micro_batch=micro)
-        mean = " on average" if loaders.slices else ""
-        log.info("batch      %s%s, as the data loader forms them, instead of %d", cut, mean, plan.global_batch)
+        log.info("batch      %s, as the data loader forms its first, instead of %d", cut, plan.global_batch)
 
 
 KEY = "items"

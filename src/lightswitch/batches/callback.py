@@ -172,6 +172,8 @@ class GlobalBatch(Callback):
 
     def _seed_loaders(self, trainer: Trainer, for_training: bool) -> None:
         """Seed the generators for new loaders, for training by the epoch if they are made anew in some epochs."""
+        if for_training:
+            self._loaders.start_set(trainer)
         is_of_epoch = for_training and trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set past its declaration
         epoch = trainer.current_epoch if is_of_epoch else 0
         self._seed_alike(trainer, epoch if for_training else _EVALUATION, _LOADERS)

@@ -45,9 +45,7 @@ class SharedLoaders:
         self._shares_streams = shares_streams
         self._start = Position()
         self._states: Sequence[Any] = ()  # of the training loaders in the checkpoint
-        self._is_complete = True  # the set of training loaders; the next one starts a new set
         self._is_compared = False  # the samples that the ranks draw in this epoch
-        self._earlier: Any = None  # Lightning's combined loader before this set; it may re-create loaders at any time
         self.training = Combined()
 
     def start_at(self, position: Position, states: Sequence[Any]) -> None:
@@ -64,9 +62,13 @@ class SharedLoaders:
         for slices, state in zip(self.training.slices, states, strict=False):
             slices.start_at(self._start.epoch, self._start.step, state)
 
+    def start_set(self, trainer: Trainer) -> None:
+        """Forget the training loaders, before Lightning requests new ones."""
+        self.training = Combined(functools.partial(_mode, trainer))
+
     def start_epoch(self, epoch: int) -> None:
-        """Mark the set of training loaders as complete, and pass the epoch to the datasets of unchanged loaders."""
-        self._is_complete, self._is_compared = True, False
+        """Let the ranks compare what they draw in this epoch, and pass it to the datasets of unchanged loaders."""
+        self._is_compared = False
         for loader in self.training.others:
             _set_epoch(loader, epoch)
 
@@ -77,7 +79,7 @@ class SharedLoaders:
         if all(_slices(one) in ours for one in loaders):
             return
         _say_what_does_not_hold(trainer, "the module has replaced it", training=True, splits=False)
-        self.training = Combined(functools.partial(_mode, trainer))
+        self.start_set(trainer)
         self.training.others += loaders
 
     def compare_ranks(self, trainer: Trainer) -> None:
@@ -104,9 +106,6 @@ class SharedLoaders:
         if isinstance(loader, list) and not loader:  # no loader at all: Lightning hands over the list itself
             return loader
         is_training = trainer.state.stage == RunningStage.TRAINING
-        if is_training and (self._is_complete or trainer.fit_loop._combined_loader is not self._earlier):
-            self.training, self._is_complete = Combined(functools.partial(_mode, trainer)), False
-            self._earlier = trainer.fit_loop._combined_loader
         cannot = obstacle(loader)
         if (reason := cannot or self._split(loader)) is not None:
             if is_training:
@@ -284,8 +283,8 @@ def _slices(loader: Any) -> Any:
 def samples_in(loader: Any, batch_idx: int) -> int | None:
     """Return the number of samples in a batch of an evaluation's loader; None if only the loader knows it."""
     slices = _slices(loader)
-    is_known = isinstance(slices, EvaluationBatches | stream.StreamRounds) and not loader.makes_batches
-    return int(slices.samples_in(batch_idx)) if is_known else None
+    is_known = isinstance(slices, EvaluationBatches) and not loader.makes_batches
+    return slices.samples_in(batch_idx) if is_known else None
 
 
 def takes_one(loader: DataLoader[Any]) -> bool:
@@ -386,14 +385,8 @@ class Combined:
         """Check that a run with these loaders is the same at any world size.
 
         Raises:
-            Refused: no Trainer can fit in the mode, it is unknown which loader ends last, or a batch of several loaders
-                does not divide evenly.
+            Refused: it is unknown which loader ends last, or a batch of several loaders does not divide evenly.
         """
-        if self.mode() == "sequential":
-            raise Refused(
-                "the training loaders are a CombinedLoader with mode=sequential, which the Trainer can't fit on; "
-                "use min_size, max_size_cycle or max_size"
-            )
         if self.is_single:
             return
         if not self.is_sized and self.mode() == CYCLE:
@@ -453,17 +446,11 @@ def _mode(trainer: Trainer) -> str:
 
 def _say_what_does_not_hold(trainer: Trainer, reason: str, training: bool, splits: bool) -> None:
     is_alone = trainer.world_size == 1
-    if training and splits:
-        lost = (
-            "the samples of a step depend on the dataset and the number of devices, a resumed run restarts its epoch, "
-            "and all ranks must end at the same batch"
-        )
-    elif training:
-        shared = "" if is_alone else "; every rank reads the same samples unless the loader splits them"
-        lost = f"it sets its own batch size and order, and a resumed run restarts its epoch{shared}"
-    else:
-        lost = (
-            "the samples that each rank evaluates depend on the dataset" if splits else "samples may be counted twice"
-        )
-    if trainer.global_rank == 0 and not (is_alone and not training):
+    lost = "it sets its own batch size and order, and a resumed run restarts its epoch"
+    if training and not is_alone:
+        lost += "; all ranks must end at the same batch"
+        lost += "" if splits else ", and read the same samples unless the loader splits them"
+    elif not training:
+        lost = "the samples that each rank evaluates depend on the loader, and may be counted twice"
+    if trainer.global_rank == 0 and (training or not is_alone):
         log.warning("this data loader is left unchanged because %s: %s", reason, lost)

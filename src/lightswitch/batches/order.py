@@ -230,7 +230,7 @@ class FormedSlices(TrainingSlices):
     sampler's `len()` says when training begins, as under Lightning; where it forms fewer, the first ones come again.
 
     Raises:
-        Refused: there are no batches; or, while they are read, one has no samples.
+        Refused: there are no batches, or one has no samples.
     """
 
     is_formed = True
@@ -241,17 +241,9 @@ class FormedSlices(TrainingSlices):
         self._bounds_of_passes: dict[int, list[int]] = {}  # where steps begin and the last one ends, by `_pass_key`
         super().__init__(sampler, len(sampler), False, plan, rank, seed, at.epoch, at.step, combined, dataset)
         self.own_steps, self.samples = len(sampler), sized_len(dataset) or len(sampler)
-        if not self.own_steps:
-            raise Refused(f"the batch sampler {type(sampler).__name__} forms no batches")
 
     def _drawn(self, key: int, epoch: int, is_first: bool) -> Sequence[Any]:
         formed = formed_batches(self.given, self.own_steps, mix(self.seed, key), epoch, is_first)
-        if len(formed) < self.own_steps and self.rank == 0:
-            log.warning(
-                "the batch sampler %s forms %d batches, but its len() was %d when training began: the first ones are "
-                "taken again, so that all epochs have as many steps; keep its len() true, and the same",
-                type(self.given).__name__, len(formed), self.own_steps,
-            )  # fmt: skip
         batches = [*islice(cycle(formed), self.own_steps)]
         self._bounds_of_passes[key] = [*accumulate(map(len, batches), initial=0)]
         return [*chain.from_iterable(batches)]

@@ -65,7 +65,6 @@ class Cut(NamedTuple):
     samples: int  # of the whole step, over all ranks; 0 if the stream has ended
     state: Any = None  # state of the dataset after this step, if a checkpoint can store it
     digest: int | None = None  # of this reader's first samples in a pass; only with its first micro-batch
-    own_samples: int = 0  # of this micro-batch, once it is collated
 
 
 def training_stream(
@@ -88,8 +87,7 @@ def evaluated_stream(
     batch = min(loader.batch_size or plan.micro_batch, plan.micro_batch)
     of_round = BatchPlan(batch * plan.replicas, batch, plan.replicas, 1)
     groups = partial(_rounds, size=of_round.global_batch, replicas=plan.replicas)
-    rounds = StreamRounds(sized_len(loader.dataset), of_round)
-    return rounds, IndexedStream(loader.dataset, Cursor(of_round, rank, seed, groups, seeded_samples=1))
+    return StreamRounds(of_round), IndexedStream(loader.dataset, Cursor(of_round, rank, seed, groups, seeded_samples=1))
 
 
 def _global_batches(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
@@ -101,19 +99,15 @@ def _global_batches(samples: Iterator[Any], size: int, drop_last: bool) -> Itera
 def _rounds(samples: Iterator[Any], size: int, replicas: int) -> Iterator[list[Any]]:
     """Yield rounds: the samples that all ranks evaluate together, at least one for each rank.
 
-    To ensure that, the last rounds are split into similar sizes. Fewer samples than ranks form one round.
+    To ensure that, the last rounds are split into similar sizes. Fewer samples than ranks form one round, which is
+    refused where it is received.
     """
     ahead = list(islice(samples, size + replicas))
     while len(ahead) == size + replicas:
         yield ahead[:size]
         ahead = ahead[size:] + list(islice(samples, size))
-    for piece in pieces(ahead, _last_rounds(len(ahead), size, replicas)):
-        yield [*piece]
-
-
-def _last_rounds(samples: int, size: int, replicas: int) -> int:
-    """Return the number of rounds for a stream's last samples, which are fewer than ``size + replicas``."""
-    return max(1, min(-(-samples // size), samples // replicas)) if samples else 0
+    if ahead:
+        yield from map(list, pieces(ahead, max(1, min(-(-len(ahead) // size), len(ahead) // replicas))))
 
 
 class StreamSlices(TrainingSlices):
@@ -227,23 +221,13 @@ class StreamRounds(Sampler[Any]):
     """Batch sampler of an evaluation over a stream: yields the places of its rounds until the stream ends.
 
     Args:
-        samples: the stream's ``len()``; None if it is unknown.
         plan: plan of a round, without accumulation.
     """
 
-    def __init__(self, samples: int | None, plan: BatchPlan) -> None:
-        self._samples = samples
+    def __init__(self, plan: BatchPlan) -> None:
         self.plan = plan
         self.batch_size = plan.micro_batch
         self._turn = 0
-        self._own: dict[int, int] = {}  # samples of this rank's last batches, which a loader makes ahead
-
-    def __len__(self) -> int:
-        if self._samples is None:
-            raise TypeError("the length of the stream is unknown")
-        size, replicas = self.plan.global_batch, self.plan.replicas
-        whole = max(0, (self._samples - replicas) // size)
-        return whole + _last_rounds(self._samples - whole * size, size, replicas)
 
     def __iter__(self) -> Iterator[Any]:
         self._turn += 1
@@ -251,14 +235,8 @@ class StreamRounds(Sampler[Any]):
             yield Place(self._turn, 0, 0, 0, step, 0)
 
     def note(self, cut: Cut) -> None:
-        """Record the number of samples of a batch, which counts with it in an evaluation."""
+        """Check that each rank gets a sample of a round."""
         check_shared(cut.samples, self.plan.replicas)
-        self._own = {step: own for step, own in self._own.items() if step > cut.place.step - _UNFINISHED_STEPS}
-        self._own[cut.place.step] = cut.own_samples
-
-    def samples_in(self, batch_idx: int) -> int:
-        """Return the number of samples of a batch that is being evaluated."""
-        return self._own[batch_idx]
 
     def end(self, cut: Cut) -> None:
         """Do nothing: all ranks have made the same number of batches."""
@@ -426,7 +404,7 @@ class StreamCollate:
         if not cut.samples:
             return cut
         batch = self._kept.seeded(self._collate, [cut.batch], [torch.initial_seed()], cut.place.turn)[0]
-        return cut._replace(batch=batch, own_samples=len(cut.batch))
+        return cut._replace(batch=batch)
 
 
 class StreamReceiver:

@@ -226,12 +226,12 @@ def refusal(error: Exception, trainer: Trainer, steps: int) -> Refused | None:
             "it steps manually",
         )
     is_ddp = isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
-    if _is_of_reentrant_checkpoint(error) and trainer.world_size > 1:
+    if is_ddp and _READY_TWICE in str(error):
         return _told(
             error,
-            f"the backward pass of {name} computes gradients several times, as reentrant checkpoints do, and "
-            f"{type(trainer.strategy).__name__} expects each once; call torch.utils.checkpoint.checkpoint with "
-            "use_reentrant=False" + (", or type trainer.strategy.static_graph=true" if is_ddp else ""),
+            f"the backward pass of {name} computes gradients several times, as reentrant checkpoints do, and DDP "
+            "expects each once; call torch.utils.checkpoint.checkpoint with use_reentrant=False, or type "
+            "trainer.strategy.static_graph=true",
         )
     is_whole = is_ddp or isinstance(trainer.strategy, SingleDeviceStrategy)
     if is_whole or steps >= STEPS or not isinstance(error, _KINDS) or isinstance(error, _OTHERS):
@@ -249,19 +249,6 @@ def refusal(error: Exception, trainer: Trainer, steps: int) -> Refused | None:
         f"devices{_place(error)}: {message}; {'type trainer.strategy.gather=step, or ' if gathers_parts else ''}"
         "use strategy=ddp, which does not shard them. If it also fails there, the "
         "error is in the module. The traceback is in train.log",
-    )
-
-
-def _is_of_reentrant_checkpoint(error: Exception) -> bool:
-    """Return whether a backward pass within another has failed, which `use_reentrant=True` starts for each block."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    places = {(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in frames}
-    return _READY_TWICE in str(error) or (
-        isinstance(error, RuntimeError | AssertionError)
-        and ("torch.utils.checkpoint", "backward") in places
-        and _package(frames[-1].f_globals.get("__name__")) in _LIBRARIES
-        and not is_of_another_rank_or_device(error)
-        and not isinstance(error, _OTHERS)
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from tests.engine.fits import Fit, Fits
@@ -74,11 +73,6 @@ class Series(Dataset):
         return self.series[index]
 
 
-class SeriesStream(IterableDataset):
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(Series(10).series)
-
-
 class SeriesData(LightningDataModule):
     """Batches without a dimension of samples."""
 
@@ -90,8 +84,6 @@ class SeriesData(LightningDataModule):
         return DataLoader(Series(16), batch_size=8, shuffle=True, collate_fn=list)
 
     def val_dataloader(self) -> DataLoader:
-        if self.how == "stream":
-            return DataLoader(SeriesStream(), batch_size=4, collate_fn=list)
         if self.how == "formed":
             return DataLoader(Series(10), batch_sampler=Buckets([1.0] * 10, 3.0), collate_fn=list)
         return DataLoader(Series(10), batch_size=4, collate_fn=lambda some: {"scale": torch.ones(3), "some": some})
@@ -113,7 +105,7 @@ class OverSeries(PlainModel):
         pass
 
 
-@pytest.mark.parametrize("how", ["in order", "stream", "formed"])
+@pytest.mark.parametrize("how", ["in order", "formed"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_batch_weighs_its_samples_whatever_the_shape_of_its_tensors(how: str, ranks: int, fits: Fits) -> None:
     strategy = "ddp" if ranks > 1 else "single"
