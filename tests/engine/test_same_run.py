@@ -111,7 +111,7 @@ def test_a_loader_that_splits_itself_runs_as_it_is_and_the_run_says_so(train: Tr
     run = train(*RUN, *words, "trainer.max_steps=20", ranks=2)
     assert (
         "this data loader is left unchanged because its batch sampler splits the samples by rank "
-        "(data.sharded_by=dataset): the samples of a step depend on the dataset and the number of devices"
+        "(data.sharded_by=dataset): it sets its own batch size and order, and a resumed run restarts its epoch"
     ) in run.out
     first = _samples_of_steps(run.run_dir)[0, 0]
     assert first[::2] == first[1::2]

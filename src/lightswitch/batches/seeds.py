@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
@@ -70,14 +71,9 @@ def generator_states(device: torch.device) -> tuple[Any, ...]:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Context in which the generators of Python, NumPy and torch's CPU begin with a seed; restores them."""
-    of_python, of_numpy, of_torch, _ = generator_states(torch.device("cpu"))
-    seed_generators(seed)
-    try:
+    with isolate_rng(include_cuda=False):
+        seed_generators(seed)
         yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        torch.random.set_rng_state(of_torch)
 
 
 def own_generators(*owners: object, without: tuple[type, ...] = ()) -> list[Any]:

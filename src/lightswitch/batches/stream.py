@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice, repeat
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,6 @@ from lightswitch.hooked_strategy import of_ranks
 
 log = logging.getLogger(__name__)
 _COMPARED_SAMPLES = 16  # first samples of a reader, whose digest is compared among readers
-_STATE_SHARE = 0.05  # maximum share of a reader's time that the dataset's state_dict() takes
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _ENDLESS = sys.maxsize  # number of samples of a stream of unknown length
 _UNFINISHED_STEPS = 2  # that a loader may be ahead of training, because Lightning prefetches one batch
@@ -274,7 +272,6 @@ class Cursor:
         self._group: list[Any] = []
         self._step = -1  # step of the pass that the group belongs to
         self._holder: Any = None  # dataset or iterator with a state dict
-        self._next_state_seconds = 0.0
         self._digest: int | None = None  # of the first samples of the pass, until they are sent
         self._is_new = True  # whether nothing of the pass has been read
 
@@ -325,14 +322,9 @@ class Cursor:
                 self._is_new, self._digest = False, content_digest(self._group[:_COMPARED_SAMPLES])
 
     def _state(self) -> Any:
-        now = perf_counter()
-        if self._holder is None or now < self._next_state_seconds:
-            return None
-        state = _copied(self._holder.state_dict())
+        state = None if self._holder is None else _copied(self._holder.state_dict())
         if state is None:
             self._holder = None  # a resumed run reads again what came before, and says so
-        seconds = perf_counter() - now
-        self._next_state_seconds = now + seconds / _STATE_SHARE
         return state
 
 

@@ -17,8 +17,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightswitch import patches
 from lightswitch.errors import Refused
@@ -209,37 +208,21 @@ class EpochLoop(_TrainingEpochLoop):
 
 
 class OptimizationByHand(_ManualOptimization):
-    """Manual optimization that also counts optimizer steps that bypass Lightning's wrapper of the optimizer.
+    """Manual optimization that also counts a step that bypasses Lightning's wrapper of the optimizer, once a batch.
 
     SAM's `second_step` steps an inner optimizer, and many modules call `self.optimizers().optimizer.step()`. Limits and
     checkpoints depend on the count.
     """
 
-    _depth = 0  # of nested steps
-
     def run(self, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        self._depth = 0
-        hooks = register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._end)
+        progress, stepped = self.optim_step_progress, []
+        counted = progress.total.completed
+        hook = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.append(optimizer))
         try:
-            return super().run(kwargs)
+            output = super().run(kwargs)
         finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _begin(self, optimizer: Optimizer, *_: Any) -> None:
-        self._depth += 1
-
-    def _end(self, optimizer: Optimizer, *_: Any) -> None:
-        self._depth -= 1
-        counted = self.optim_step_progress.current
-        is_wrapped = counted.ready > counted.completed
-        if self._depth == 0 and not is_wrapped and self._is_the_runs(optimizer):
-            self.optim_step_progress.increment_ready()
-            self.optim_step_progress.increment_completed()
-
-    def _is_the_runs(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer shares a parameter with the run's optimizers; that of an inner loop may not."""
-        groups = (group for of_run in self.trainer.optimizers for group in of_run.param_groups)
-        trained = {id(parameter) for group in groups for parameter in group["params"]}
-        own = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return any(id(parameter) in trained for parameter in own)
+            hook.remove()
+        if stepped and progress.total.completed == counted:
+            progress.increment_ready()
+            progress.increment_completed()
+        return output

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
+from lightswitch.loop.loops import replace_loops
 from tests.engine.batches.streams import SizedStream, Stream
 from tests.engine.conftest import Finished, Train
 from tests.engine.fits import local_trainer
@@ -141,7 +142,9 @@ def _streamed(plan: BatchPlan, mode: str, folder: Path, **sets: Any) -> dict[tup
 
 def _trainer(plan: BatchPlan, folder: Path) -> pl.Trainer:
     batch = GlobalBatch(plan, seed=0)
-    return local_trainer(folder, batch, max_epochs=2, accumulate_grad_batches=plan.accumulation)
+    trainer = local_trainer(folder, batch, max_epochs=2, accumulate_grad_batches=plan.accumulation)
+    replace_loops(trainer)
+    return trainer
 
 
 class StatefulLoader(DataLoader):
