@@ -29,9 +29,9 @@ CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 # that it may have: lower the number when it shrinks, and before you raise one, look for what can go instead.
 BUDGETS = {
     **{"fork": 200, "doctor": 220, "launch": 1930, "checking": 520, "compare": 380, "sweeps": 415, "reference": 300},
-    **{"preflight": 1130, "planning": 1350, "loop": 390, "failures": 990, "runs": 730, "export": 395, "config": 600},
+    **{"preflight": 1130, "planning": 1350, "loop": 370, "failures": 990, "runs": 730, "export": 395, "config": 600},
     **{"deepspeed": 850, "strategies": 1710, "context": 20, "cluster": 400, "process": 230, "checkpoints": 1950},
-    **{"batches": 1945, "monitoring": 1080, "hooked_strategy": 160, "mixins": 20, "patches": 300},
+    **{"batches": 1760, "monitoring": 1080, "hooked_strategy": 160, "mixins": 20, "patches": 300},
     **{"versions": 30, "regular_files": 120, "errors": 110},
 }
 PACKAGES = tuple(BUDGETS)
