@@ -13,7 +13,6 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -44,17 +43,6 @@ def composed(tmp_path: Path) -> Iterator[Composed]:
 
     with requests.composing():
         yield accepted
-
-
-@pytest.mark.parametrize("scheduler", choices("scheduler"))
-def test_every_optimizer_goes_with_every_scheduler(scheduler: str, composed: Composed) -> None:
-    for optimizer in choices("optimizer"):
-        cfg = composed(f"optimizer={optimizer}", f"scheduler={scheduler}")
-        model = instantiate(cfg.model, _convert_="all")
-        model.configure_model()
-        made = model.configure_optimizers()
-        assert isinstance(made["optimizer"], torch.optim.Optimizer), optimizer
-        assert isinstance(made["lr_scheduler"]["scheduler"], torch.optim.lr_scheduler.LRScheduler), optimizer
 
 
 MADE = [("callbacks", choice, pl.Callback) for choice in choices("callbacks")]

@@ -1,15 +1,13 @@
-"""The tests leave the checkout as it was, also for one who has neither Slurm nor root, nor a home to write to."""
+"""The documentation site is built with nothing dead in it, and each benchmark runs."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -17,58 +15,7 @@ import torch
 from benchmarks import missed
 from benchmarks.results import Row, interleaved, row
 from tests.engine.conftest import CHECKOUT
-from tests.engine.slurm.cluster import PATH
 from tests.engine.tables.reference import pages
-
-SUITE = ("tests/engine/slurm", "tests/engine/test_regular_files.py")
-
-
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
-    """What a stranger has who has just cloned the project."""
-    attempt = subprocess.run(["unshare", "--user", "--map-root-user", "true"], capture_output=True, text=True)
-    if attempt.returncode:
-        pytest.skip(f"no new user namespaces: {attempt.stderr.strip()}")
-    clone = tmp_path / "clone"
-    for folder in (".ci", "benchmarks", "conf", "docs", "slurm", "src", "tests"):
-        shutil.copytree(CHECKOUT / folder, clone / folder, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for file in ("Makefile", "README.md", "pyproject.toml", "train.py"):
-        shutil.copy(CHECKOUT / file, clone)
-    subprocess.run(["git", "init", "--quiet", str(clone)], check=True)
-    return clone
-
-
-def test_the_suite_removes_nothing_where_slurm_is_not_installed(clone: Path) -> None:
-    slurm = ("sbatch", "slurmctld", "slurmd")
-    programs = [found for program in slurm if (found := shutil.which(program, path=PATH))]
-    hide = "".join(f"mount --bind /dev/null {os.path.realpath(program)} && " for program in programs)
-    in_namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-euc", f'{hide}exec "$0" "$@"']
-    assert re.search("not installed: .*sbatch, slurmctld, slurmd", _run_suite(in_namespace, clone, Path.home()))
-
-
-def test_the_suite_removes_nothing_without_root_and_in_a_home_that_is_read_only(clone: Path, tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    home.mkdir(mode=0o555)
-    assert "machines of namespaces need root" in _run_suite(["unshare", "--user"], clone, home)
-
-
-def _run_suite(wrapper: list[str], clone: Path, home: Path) -> str:
-    before = _contents(clone)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("LIGHTSWITCH_", "PYTEST_"))}
-    environ |= {"PYTHONPATH": str(clone / "src"), "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(home)}
-    options = ["-p", "no:cacheprovider", "--basetemp", str(clone.with_name("temporary")), "-q"]
-    command = [*wrapper, "python", "-m", "pytest", *options, *SUITE]
-    done = subprocess.run(command, cwd=clone, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert _contents(clone) == before
-    return done.stdout
-
-
-def _contents(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every path below a folder, with its size and the time of its last change."""
-    found = ((path, path.lstat()) for path in folder.rglob("*"))
-    return {str(path): (state.st_size, state.st_mtime_ns) for path, state in found}
-
 
 # The documentation site: built with nothing dead in it
 
@@ -106,35 +53,6 @@ def test_a_dead_link_or_anchor_and_a_page_that_is_not_in_the_navigation_fail(cop
     built = _built_in(copy)
     assert built.returncode != 0
     assert [name for name in ("lost.md", "gone.md", "nowhere") if name not in built.stderr] == []
-
-
-# The pictures of the documents: small, used, and read by a screen reader
-
-
-PAGES = [CHECKOUT / "README.md", *(CHECKOUT / "docs").rglob("*.md")]
-FOLDER = CHECKOUT / "docs" / "images"
-LARGEST_BYTES = 150_000
-SVG = "{http://www.w3.org/2000/svg}"
-PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)|<img alt=\"([^\"]*)\" src=\"([^\"]+)\"|srcset=\"([^\"]+)\"")
-
-
-def _shown(page: Path) -> list[tuple[str, Path]]:
-    """The text in place of each picture of a page, which that for the dark has none of, and the picture's file."""
-    found = PICTURE.findall(page.read_text())
-    return [
-        (text or other, (page.parent / (path or source or dark)).resolve()) for text, path, other, source, dark in found
-    ]
-
-
-def test_each_picture_is_small_and_shown_and_told_to_those_who_do_not_see_it() -> None:
-    shown = [both for page in PAGES for both in _shown(page)]
-    assert {path for _, path in shown} == {*FOLDER.iterdir()}
-    assert [path for _, path in shown if path.stat().st_size > LARGEST_BYTES] == []
-    assert [path for text, path in shown if len(text) < 40 and not path.stem.endswith("_dark")] == []
-    for path in FOLDER.glob("*.svg"):
-        root = ElementTree.parse(path).getroot()
-        read = [root.find(f"{SVG}*[@id='{label}']") for label in root.attrib["aria-labelledby"].split()]
-        assert [part.tag for part in read if len(part.text) > 20] == [f"{SVG}title", f"{SVG}desc"], path
 
 
 # Each benchmark runs and writes its results; how fast anything is, a test can't tell

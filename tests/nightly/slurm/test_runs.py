@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from lightswitch.runs import claim
-from tests.engine.conftest import CHECKOUT, Train
+from tests.engine.conftest import CHECKOUT
 from tests.engine.failures.pace import PACE_TARGET
-from tests.engine.faults import __main__ as faults
 from tests.engine.fork.forks import clone_into, environment, made
 from tests.engine.slurm import jobs
 from tests.engine.slurm.cluster import SUBNET, Cluster
-from tests.engine.slurm.jobs import SLURM, submit, with_site
+from tests.engine.slurm.jobs import submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 
@@ -62,22 +61,6 @@ def test_a_job_that_is_requeued_to_another_node_has_its_run_directory_at_once(
     assert "resumes    " in job.output()
     assert "waiting    " not in job.output()
     assert not path.exists()
-
-
-@pytest.mark.parametrize("number", [60, 150, 240, 330])
-def test_a_job_that_is_killed_at_a_file_operation_ends_as_one_that_was_not(
-    number: int, slurm_cluster: Cluster, checkout: Path, train: Train
-) -> None:
-    own = (setting for setting in faults.RUN if not setting.startswith("run_id="))
-    run = (*own, *faults.CADENCES["meet"], "strategy=ddp")
-    whole = faults.ended(train(*run, ranks=2).run_dir)
-    fault = f"LD_PRELOAD={faults.library()} FAULT_UNDER={checkout}/runs FAULT_RANK=0 FAULT_AT={number} FAULT_HOW=kill"
-    with_site(checkout, f"if ((${{SLURM_RESTART_COUNT:-0}} == 0)); then export {fault}; fi\n")
-    job = submit(slurm_cluster, SLURM / "multinode.sh", *run, cwd=checkout, nodes=2, ntasks_per_node=1)
-    assert job.wait() == "COMPLETED", job.output()
-    assert int(job.details()["Restarts"]) >= 1, "the fault was met"
-    (run_dir,) = (checkout / "runs/plainmodel").iterdir()
-    assert faults.ended(run_dir).difference(whole) is None
 
 
 def test_a_fork_trains_over_nodes(slurm_cluster: Cluster, tmp_path: Path) -> None:
