@@ -8,7 +8,6 @@
     │   ├── UnfitCheckpoint        a checkpoint does not fit the model, or can't be read
     │   ├── UnwrittenCheckpoint    a checkpoint could not be written (also an OSError)
     ├── BatchError                 a batch size below one sample (a ValueError)
-    ├── NeedsValues                a step depends on tensor values that a plan can't replace (a RuntimeError)
     └── LostRank                   a rank failed, or exceeded a timeout (a RuntimeError)
 
     SystemExit
@@ -115,10 +114,6 @@ class UnwrittenCheckpoint(Refused, OSError):
 
 class BatchError(ValueError):
     """A global batch or a micro-batch of less than one sample."""
-
-
-class NeedsValues(RuntimeError):
-    """A step that depends on tensor values, which a plan can't replace; the text says what it does and where."""
 
 
 class LostRank(RuntimeError):

@@ -28,13 +28,15 @@ CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 # From the top down: a package, or a file beside the packages, imports those below it alone. Each has the lines of code
 # that it may have: lower the number when it shrinks, and before you raise one, look for what can go instead.
 BUDGETS = {
-    **{"fork": 200, "doctor": 220, "launch": 1930, "checking": 520, "compare": 380, "sweeps": 415, "reference": 300},
-    **{"preflight": 1130, "planning": 1350, "loop": 370, "failures": 990, "runs": 730, "export": 395, "config": 600},
+    **{"fork": 200, "doctor": 205, "launch": 1400, "checking": 515, "compare": 355, "sweeps": 415, "reference": 300},
+    **{"preflight": 1130, "planning": 1625, "loop": 370, "failures": 990, "runs": 730, "export": 350, "config": 600},
     **{"deepspeed": 850, "strategies": 1710, "context": 20, "cluster": 400, "process": 230, "checkpoints": 1950},
     **{"batches": 1760, "monitoring": 1080, "hooked_strategy": 160, "mixins": 20, "patches": 300},
     **{"versions": 30, "regular_files": 120, "errors": 110},
 }
 PACKAGES = tuple(BUDGETS)
+# They need what a run is built from, which is in launch, and count as the tool that they are the upper half of.
+OF_TOOLS = dict.fromkeys(("launch.plan", "launch.dry_run", "launch.fitting", "launch.auto"), "planning")
 TOOLS = ("planning", "compare", "doctor", "export", "fork", "reference", "sweeps", "checking")  # a run asks for them
 UNDECLARED = ("triton",)  # it comes with torch for CUDA
 # Read before torch is imported: to answer a mistake, --help, or what a run would cost.
@@ -99,6 +101,11 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
+def budget_of(module: str) -> str:
+    """Return the package, or the file, in whose budget a file counts."""
+    return OF_TOOLS.get(module.partition(".")[2], package_of(module))
+
+
 def test_packages_import_what_is_below_them_and_nothing_of_the_project_or_the_tests() -> None:
     rank = {module: PACKAGES.index(package_of(module)) for module in ENGINE.keys() - {"lightswitch"}}
     pairs = [(module, other) for module in rank for other in engine_imports(module)]
@@ -119,7 +126,7 @@ def test_no_file_imports_another_that_imports_it() -> None:
 def test_no_package_has_more_lines_than_its_budget() -> None:
     lines = dict.fromkeys(("", *PACKAGES), 0)
     for module, path in ENGINE.items():
-        lines[package_of(module)] += code_lines(path)
+        lines[budget_of(module)] += code_lines(path)
     assert {name: (count, BUDGETS.get(name, 0)) for name, count in lines.items() if count > BUDGETS.get(name, 50)} == {}
 
 

@@ -104,6 +104,7 @@ _WORDS = {
     "strategy=deepspeed trainer.strategy.config={value}": "deepspeed deepspeed_config deepspeed_config_file ds_config",
     # Numbers
     "precision": "dtype mixed_precision",
+    "precision=NAME, in a plan for each": "plan.precisions",
     "precision=bf16-mixed": "bf16 precision=bf16 precision=bfloat16 precision=amp_bf16 precision=true",
     "precision=16-mixed": "fp16 amp use_amp precision=16 precision=fp16 precision=float16 precision=half "
     "precision=amp precision=mixed",

@@ -89,28 +89,6 @@ def overrides_below(key: str) -> list[str]:
     return [word for word in words if word.lstrip("+~").startswith(f"{key}.")]
 
 
-def of_each_launcher(nodes: int, devices_per_node: int, uses_gpus: bool) -> dict[str, str]:
-    """Return, by launcher, the command that starts the run on these nodes; HEAD stands for the first node's name."""
-    script, typed = sys.orig_argv[_script(sys.orig_argv)], overrides_of_run()
-    alone, counts = nodes == 1, [f"trainer.num_nodes={nodes}", f"trainer.devices={devices_per_node}"]
-    per_node = f"--nproc-per-node={devices_per_node}"
-    meet = [f"--nnodes={nodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=HEAD:29500", "--rdzv-id=mine"]
-    tasks = [f"--nodes={nodes}", f"--ntasks-per-node={devices_per_node}"]
-    gpus = [f"--gpus-per-node={devices_per_node}"] if uses_gpus else []
-    of_job = gpus or [*(["--gpus-per-node=0"] if alone else []), tasks[1]]  # single.sh asks for one GPU
-    script_of_job = f"slurm/{'single' if alone else 'multinode'}.sh"
-    by_hand = ["run_id=mine", "cluster=manual", "cluster.node_rank=0", "cluster.main_address=HEAD"]
-    world = f"WORLD_SIZE={nodes * devices_per_node} LOCAL_WORLD_SIZE={devices_per_node} RANK=0"
-    return {
-        "python": _joined(["python", *script, *typed, *(counts[1:] if alone else [*counts, *by_hand])]),
-        "torchrun": _joined(["torchrun", *(["--standalone"] if alone else meet), per_node, *script, *typed]),
-        "sbatch": _joined(["sbatch", tasks[0], *of_job, script_of_job, *typed]),
-        "srun": _joined(["srun", *tasks, *gpus, "python", *script, *typed]),
-        "env": f"MASTER_ADDR=HEAD MASTER_PORT=29500 {world} "
-        + _joined(["python", *script, *typed, "run_id=mine", "cluster=env"]),
-    }
-
-
 def _again(placement: Placement, without: tuple[str, ...], *words: str) -> str:
     """Return the command that starts the script by its launcher, without some overrides and with others."""
     return _joined([*_program(placement), *_overrides(without=without), *words])

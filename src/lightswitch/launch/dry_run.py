@@ -1,4 +1,4 @@
-"""A dry run: what the ranks of a run would read and write, and its job script, without starting any rank."""
+"""A dry run: what the ranks of a run would read and write, without starting any rank."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ from lightswitch.batches.loaders import CYCLE, Combined, evaluation_loader, obst
 from lightswitch.batches.order import TrainingSlices
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.context import RunContext
-from lightswitch.errors import NeedsValues, Refused, listed, shown
-from lightswitch.launch import commands, plan
+from lightswitch.errors import listed, shown
+from lightswitch.launch import plan
 from lightswitch.launch.build import problems_elsewhere
 from lightswitch.launch.instantiation import raise_all
 from lightswitch.launch.plan import Request
 from lightswitch.planning import candidates, report
-from lightswitch.planning.device import GIB
 from lightswitch.planning.estimate import Estimate
 from lightswitch.preflight import strategies
-from lightswitch.runs import resume
 
 log = logging.getLogger(__name__)
 _SHOWN_SAMPLES = 8
@@ -43,68 +41,33 @@ def dry_run(cfg: DictConfig, run: RunContext) -> None:
     """
     request = plan.requested(cfg)
     candidate = candidates.chosen(run.hydra.runtime.choices.get("strategy"), request.trainer["strategy"])
-    batch = plan.batch_of(request, candidate, cfg.micro_batch_size)
+    batch = plan.batch_of(request, cfg.micro_batch_size)
     plan.check(request, candidate, batch)
     raise_all(problems_elsewhere(cfg, run, batch, plan.strategy_of(candidate), request.world.size))
     owner = request.samples.owner
     if is_overridden("val_dataloader", owner) and request.trainer.get("limit_val_batches") != 0:
         _check_evaluation(owner.val_dataloader(), batch)
-    try:
-        found = plan.at(request, candidate, batch)
-    except NeedsValues as error:
-        raise Refused(
-            f"the step of {cfg.model._target_} {error}; use mode=plan, which reports what is known"
-        ) from error
-    asked: Any = OmegaConf.to_container(cfg.dry_run)
-    reads = {
-        rank: _reads(request, candidate.ranks_of_a_sample, batch, rank) for rank in strategies.ranks(asked["rank"])
-    }
-    world = request.world
+    found = plan.at(request, candidate, batch)
+    ranks = strategies.ranks(OmegaConf.to_container(cfg.dry_run)["rank"])  # type: ignore[index,call-overload]  # a node
+    reads = {rank: _reads(request, batch, rank) for rank in ranks}
+    world, precision = request.world, cfg.trainer.get("precision")
+    devices = f"{world.nodes} × {world.devices_per_node} {request.device.name}"
+    places = [f"rank {rank} is device {rank % world.devices_per_node} of node {rank // world.devices_per_node}, from 0"
+              for rank in reads if rank]  # fmt: skip
     sections = {
-        "world": [
-            f"{world.nodes} node{'s' if world.nodes > 1 else ''} × {world.devices_per_node} {request.device.name} = "
-            f"{f'{world.size} ranks' if world.size > 1 else 'one rank'}, {candidate.words[0]}, "
-            f"precision {cfg.trainer.get('precision')}",
-            *(
-                "rank {} is device {} of node {}, from 0".format(rank, *divmod(rank, world.devices_per_node)[::-1])
-                for rank in reads
-                if rank
-            ),
-        ],
+        "world": [f"{devices} = {world.size} ranks, {candidate.words[0]}, precision {precision}", *places],
         "batch": [str(batch)],
         "samples": list(_samples(reads)),
         "memory": [*report.table([found]).splitlines(), *filter(None, [report.replaced(found)])],
         "files": list(_files(cfg, run.run_dir, found)),
-        "commands": [
-            f"{launcher:<9} {text}"
-            for launcher, text in commands.of_each_launcher(
-                world.nodes, world.devices_per_node, request.device.kind == "cuda"
-            ).items()
-        ],
     }
-    log.info("\n%s\n", "\n\n".join(_section(name, lines) for name, lines in sections.items() if lines))
-    regular_files.write_json(run.run_dir / resume.RESULTS, _metrics(found))
-    data = {
-        "world": asdict(world),
-        "strategy": candidate.words[0],
-        "batch": asdict(batch),
-        "samples": {str(rank): [asdict(one) for one in of_rank] for rank, of_rank in reads.items()},
-        "estimate": report.of_estimate(found),
-        **{name: sections[name] for name in ("files", "commands")},
-    }
+    lines = ((name if index == 0 else "", line) for name, text in sections.items() for index, line in enumerate(text))
+    log.info("\n%s\n", "\n".join(f"{name:<12} {line}".rstrip() for name, line in lines))
+    samples = {rank: [asdict(one) for one in of_rank] for rank, of_rank in reads.items()}
     path = run.run_dir / "dry_run.json"
+    data = {"batch": asdict(batch), "samples": samples, "estimate": report.as_data(found), "files": sections["files"]}
     regular_files.write_text(path, json.dumps(data, indent=1, default=str))
     log.info("dry run    %s", shown(path))
-
-
-def _section(name: str, lines: Sequence[str]) -> str:
-    return "\n".join(f"{name if index == 0 else '':<12} {line}".rstrip() for index, line in enumerate(lines))
-
-
-def _metrics(estimate: Estimate) -> dict[str, float]:
-    """Return the metrics by which a sweep can compare its jobs, for example objective=seconds_per_step."""
-    seconds = estimate.least_seconds
-    return {"gib": estimate.memory.bytes / GIB} | ({} if seconds is None else {"seconds_per_step": seconds})
 
 
 @dataclass(frozen=True)
@@ -122,11 +85,8 @@ class Reads:
     steps: tuple[tuple[tuple[Any, ...], ...], ...] = ()
 
 
-def _reads(request: Request, ranks_of_a_sample: int, batch: BatchPlan, rank: int) -> list[Reads]:
+def _reads(request: Request, batch: BatchPlan, rank: int) -> list[Reads]:
     """Return the samples that a rank reads from each training loader in its first steps.
-
-    Args:
-        ranks_of_a_sample: number of consecutive ranks that read the same samples.
 
     Raises:
         Refused: the loaders can't be split over this many devices, or can't be combined.
@@ -141,7 +101,7 @@ def _reads(request: Request, ranks_of_a_sample: int, batch: BatchPlan, rank: int
             combined.others.append(loader)
             found.append(Reads(reason))
             continue
-        slices = training_loader(loader, batch, rank // ranks_of_a_sample, cfg.seed, start, combined).batch_sampler
+        slices = training_loader(loader, batch, rank, cfg.seed, start, combined).batch_sampler
         found.append(slices if isinstance(slices, TrainingSlices) else Reads("its samples have no indices"))
     combined.check()
     return [one if isinstance(one, Reads) else _first_steps(one, batch, cfg.dry_run.steps) for one in found]

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.context import RunContext
-from lightswitch.errors import NeedsValues, Refused, Unplanned
+from lightswitch.errors import Refused, Unplanned
 from lightswitch.launch import commands, plan
 from lightswitch.launch.plan import Request
 from lightswitch.planning import candidates, report
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 
 _STATES_BY_ADAM = 4  # parameters, gradients and two moments, each as large as the parameters
 _SMALL_SHARE = 1 / 3  # of a device's memory: a model whose states take less is not simulated
-_KNOWN_SHARE = 1 / 2  # of a device's memory that states may take if the rest of a step is unknown
-_TYPE = "type micro_batch_size=N"
 _MOMENTS = 2  # Adam's, each as large as the parameters; assumed before an optimizer has created any
 
 
@@ -49,7 +47,7 @@ def strategy(cfg: DictConfig, run: RunContext) -> BatchPlan | None:
         states = _STATES_BY_ADAM * plan.parameter_bytes(cfg)
         told = f"single or ddp: states are {report.share(states, usable)} on {device.name}"
         if states >= _SMALL_SHARE * usable:
-            chosen, found = first_that_fits(_request(cfg, run), among)
+            chosen, found = first_that_fits(plan.requested(cfg, prepares_data=not run.placement.is_external), among)
             told, words = report.took(found, device), plan.words_of(found)
     except Unplanned as unplanned:
         told = f"single or ddp, because the model's memory is unknown: {unplanned}"
@@ -58,19 +56,6 @@ def strategy(cfg: DictConfig, run: RunContext) -> BatchPlan | None:
     if run.is_first:
         log.info("auto       %s", told)
     return None if chosen is None else _put(chosen, words, cfg, run)
-
-
-def _request(cfg: DictConfig, run: RunContext) -> Request:
-    """Return the requested run, or one of only its states if its data are missing."""
-    try:
-        return plan.requested(cfg, prepares_data=not run.placement.is_external)
-    except Unplanned:
-        return _without_steps(cfg)
-
-
-def _without_steps(cfg: DictConfig) -> Request:
-    device = plan.device_of(cfg)
-    return plan.of_states(cfg, device.with_memory(_KNOWN_SHARE * device.memory_gib), plan.world_of(cfg))
 
 
 def first_that_fits(request: Request, among: Sequence[Candidate]) -> tuple[Candidate, Estimate]:
@@ -86,10 +71,6 @@ def first_that_fits(request: Request, among: Sequence[Candidate]) -> tuple[Candi
             found = plan.fitted(request, candidate)
             if found.memory.fits:
                 found = plan.confirmed(request, found, [candidate])
-        except NeedsValues as error:
-            if not request.computes:  # the strategy needs the values, not the model
-                raise Unplanned([f"the memory that {candidate.name} needs is unknown: a step {error}"]) from error
-            return first_that_fits(_without_steps(request.cfg), among)
         except Unplanned:
             raise
         except Refused:  # the strategy does not support the run
@@ -133,9 +114,9 @@ def largest_micro_batch(cfg: DictConfig, run: RunContext) -> BatchPlan:
         candidate = _run_under(cfg, run, request.world)
         found = plan.confirmed(request, plan.fitted(request, candidate), [candidate])
     except Unplanned as unplanned:
-        raise Refused(f"micro_batch_size=auto: the memory of a step is unknown: {unplanned}; {_TYPE}") from unplanned
-    except NeedsValues as error:
-        raise Refused(f"micro_batch_size=auto: the memory of a step is unknown, because it {error}; {_TYPE}") from error
+        raise Refused(
+            f"micro_batch_size=auto: the memory of a step is unknown: {unplanned}; type micro_batch_size=N"
+        ) from unplanned
     finally:
         gc.collect()  # off until the run is built: free what was simulated
     if not found.memory.fits:
@@ -143,7 +124,7 @@ def largest_micro_batch(cfg: DictConfig, run: RunContext) -> BatchPlan:
         raise Refused(f"micro_batch_size=auto: {report.answer(found, request.device)}; {what_would}")
     if run.is_first:
         log.info("auto       %s", report.took(found, request.device))
-    batch = plan.batch_of(request, candidate, found.run.micro_batch)
+    batch = plan.batch_of(request, found.run.micro_batch)
     run.process.decided.append(f"micro_batch_size={batch.micro_batch}")
     with open_dict(cfg):
         cfg.micro_batch_size = batch.micro_batch

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,19 +20,17 @@ from omegaconf import DictConfig, OmegaConf
 from lightswitch import regular_files
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.config.hydra_versions import instantiate
-from lightswitch.config.overrides import files_of_group, typed_keys
 from lightswitch.context import RunContext
-from lightswitch.errors import NeedsValues, Refused, RefusedRequest, Unplanned, shown
+from lightswitch.errors import Refused, RefusedRequest, Unplanned, shown
 from lightswitch.failures.classify import full_traceback, one_line
 from lightswitch.launch import commands
 from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
-from lightswitch.planning import candidates, device, report
+from lightswitch.planning import candidates, report
 from lightswitch.planning.candidates import Candidate
-from lightswitch.planning.device import Device, Precision, World
-from lightswitch.planning.estimate import STATES, Estimate, Kind, Run, estimate, holding, whole_states
+from lightswitch.planning.device import Device, World, precision_problems
+from lightswitch.planning.estimate import Estimate, Run, estimate, holding
 from lightswitch.planning.simulation import Samples, Simulation, Work, first_samples, simulate
 from lightswitch.preflight import devices, strategies
-from lightswitch.strategies.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +43,6 @@ class Request:
     device: Device
     world: World
     samples: Samples
-    computes: bool = True  # False: a step uses each parameter, but doesn't run the model
     simulated: dict[str, Simulation] = field(default_factory=dict)  # by what they depend on
 
     @property
@@ -53,14 +50,6 @@ class Request:
         """The Trainer's arguments."""
         plain: Any = OmegaConf.to_container(self.cfg.trainer, resolve=True)
         return dict(plain)
-
-    def under(self, candidate: Candidate) -> Request:
-        """Return the run in a candidate's precision."""
-        if candidate.precision is None:
-            return self
-        cfg = self.cfg.copy()
-        OmegaConf.update(cfg, "trainer.precision", candidate.precision.value, merge=False, force_add=True)
-        return replace(self, cfg=cfg)
 
 
 def requested(cfg: DictConfig, prepares_data: bool = True) -> Request:
@@ -81,11 +70,6 @@ def requested(cfg: DictConfig, prepares_data: bool = True) -> Request:
     with _own_code("loading the training data"):
         samples = first_samples(owner, data, not shards_itself(cfg), prepares_data)
     return Request(cfg, device_of(cfg), world_of(cfg), samples)
-
-
-def of_states(cfg: DictConfig, device: Device, world: World) -> Request:
-    """Return a request whose steps only use each parameter, so that only the run's states can be estimated."""
-    return Request(cfg, device, world, Samples(torch.empty, is_cut=False, owner=None, loaders=None), computes=False)
 
 
 def device_of(cfg: DictConfig) -> Device:
@@ -115,27 +99,16 @@ def parameter_bytes(cfg: DictConfig) -> float:
     return sum(parameter.numel() * (2 if in_16_bits else parameter.itemsize) for parameter in model.parameters())
 
 
-def states(cfg: DictConfig) -> Mapping[Kind, float]:
-    """Return the bytes of the model's states by kind: parameters, gradients and optimizer state, without sharding.
-
-    Raises:
-        Unplanned: the model can't be built, or its optimizer can't step, on tensors without values.
-    """
-    request = of_states(cfg, device_of(cfg), World(1, 1))
-    return whole_states(_step(request, Candidate((), {}), None, 1))
-
-
 def fitted(request: Request, candidate: Candidate) -> Estimate:
     """Return the estimate at the configured micro-batch, or at the largest that fits if none is configured.
 
     The largest is extrapolated from the simulated step of a device's whole share; `confirmed` simulates it.
 
     Raises:
-        NeedsValues: see `simulate`.
+        Unplanned: a step can't be simulated.
         Refused: the strategy, or the module, doesn't support the run.
     """
-    request = request.under(candidate)
-    batch = batch_of(request, candidate, request.cfg.micro_batch_size)
+    batch = batch_of(request, request.cfg.micro_batch_size)
     check(request, candidate, batch)
     found = at(request, candidate, batch)
     if found.memory.fits or request.cfg.micro_batch_size is not None or not found.largest_micro_batch:
@@ -148,8 +121,7 @@ def confirmed(request: Request, found: Estimate, among: Sequence[Candidate]) -> 
     if found.run.accumulation == 1 or request.cfg.micro_batch_size is not None:
         return found
     candidate = next(one for one in among if one.words == found.words)
-    request = request.under(candidate)
-    batch = batch_of(request, candidate, found.run.micro_batch)
+    batch = batch_of(request, found.run.micro_batch)
     confirmed = _largest_that_fits(request, candidate, [batch.micro_batch, *_smaller(batch)], None)
     return replace(confirmed, largest_micro_batch=found.largest_micro_batch)
 
@@ -161,7 +133,7 @@ def _largest_that_fits(request: Request, candidate: Candidate, sizes: Sequence[i
         simulated: the micro-batch from which the others are extrapolated; None to simulate each.
     """
     for micro in sizes:
-        found = at(request, candidate, batch_of(request, candidate, micro), simulated)
+        found = at(request, candidate, batch_of(request, micro), simulated)
         if found.memory.fits:
             break
     return found
@@ -173,10 +145,9 @@ def words_of(found: Estimate) -> list[str]:
     return [*found.words, *micro]
 
 
-def batch_of(request: Request, candidate: Candidate, micro: int | None) -> BatchPlan:
-    """Return how a strategy divides the global batch into micro-batches."""
-    replicas = max(1, request.world.size // candidate.ranks_of_a_sample)
-    return BatchPlan.derive(request.cfg.global_batch_size, micro, replicas)
+def batch_of(request: Request, micro: int | None) -> BatchPlan:
+    """Return how the global batch is divided into micro-batches."""
+    return BatchPlan.derive(request.cfg.global_batch_size, micro, request.world.size)
 
 
 def _smaller(batch: BatchPlan) -> list[int]:
@@ -189,7 +160,7 @@ def check(request: Request, candidate: Candidate, batch: BatchPlan) -> None:
     """Check that the strategy and the precision support the run, as far as this is known before a start.
 
     Raises:
-        RefusedRequest: they don't; the error has each of the reasons.
+        RefusedRequest: they don't, or a plan can't know: it has no tensor parallelism. The error has each reason.
     """
     plain: Any = OmegaConf.to_container(request.cfg, resolve=True)
     kind, world = request.device.kind, request.world
@@ -198,10 +169,11 @@ def check(request: Request, candidate: Candidate, batch: BatchPlan) -> None:
         (batch.global_batch, batch.micro_batch),
     )  # fmt: skip
     plain["trainer"]["strategy"] = candidate.node
-    if problems := [
-        *strategies.problems(asked),
-        *strategies.precision_problems(plain, kind),
-    ]:
+    problems = [*strategies.problems(asked), *strategies.precision_problems(plain, kind)]
+    problems += precision_problems(str(request.cfg.trainer.get("precision")), request.device)
+    if candidate.node.get("tensor_parallel_size"):
+        problems.append("a plan does not know what layers take that tensor parallelism splits; plan strategy=fsdp")
+    if problems:
         raise RefusedRequest(problems)
 
 
@@ -212,14 +184,13 @@ def at(request: Request, candidate: Candidate, batch: BatchPlan, simulated: int 
         simulated: the micro-batch that is simulated; None for the same.
     """
     cfg, world, precision = request.cfg, request.world, str(request.cfg.trainer.get("precision"))
-    strategy = strategy_of(candidate)
-    step, steps = _step(request, candidate, strategy, simulated or batch.micro_batch), cfg.trainer.get("max_steps")
+    step, steps = _step(request, candidate, simulated or batch.micro_batch), cfg.trainer.get("max_steps")
     run = Run(
         batch.micro_batch, batch.accumulation, world.nodes, world.devices_per_node, precision, cfg.matmul_precision,
         steps if steps and steps > 0 else None, cfg.plan.tokens_per_sample, cfg.plan.disk_gb_per_second,
-        batch.global_batch, None if precision.endswith("mixed") else candidate.param_dtype,
+        batch.global_batch,
     )  # fmt: skip
-    held = holding(step, strategy, world, not request.device.is_host, precision)
+    held = holding(step, strategy_of(candidate), world, not request.device.is_host, precision)
     return estimate(candidate.words, step, held, run, request.device)
 
 
@@ -229,14 +200,10 @@ def strategy_of(candidate: Candidate) -> Strategy:
     return strategy
 
 
-def _step(request: Request, candidate: Candidate, strategy: Strategy | None, samples: int) -> Simulation:
+def _step(request: Request, candidate: Candidate, samples: int) -> Simulation:
     """Simulate a step of one device, once for all strategies that compute alike."""
     precision, node = request.cfg.trainer.get("precision"), candidate.node
-    if candidate.param_dtype and not str(precision).endswith("mixed"):
-        precision = {"bfloat16": "bf16-true", "float16": "bf16-true"}.get(candidate.param_dtype, precision)
-    layers = strategy if isinstance(strategy, TensorParallel) else None
-    of = (str(precision), samples, node.get("units"), node.get("activation_checkpointing"))
-    key = repr((*of, layers and (layers.plans, layers._tensor_parallel_size)))
+    key = repr((str(precision), samples, node.get("units"), node.get("activation_checkpointing")))
     if key not in request.simulated:
         with _own_code("a step of the model"):
             request.simulated[key] = simulate(
@@ -247,9 +214,7 @@ def _step(request: Request, candidate: Candidate, strategy: Strategy | None, sam
                     samples,
                     _precision(precision),
                     node.get("units"),
-                    layers.styles_of if layers else None,
                     bool(node.get("activation_checkpointing")),
-                    request.computes,
                 )
             )
     return request.simulated[key]
@@ -264,7 +229,7 @@ def _own_code(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (Refused, NeedsValues):
+    except Refused:
         raise
     except Exception as error:
         raise Unplanned([f"{what} fails: {one_line(error)}"], full_traceback(error)) from error
@@ -295,26 +260,22 @@ def plan(cfg: DictConfig, run: RunContext) -> None:
     """Log a table of the strategies, and the recommended one with its command; write plan.json.
 
     Raises:
-        Refused: there is no training data, or no strategy supports the run.
+        Refused: there is no training data, no strategy supports the run, or a step can't be simulated.
     """
     request = requested(cfg)
     among = _candidates(request, run)
     estimates: list[Estimate] = []
-    refused: dict[tuple[str, ...], str] = {}
+    refused: dict[str, str] = {}
     for candidate in among:
         try:
-            asked = str(request.under(candidate).cfg.trainer.get("precision"))
-            if lacking := list(device.precision_problems(asked, request.device)):
-                raise RefusedRequest(lacking)
             estimates.append(found := fitted(request, candidate))
             is_whole = found.memory.fits and found.run.accumulation == 1
             if not is_whole and (other := candidate.recomputing()) is not None:
                 estimates.append(fitted(request, other))
-        except NeedsValues as error:
-            _tell_states(request, among, str(error))
-            return
+        except Unplanned:
+            raise
         except Refused as refusal:
-            refused[candidate.words] = str(refusal)
+            refused[candidate.name] = str(refusal)
     if not estimates:
         raise RefusedRequest(dict.fromkeys(line for why in refused.values() for line in why.splitlines()))
     among += [other for one in among if (other := one.recomputing()) is not None]
@@ -323,50 +284,24 @@ def plan(cfg: DictConfig, run: RunContext) -> None:
     _report(run, request, estimates, refused)
 
 
-def _report(run: RunContext, request: Request, estimates: list[Estimate], refused: dict[tuple[str, ...], str]) -> None:
+def _candidates(request: Request, run: RunContext) -> list[Candidate]:
+    """Return the configured strategy, or all for strategy=auto."""
+    choice = run.hydra.runtime.choices.get("strategy")
+    if choice == "auto":
+        return candidates.every(run.hydra, request.world.nodes, with_zero=request.cfg.plan.deepspeed)
+    return [candidates.chosen(choice, request.trainer["strategy"])]
+
+
+def _report(run: RunContext, request: Request, estimates: list[Estimate], refused: Mapping[str, str]) -> None:
     log.info("\n%s\n", report.table(estimates))
-    for left_out in report.left_out(refused):
-        log.info("left out   %s", left_out)
+    for name, why in refused.items():
+        log.info("left out   %s: %s", name, why.replace("\n", "; "))
     log.info("take       %s", report.answer(estimates[0], request.device))
     for about, message in report.details(estimates[0]):
         log.info("%-10s %s", about, message)
     log.info("start      %s", commands.planned(run.placement, words_of(estimates[0])))
     path = run.run_dir / "plan.json"
-    data = report.as_data(estimates, request.device, {" ".join(words): why for words, why in refused.items()})
+    strategies = [report.as_data(one) for one in estimates]
+    data = {"device": asdict(request.device), "strategies": strategies, "refused": refused}
     regular_files.write_text(path, json.dumps(data, indent=1))
     log.info("plan       %s", shown(path))
-
-
-def _tell_states(request: Request, among: list[Candidate], why: str) -> None:
-    """Log the memory of a model's states, if its step depends on values and so can't be simulated."""
-    log.warning(
-        "the step of %s %s: activations, time, traffic and what fits are unknown",
-        request.cfg.model._target_, why,
-    )  # fmt: skip
-    for candidate in {one.precision and one.precision.name: one for one in among}.values():
-        held = states(request.under(candidate).cfg)
-        parts = ", ".join(f"{kind} {report.amount(held[kind])}" for kind in STATES)
-        message = "" if candidate.precision is None else f"{candidate.precision.name}: "
-        log.info(
-            "states     %s%s: in full on each device under ddp, sharded over all devices under fsdp", message, parts
-        )
-
-
-def _candidates(request: Request, run: RunContext) -> list[Candidate]:
-    """Return each strategy in each precision, or only the configured ones."""
-    choice = run.hydra.runtime.choices.get("strategy")
-    found = [candidates.chosen(choice, request.trainer["strategy"])]
-    if choice == "auto":
-        found = candidates.every(run.hydra, request.world.nodes, with_zero=request.cfg.plan.deepspeed)
-    among = _precisions(request, run)
-    return [one.at(precision) for precision in among for one in found] or found
-
-
-def _precisions(request: Request, run: RunContext) -> list[Precision]:
-    cfg = request.cfg
-    is_chosen = (
-        bool(typed_keys(run.hydra) & {"precision", "trainer.precision"})
-        or cfg.trainer.get("precision") != device.UNASKED_PRECISION
-    )
-    files = files_of_group(run.hydra, "precision")
-    return device.compared_precisions(cfg.plan.get("precisions"), files, request.device, is_chosen)

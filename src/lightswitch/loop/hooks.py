@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning.pytorch.trainer import call
 
 from lightswitch import patches
-from lightswitch.errors import NeedsValues, Refused
+from lightswitch.errors import Refused
 from lightswitch.failures.classify import is_of_another_rank_or_device, raised_in
 from lightswitch.mixins import callbacks_of
 from lightswitch.strategies.sharded import first_name
@@ -42,7 +42,7 @@ _EVALUATION = ("validation_step", "test_step", "predict_step")
 _NAME = "_current_fx_name"  # attribute of a LightningModule
 STEPS = 3  # number of a process's steps that count as its first
 _KINDS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, KeyError)
-_OTHERS = (torch.OutOfMemoryError, torch.distributed.DistError, NeedsValues)  # reported with messages of their own
+_OTHERS = (torch.OutOfMemoryError, torch.distributed.DistError)  # reported with messages of their own
 _SKIPPED = "by returning"  # in Lightning's errors about a step that returns None
 _READY_TWICE = "Expected to mark a variable ready only once"  # in torch's error about a gradient
 _LIBRARIES = ("torch", "deepspeed", "lightning")

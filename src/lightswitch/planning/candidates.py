@@ -16,24 +16,14 @@ from omegaconf import OmegaConf
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.config.overrides import files_of_group
 from lightswitch.planning import report
-from lightswitch.planning.device import GIB, Device, Precision, World
+from lightswitch.planning.device import GIB, Device, World
 from lightswitch.planning.estimate import STATES, Estimate
 
-_TRIED = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "fsdp_offload")  # with strategy=auto
+_TRIED = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "fsdp_offload")  # by auto, the simplest first
 _TRIED_ALONE = ("single", "fsdp", "fsdp_offload")  # with strategy=auto on one device
 _RECOMPUTES = "activation_checkpointing"
 _OFFLOADS = "cpu_offload"
-_ORDER = (
-    "single",
-    "ddp",
-    "fsdp_grad_op",
-    "fsdp_hybrid",
-    "fsdp",
-    "fsdp_tp",
-    "fsdp_offload",
-)  # the simplest first
 _REPLICATED = ("Single", "DDP")
-_WHOLE_UNDER_ZERO = {1: 0.5, 2: 0.25}  # unsharded share of the states, by stage: parameters and gradients; parameters
 _ZERO = "DeepSpeed"
 _FULL = 0.9  # share of a device's memory; states that take more leave no room for a step
 
@@ -45,12 +35,10 @@ class Candidate:
     Attributes:
         words: command-line overrides that select it.
         node: its config node: the class and its arguments.
-        precision: None for the run's precision.
     """
 
     words: tuple[str, ...]
     node: Mapping[str, Any]
-    precision: Precision | None = None
 
     @property
     def name(self) -> str:
@@ -60,18 +48,7 @@ class Candidate:
     @property
     def offloads(self) -> bool:
         """Return whether any state is offloaded to the host's memory."""
-        keys = ("offload_parameters", "offload_optimizer") if self.is_zero else (_OFFLOADS,)
-        return any(self.node.get(key) for key in keys)
-
-    @property
-    def ranks_of_a_sample(self) -> int:
-        """Number of consecutive ranks that read the same samples: those that share layers."""
-        return int(self.node.get("tensor_parallel_size", 1))
-
-    @property
-    def param_dtype(self) -> str | None:
-        """Dtype in which the strategy computes; None for the dtype of the precision."""
-        return self.node.get("param_dtype")
+        return any(self.node.get(key) for key in (_OFFLOADS, "offload_parameters", "offload_optimizer"))
 
     @property
     def is_replicated(self) -> bool:
@@ -82,32 +59,17 @@ class Candidate:
     def shards_all(self) -> bool:
         """Return whether parameters, gradients and optimizer state are all sharded over all devices."""
         is_full = self.node.get("sharding_strategy", "FULL_SHARD") == "FULL_SHARD"
-        return is_full and not self.is_replicated and not self.offloads and (not self.is_zero or self._stage == 3)
+        is_full = is_full and (not self.is_zero or self.node.get("stage") == 3)
+        return is_full and not self.is_replicated and not self.offloads
 
     @property
     def is_zero(self) -> bool:
         """Whether it is a DeepSpeed strategy."""
         return str(self.node.get("_target_")).rpartition(".")[2] == _ZERO
 
-    def resident_share(self, nodes: int, devices_per_node: int) -> float:
-        """Return the share of parameters, gradients and optimizer state that a device holds between steps."""
-        if self.is_replicated:
-            return 1.0
-        if self.node.get(_OFFLOADS):
-            return 0.0
-        if self.is_zero:  # each stage shards one more kind; Adam's state is as large as parameters and gradients
-            whole = _WHOLE_UNDER_ZERO.get(self._stage, 0.0)
-            return whole + (1 - whole) / (nodes * devices_per_node)
-        is_hybrid = self.node.get("sharding_strategy") == "HYBRID_SHARD"
-        return 1 / (self.node.get("shard_size") or devices_per_node * (1 if is_hybrid else nodes))
-
-    @property
-    def _stage(self) -> int:
-        return int(self.node.get("stage", 2))
-
-    def at(self, precision: Precision) -> Candidate:
-        """Return the candidate with another precision."""
-        return replace(self, words=(*self.words, f"precision={precision.name}"), precision=precision)
+    def resident_share(self, world: World) -> float:
+        """Return about the share of parameters, gradients and optimizer state that a device holds between steps."""
+        return 1.0 if self.is_replicated else 0.0 if self.node.get(_OFFLOADS) else 1 / world.size
 
     def recomputing(self) -> Candidate | None:
         """Return the candidate with activation checkpointing; None if it has that already or does not support it."""
@@ -136,7 +98,7 @@ def every(hydra: HydraConf, nodes: int, with_zero: bool = False) -> list[Candida
         node: Any = OmegaConf.to_container(loaded.get("strategy"), resolve=False)
         if isinstance(node, dict) and "???" not in node.values() and "start_method" not in node:  # as another
             found[name] = node
-    named = sorted(found, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name))
+    named = sorted(found, key=lambda name: (_TRIED.index(name) if name in _TRIED else len(_TRIED), name))
     those = [Candidate((f"strategy={name}",), found[name]) for name in named if _is_compared(found[name], nodes)]
     return [one for one in those if with_zero or not one.is_zero]
 
@@ -227,7 +189,7 @@ def next_words(
         at: the strategy that ran out of memory.
         others: strategies to switch to, in order of preference.
     """
-    kept = at.resident_share(world.nodes, world.devices_per_node)
+    kept = at.resident_share(world)
     if kept * states < _FULL * usable:
         share = batch.micro_batch * batch.accumulation
         smaller = [size for size in range(1, batch.micro_batch // 2 + 1) if share % size == 0]
@@ -236,9 +198,7 @@ def next_words(
         if (recomputing := at.recomputing()) is not None:
             return recomputing.words[1:]
     for other in others:
-        if (
-            less := other.resident_share(world.nodes, world.devices_per_node)
-        ) < kept and less * states < _FULL * usable:
+        if (less := other.resident_share(world)) < kept and less * states < _FULL * usable:
             return other.words
     return ()
 

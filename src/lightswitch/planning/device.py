@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
-
-from omegaconf import OmegaConf
+from typing import Literal
 
 GIB = 2**30
 
@@ -20,9 +17,6 @@ CUBLAS_BYTES = 32 * 2**20  # cuBLAS workspace on Hopper, the largest (torch, CUD
 NCCL_BYTES = 32 * 2 * 4 * 2**20  # per process group: channels × directions × NCCL_BUFFSIZE (NCCL user guide)
 HIDDEN_SHARE = 0.01  # share of the memory that the driver reserves: torch reports 79.2 GiB of 80
 FRAGMENTED_SHARE = 0.03  # share of the tensors that the caching allocator loses to fragmentation; an assumption
-UNASKED_PRECISION = "32-true"  # precision of a run that does not set one
-ALL_PRECISIONS = "all"
-_FASTER = {"bf16": "bf16-mixed", "fp16": "16-mixed"}  # by arithmetic; the first that the device has is used
 
 
 @dataclass(frozen=True)
@@ -97,7 +91,7 @@ class Device:
         return (usable_bytes - self.runtime_bytes(0, groups)) / (1 if self.kind == "cpu" else 1 + FRAGMENTED_SHARE)
 
     def peak_flops(self, precision: str, matmul_precision: str) -> float | None:
-        """Return the peak matrix operations per second in a precision or dtype; None if unknown.
+        """Return the peak matrix operations per second in a precision; None if unknown.
 
         If the device has no entry for a format, such as bfloat16, the speed is that of 32 bits.
         """
@@ -108,8 +102,7 @@ class Device:
         return None if tflops is None else tflops * 1e12
 
 
-# by the prefix of a precision's name, and by torch dtype
-_ARITHMETIC = {"16": "fp16", "bf16": "bf16", "64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
+_ARITHMETIC = {"16": "fp16", "bf16": "bf16", "64": "fp64"}  # by the prefix of a precision's name
 
 
 def here() -> Device:
@@ -136,48 +129,6 @@ def _smallest_gpu() -> tuple[str, int]:
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     smallest = min(found, key=lambda properties: properties.total_memory)
     return smallest.name, smallest.total_memory
-
-
-@dataclass(frozen=True)
-class Precision:
-    """A precision to plan in.
-
-    Attributes:
-        name: name on the command line.
-        value: value of ``trainer.precision``: one of Lightning's names, or the config node of a plugin.
-    """
-
-    name: str
-    value: Any
-
-
-def compared_precisions(asked: object, files: Mapping[str, Path], device: Device, is_chosen: bool) -> list[Precision]:
-    """Return the precisions to compare; empty to plan only in the run's precision.
-
-    Args:
-        asked: value of plan.precisions: names, ``all``, or None.
-        files: precision files of the config folders, by name.
-        is_chosen: whether the run sets a precision. If not, and ``asked`` is None, 32-true is compared with the faster
-            mixed precision of the device, which keeps weights in 32 bits.
-    """
-    # the first of equal ones is taken, and float16 needs a scaled loss or loses small values
-    every = sorted(files, key=lambda name: name.startswith("16"))
-    names = every if asked == ALL_PRECISIONS else named_precisions(asked)
-    if asked is None and not is_chosen:
-        faster = [name for arithmetic, name in _FASTER.items() if arithmetic in device.tflops and name in files]
-        names = [UNASKED_PRECISION, *faster[:1]] if faster and UNASKED_PRECISION in files else []
-    return [Precision(name, _value(files[name])) for name in dict.fromkeys(names)]
-
-
-def named_precisions(asked: object) -> list[str]:
-    """Return the names in plan.precisions, which may be a list, one name, or None."""
-    those: Iterable[object] = asked if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]
-    return [str(name) for name in those if name is not None]
-
-
-def _value(path: Path) -> Any:
-    loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    return loaded.get("precision")
 
 
 def precision_problems(precision: str, device: Device) -> Iterator[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -37,7 +36,6 @@ class Run:
     Attributes:
         micro_batch, accumulation: samples per device in a micro-batch, and micro-batches per optimizer step.
         precision, matmul_precision: as configured.
-        param_dtype: torch's name of the dtype in which the strategy computes; None for the dtype of ``precision``.
         steps: optimizer steps of the whole run; None if unlimited.
         tokens_per_sample: None if the data has no tokens.
         disk_gb_per_second: total write speed of all ranks that write a checkpoint.
@@ -54,7 +52,6 @@ class Run:
     tokens_per_sample: int | None
     disk_gb_per_second: float
     global_batch: int
-    param_dtype: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -109,17 +106,13 @@ class Group:
         return Traffic(within, beside * bytes * (self.nodes - 1) / self.nodes)
 
 
-def groups(shards: int, world: World, stride: int = 1) -> tuple[Group, Group]:
-    """Return the group that shards over consecutive devices, and the group of its replicas.
-
-    Args:
-        stride: number of consecutive ranks that hold the same shard, as under tensor parallelism.
-    """
+def groups(shards: int, world: World) -> tuple[Group, Group]:
+    """Return the group that shards over consecutive devices, and the group of its replicas."""
     here = world.devices_per_node
-    per_node = max(1.0, min(shards, here / stride))
+    per_node = max(1.0, min(shards, here))
     shard = Group(per_node, shards / per_node, here)
-    replicas = max(1, world.size // (shards * stride))
-    of_replicas = max(1.0, min(replicas, here / (shards * stride)))
+    replicas = max(1, world.size // shards)
+    of_replicas = max(1.0, min(replicas, here / shards))
     return shard, Group(of_replicas, replicas / of_replicas, here)
 
 
@@ -139,7 +132,6 @@ class Holding:
         in_a_pass, in_a_step: traffic of each micro-batch, and of an optimizer step beside.
         host: bytes by kind that are in the host's memory.
         groups: number of process groups in which it communicates.
-        split: number of devices that share a layer, by tensor parallelism.
     """
 
     states: Mapping[Kind, float]
@@ -155,7 +147,6 @@ class Holding:
     in_a_step: Traffic = Traffic()
     host: Mapping[Kind, float] = field(default_factory=dict)
     groups: int = 0
-    split: int = 1
 
 
 def holding(step: Simulation, strategy: Strategy, world: World, offloads: bool, precision: str) -> Holding:
@@ -184,41 +175,31 @@ def holding(step: Simulation, strategy: Strategy, world: World, offloads: bool, 
     )
 
 
-def _states(
-    weights: Sequence[Weight], shards: int = 1, split: Mapping[str, int] = MappingProxyType({})
-) -> dict[Kind, float]:
+def _states(weights: Sequence[Weight], shards: int = 1) -> dict[Kind, float]:
     """Return the bytes of parameters, gradients and optimizer state that rank 0 holds, which has the largest shards.
 
     Args:
         shards: number of devices over which the rows of each parameter are divided.
-        split: number of devices that share a layer, by the path of a parameter.
     """
     held: dict[Kind, float] = dict.fromkeys(STATES, 0.0)
     for one in weights:
-        share = math.ceil(one.rows / shards) / max(1, one.rows) / split.get(one.path, 1)
+        share = math.ceil(one.rows / shards) / max(1, one.rows)
         held["parameters"] += share * one.bytes
         held["gradients"] += share * one.bytes * one.is_trained
         held["optimizer"] += share * one.state_bytes
     return held
 
 
-def whole_states(step: Simulation) -> dict[Kind, float]:
-    """Return the bytes of parameters, gradients and optimizer state of the whole model."""
-    return _states(step.weights)
-
-
 def _of_fsdp(step: Simulation, strategy: FSDP, world: World, offloads: bool) -> Holding:
     """Return what fully_shard holds: shards, the unit that runs, and buffers of the units before and after it."""
-    layer = int(strategy._tensor_parallel_size)
-    shards = {"NO_SHARD": 1, "HYBRID_SHARD": strategy.shard_size or world.devices_per_node // layer}.get(
-        strategy.sharding_strategy, world.size // layer
+    shards = {"NO_SHARD": 1, "HYBRID_SHARD": strategy.shard_size or world.devices_per_node}.get(
+        strategy.sharding_strategy, world.size
     )
-    shard, replicas = groups(shards, world, layer)
-    split = dict.fromkeys(step.split, layer)
-    states, whole = _states(step.weights, shards, split), _states(step.weights)
+    shard, replicas = groups(shards, world)
+    states, whole = _states(step.weights, shards), _states(step.weights)
     policy, gathered, reduced = strategy.mixed_precision, [0.0] * step.units, [0.0] * step.units
     for one in step.weights:
-        count, item = one.numel / split.get(one.path, 1), one.bytes / max(1, one.numel)
+        count, item = one.numel, one.bytes / max(1, one.numel)
         own = 2 if one.is_rounded else item
         gathered[one.unit] += count * (policy.param_dtype.itemsize if policy.param_dtype else own)
         sum_dtype = policy.reduce_dtype or policy.param_dtype
@@ -236,7 +217,6 @@ def _of_fsdp(step: Simulation, strategy: FSDP, world: World, offloads: bool) -> 
     passes = shard.gather(sum(gathered)) + shard.gather(sum(reduced))
     passes += shard.gather(gathered[0] if keeps else sum(gathered))  # again for the backward pass
     passes += replicas.gather(sum(reduced) / shards) * 2
-    passes += groups(layer, world)[0].gather(sum(step.split_outputs)) * 4  # all-reduced in both passes
     in_units = sum(one.bytes * one.is_trained for one in step.weights if one.unit)
     rounded = sum(gathered[1:]) / in_units if in_units else 1.0
     return Holding(
@@ -249,15 +229,8 @@ def _of_fsdp(step: Simulation, strategy: FSDP, world: World, offloads: bool) -> 
         rounds=False,
         in_a_pass=passes,
         host=states if strategy.cpu_offload and offloads else {},
-        groups=_groups_of_mesh(shard.size, replicas.size, layer),
-        split=layer,
+        groups=3 if min(shard.size, replicas.size) > 1 else 1,  # one for each dimension, and that of all ranks
     )
-
-
-def _groups_of_mesh(*sizes: int) -> int:
-    """Return the number of process groups: one for each dimension, and that of all ranks if it is another one."""
-    dimensions = sum(size > 1 for size in sizes)
-    return dimensions + (dimensions > 1)
 
 
 def _of_zero(step: Simulation, strategy: DeepSpeedStrategy, world: World, offloads: bool, precision: str) -> Holding:
@@ -392,9 +365,7 @@ def _by_kind(trace: Trace, holding: Holding, accumulation: int) -> dict[Kind, _B
         "buffers": held["buffers"],
         "gathered": np.array(holding.gathered)[by_unit],
         "communication": np.array(holding.communication)[by_unit] + holding.buckets * (held["newest"] > 0),
-        "activations": (
-            held["batch"] + held["activations"] + holding.rounds * held["casts"] + held["split"] / holding.split
-        ),
+        "activations": held["batch"] + held["activations"] + holding.rounds * held["casts"],
         "temporary": held["temporary"],
     }
 
@@ -490,8 +461,7 @@ def estimate(words: tuple[str, ...], step: Simulation, held: Holding, run: Run, 
     host, usable_host = sum(held.host.values()), device.host_bytes(run.devices_per_node)
     memory = Memory(peak, device.runtime_bytes(peak.bytes, held.groups), usable, host, usable_host)
     most = growth.most(device.tensor_bytes(usable, held.groups)) if memory.fits_host else 0
-    of_device = step.flops - step.split_flops * (1 - 1 / held.split)
-    flops = of_device * run.micro_batch / step.samples[0] * run.accumulation
+    flops = step.flops * run.micro_batch / step.samples[0] * run.accumulation
     sent = held.in_a_pass * run.accumulation + held.in_a_step
     # at least: activations are written and read once; parameters are read in each pass; the optimizer reads and writes
     states = {kind: peak.by_kind.get(kind, 0.0) for kind in ("parameters", "optimizer", "activations")}
@@ -499,7 +469,7 @@ def estimate(words: tuple[str, ...], step: Simulation, held: Holding, run: Run, 
     moved += 3 * states["parameters"] + 2 * states["optimizer"]
     copied = 2 * run.accumulation * held.host.get("parameters", 0.0)
     rates = {
-        "arithmetic": (flops, device.peak_flops(run.param_dtype or run.precision, run.matmul_precision)),
+        "arithmetic": (flops, device.peak_flops(run.precision, run.matmul_precision)),
         "memory": (moved, device.memory_gb_per_second and device.memory_gb_per_second * 1e9),
         "links in a node": (sent.within, device.link_gb_per_second and device.link_gb_per_second * 1e9),
         "network": (sent.between, device.network_gb_per_second and device.network_gb_per_second * 1e9),

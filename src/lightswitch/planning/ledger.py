@@ -9,7 +9,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +25,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -35,12 +33,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torchmetrics import Metric
 
-from lightswitch.errors import NeedsValues, shown
+from lightswitch.errors import Unplanned, shown
 from lightswitch.failures.classify import is_of_others
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "optimizer"  # phases of a step
 _KIND_BY_PHASE = {FORWARD: "activations", BACKWARD: "temporary", UPDATE: "update"}  # of what has no other kind
-_COUNTED = ("batch", "activations", "split", "casts", "temporary", "buffers", "update", "gradients")
+_COUNTED = ("batch", "activations", "casts", "temporary", "buffers", "update", "gradients")
 MOST_ELEMENTS = 2**20  # of a tensor with real values
 _MOST_READS = 10_000  # by one line of code in a step
 _PASSED = ("torch.", "lightswitch.")
@@ -91,14 +89,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.fake, self.places, self.values = fake, Places(), Values()
-        self.phase, self.flops, self.split_flops = FORWARD, 0, 0  # operations of the step, and of layers that are split
+        self.phase, self.flops = FORWARD, 0  # floating-point operations of the step
         self.steps: list[tuple[int, int]] = []  # by step: the number of changes at its start and at its end
         self._rounded: set[nn.Parameter] = set()  # parameters of which autocast makes copies that fsdp does not need
         self._changes: list[tuple[Block, int, str, str]] = []  # with the phase and the place
         self._blocks: dict[int, tuple[weakref.ref[Any], Block]] = {}  # by the address of the C++ storage
-        self.split: dict[str, ParallelStyle] = {}  # styles by path
-        self._split_within: tuple[str, ...] = ()  # paths, each with a dot
-        self._summed: tuple[str, ...] = ()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -110,7 +105,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         optimizers: Sequence[Optimizer],
         units: Mapping[str, nn.Module],
         rounded: set[nn.Parameter],
-        styles: Mapping[str, ParallelStyle],
     ) -> None:
         """Begin to name the storages of a module and of its optimizers."""
         self._rounded = rounded
@@ -122,25 +116,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, unit_of.get(parameter, 0)))  # type: ignore[no-untyped-call]  # untyped in torch
         self._name_persistent()
-        self.split = {
-            path: style
-            for path, _ in model.named_modules()
-            for pattern, style in styles.items()
-            if fnmatchcase(path, pattern)
-        }
-        for path in self.split:  # a module may compute otherwise with layers that have hooks, as split ones have
-            model.get_submodule(path).register_forward_pre_hook(lambda *_: None)
-        within = {
-            kind: {path.rpartition(".")[0] for path, style in self.split.items() if isinstance(style, kind)}
-            for kind in (ColwiseParallel, RowwiseParallel)
-        }
-        self._split_within = tuple(f"{path}." for path in within[ColwiseParallel] & within[RowwiseParallel])
-        self._summed = tuple(path for path, style in self.split.items() if isinstance(style, RowwiseParallel))
-
-    def largest(self, place: str) -> float:
-        """Return the bytes of the largest storage that a module has allocated in the forward pass of step 1."""
-        made = self._changes[slice(*self.steps[1])]
-        return max((bytes for _, bytes, phase, at in made if at == place and phase == FORWARD), default=0)
 
     def _take_gradient(self, unit: int, parameter: Tensor) -> None:
         if parameter.grad is not None and (block := self._name(parameter.grad, "gradients")) is not None:
@@ -159,7 +134,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
 
     def begin_step(self, batch: Any) -> None:
         """Begin a step that reads this batch."""
-        self._start, self.flops, self.split_flops = len(self._changes), 0, 0
+        self._start, self.flops = len(self._changes), 0
         self.values.replaced.clear()
         for tensor in tensors_in(batch):
             self._name(tensor, "batch")
@@ -177,10 +152,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         made = [self._note(tensor) for tensor in tensors_in(out)]
         if func is aten._to_copy.default and args[0] in self._rounded and made[0] is not None:
             made[0].kind = "casts"
-        if flops := _flops(func, args, kwargs, out):
-            self.flops += flops
-            place = self._now()[1]
-            self.split_flops += flops * (place in self.split or self._is_split(place))
+        self.flops += _flops(func, args, kwargs, out)
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -223,17 +195,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         _, block = self._blocks.get(key, (None, None))
         if block is None:
             block = Block(bytes, *self._now())
-            if block.kind == "activations" and self._is_split(block.place) and block.place not in self._summed:
-                block.kind = "split"
             self._blocks[key] = weakref.ref(storage, lambda _: self._forget(key)), block
             self._change(block, bytes)
         elif block.bytes != bytes:  # resized
             self._change(block, bytes - block.bytes)
             block.bytes = bytes
         return block
-
-    def _is_split(self, place: str) -> bool:
-        return f"{place}.".startswith(self._split_within)
 
     def _forget(self, key: int) -> None:
         _, block = self._blocks.pop(key)
@@ -251,7 +218,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         """Return the storages that a step's passes allocate and that may grow with the samples, in order."""
         start, end = self.steps[step]
         made = [b for b, bytes, phase, _ in self._changes[start:end] if bytes > 0 and phase != UPDATE]
-        return [b for b in made if b.kind in ("activations", "split", "temporary")]
+        return [b for b in made if b.kind in ("activations", "temporary")]
 
     def trace(self, step: int, sizes: Mapping[Block, float] = MappingProxyType({})) -> Trace:
         """Return what is held in a step.
@@ -365,14 +332,13 @@ class Values(TorchFunctionMode):
         """Count a value that is read.
 
         Raises:
-            NeedsValues: the same line has read more than 10,000.
+            Unplanned: the same line has read more than 10,000.
         """
         place = _reader()
         self.replaced[place] += 1
         if self.replaced[place] > _MOST_READS:
-            raise NeedsValues(
-                f"reads tensor values at {place} more than {_MOST_READS} times, probably in a loop that depends on them"
-            )
+            what = f"a step reads tensor values at {place} more than {_MOST_READS} times"
+            raise Unplanned([f"{what}, probably in a loop that depends on them"])
 
     def replace(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operator whose output, or its size, depends on values."""

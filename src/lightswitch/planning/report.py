@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -12,13 +12,6 @@ from lightswitch.planning.estimate import Estimate, Kind
 
 UNITS = {"GiB": GIB, "MiB": GIB // 1024}  # units of memory, in bytes
 SENT_UNITS = {"GB": 1e9, "MB": 1e6}
-_HEADER = (
-    *("strategy", "precision", "micro batch", "GiB", "fits"),
-    *("parameters", "gradients", "optimizer", "activations", "other"),
-    *("most samples", "s a step", "bound by", "GB sent", "host"),
-)
-_ONLY_IF_TOLD = ("precision", "host")  # columns that are omitted if no row has a value
-_TEXTS = ("strategy", "precision", "bound by")
 _SHOWN: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "activations")
 
 
@@ -42,13 +35,15 @@ def table(estimates: Iterable[Estimate]) -> str:
     """Return a table with one row per estimate, in the given order; memory is in GiB, or in MiB if all are small."""
     estimates = list(estimates)
     unit = unit_of(max((one.memory.bytes for one in estimates), default=0))
-    sent_unit = sent_unit_of(max(map(_sent_bytes, estimates), default=0))
-    rows = [_row(one, unit, sent_unit) for one in estimates]
-    kept = [index for index, name in enumerate(_HEADER) if name not in _ONLY_IF_TOLD or any(row[index] for row in rows)]
-    units = {"GiB": unit, "GB sent": f"{sent_unit} sent"}
-    header = tuple(units.get(name, name) for name in _HEADER)
-    texts = [place for place, index in enumerate(kept) if _HEADER[index] in _TEXTS]
-    return "\n".join(aligned([[row[index] for index in kept] for row in (header, *rows)], texts))
+    sent_unit = "GB" if max(map(_sent_bytes, estimates), default=0) >= 1e8 else "MB"
+    header = (
+        *("strategy", "micro batch", unit, "fits", "parameters", "gradients", "optimizer", "activations", "other"),
+        *("most samples", "s a step", "bound by", f"{sent_unit} sent", "host"),
+    )
+    rows = [header, *(_row(one, unit, sent_unit) for one in estimates)]
+    if not any(one.memory.host_bytes for one in estimates):
+        rows = [row[:-1] for row in rows]
+    return "\n".join(aligned(rows, [0, header.index("bound by")]))
 
 
 def _row(one: Estimate, unit: str, sent_unit: str) -> tuple[str, ...]:
@@ -56,8 +51,7 @@ def _row(one: Estimate, unit: str, sent_unit: str) -> tuple[str, ...]:
     shown = [kinds.get(kind, 0.0) for kind in _SHOWN]
     seconds, host = one.least_seconds, one.memory.host_bytes
     return (
-        strategy(one),
-        precision(one),
+        name(one),
         str(one.run.micro_batch) + (f" × {one.run.accumulation}" if one.run.accumulation > 1 else ""),
         number(one.memory.bytes, unit),
         "yes" if one.memory.fits else "no",
@@ -74,25 +68,10 @@ def _sent_bytes(one: Estimate) -> float:
     return one.traffic.of_a_device(one.run.devices_per_node)
 
 
-def sent_unit_of(most_bytes: float) -> str:
-    """Return the unit in which to print sent bytes."""
-    return "GB" if most_bytes >= 1e8 else "MB"
-
-
 def name(one: Estimate) -> str:
-    """Return the short name of an estimate: its strategy and, if several precisions are compared, its precision."""
-    return ", ".join(filter(None, (strategy(one), precision(one))))
-
-
-def strategy(one: Estimate) -> str:
     """Return the strategy's name, with a suffix if it uses activation checkpointing."""
-    short = one.words[0].partition("=")[2]
-    return short + (", recomputing" if any("activation_checkpointing" in word for word in one.words) else "")
-
-
-def precision(one: Estimate) -> str:
-    """Return the precision if several are compared, else an empty string."""
-    return next((word.partition("=")[2] for word in one.words if word.startswith("precision=")), "")
+    recomputes = any("activation_checkpointing" in word for word in one.words)
+    return one.words[0].partition("=")[2] + (", recomputing" if recomputes else "")
 
 
 def answer(best: Estimate, device: Device) -> str:
@@ -107,20 +86,6 @@ def answer(best: Estimate, device: Device) -> str:
     if (hours := best.hours) is not None:
         rates.append(f"the run at least {clock(3600 * hours)}, {compact(hours * best.run.world_size)} device-hours")
     return ", ".join([took(best, device), *rates])
-
-
-def left_out(refused: Mapping[tuple[str, ...], str]) -> Iterator[str]:
-    """Yield one line per refusal reason, after the strategies and precisions that it excludes unless it names one.
-
-    Args:
-        refused: refusal reasons, one per line, keyed by the overrides that select a strategy and a precision.
-    """
-    excluded: dict[str, list[str]] = {}
-    for words, reasons in refused.items():
-        for why in reasons.splitlines():
-            excluded.setdefault(why, []).append(" ".join(words[:2]))
-    for why, those in excluded.items():
-        yield why if why.startswith(("strategy=", "precision=")) else f"{', '.join(those)}: {why}"
 
 
 def details(best: Estimate) -> Iterator[tuple[str, str]]:
@@ -204,37 +169,7 @@ def magnitude(number: float, unit: str) -> str:
     return f"{shown} {text[len(shown) :]}{unit}"
 
 
-def as_data(estimates: Sequence[Estimate], device: Device, refused: dict[str, str]) -> dict[str, Any]:
-    """Return the complete plan as plain data, in bytes, seconds and operations."""
-    return {"device": asdict(device), "strategies": [of_estimate(one) for one in estimates], "refused": refused}
-
-
-def of_estimate(one: Estimate) -> dict[str, Any]:
-    """Return one estimate as plain data."""
-    memory = one.memory
-    return {
-        "words": one.words,
-        **asdict(one.run),
-        "fits": memory.fits,
-        "bytes": memory.bytes,
-        "usable_bytes": memory.usable_bytes,
-        "tensor_bytes": memory.peak.bytes,
-        "bytes_by_kind": dict(memory.peak.by_kind),
-        "runtime_bytes": memory.runtime_bytes,
-        "host_bytes": memory.host_bytes,
-        "peak_phase": memory.peak.phase,
-        "peak_module": memory.peak.place,
-        "largest_micro_batch": one.largest_micro_batch,
-        "parameters": one.parameters,
-        "flops_per_step": one.flops,
-        "bytes_within_node": one.traffic.within,
-        "bytes_between_nodes": one.traffic.between,
-        "least_seconds": dict(one.seconds),
-        "bound_by": one.bound,
-        "samples_per_second": one.samples_per_second,
-        "hours": one.hours,
-        "device_hours": None if one.hours is None else one.hours * one.run.world_size,
-        "checkpoint_bytes": one.checkpoint_bytes,
-        "save_seconds": one.save_seconds,
-        "replaced_values": dict(one.replaced),
-    }
+def as_data(one: Estimate) -> dict[str, Any]:
+    """Return one estimate as plain data, in bytes, seconds and operations."""
+    derived = {"fits": one.memory.fits, "bytes": one.memory.bytes, "tensor_bytes": one.memory.peak.bytes}
+    return {**asdict(one), **asdict(one.run), **derived, "bound_by": one.bound}

@@ -27,14 +27,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
-from lightswitch.errors import NeedsValues, Refused
+from lightswitch.errors import Refused, Unplanned
 from lightswitch.failures.classify import one_line
 from lightswitch.planning.ledger import FORWARD, MOST_ELEMENTS, UPDATE, Block, Ledger, Trace, Values, tensors_in
 from lightswitch.strategies.callbacks import fuse
@@ -56,9 +55,7 @@ class Work:
         samples: number of samples in a micro-batch.
         options: Trainer arguments for the precision.
         units: names of the units; see `find_units`.
-        styles: returns the parallel styles of a module's layers, by a pattern of their paths, under tensor parallelism.
         recomputes: whether units recompute their activations in the backward pass.
-        computes: whether the step runs; if not, it only sums the parameters, which is enough to size their states.
     """
 
     model: Callable[[], LightningModule]
@@ -67,9 +64,7 @@ class Work:
     samples: int
     options: Mapping[str, Any]
     units: Sequence[str] | None = None
-    styles: Callable[[LightningModule], Mapping[str, ParallelStyle]] | None = None
     recomputes: bool = False
-    computes: bool = True
 
 
 @dataclass(frozen=True)
@@ -99,9 +94,7 @@ class Simulation:
 
     Attributes:
         samples, traces: two micro-batch sizes, and the step at each; the same twice if batches can't be cut.
-        flops, split_flops: floating-point operations at the first size, and those of layers that are split.
-        split, split_outputs: paths of parameters whose layers are split by tensor parallelism, and the bytes at the
-            first size that its devices sum for each layer that splits its input.
+        flops: floating-point operations at the first size.
         replaced: number of values that a micro-batch reads and that were replaced, by source line.
     """
 
@@ -110,10 +103,7 @@ class Simulation:
     samples: tuple[int, int]
     traces: tuple[Trace, Trace]
     flops: float
-    split_flops: float
     replaced: Mapping[str, int]
-    split: Sequence[str] = ()
-    split_outputs: Sequence[float] = ()
 
 
 def simulate(work: Work) -> Simulation:
@@ -122,7 +112,7 @@ def simulate(work: Work) -> Simulation:
     The first step creates the optimizer's state, with twice the samples; the second one is measured.
 
     Raises:
-        NeedsValues: the step fails because it reads values of tensors.
+        Unplanned: the step fails because it reads values of tensors.
         Refused: the module can't run. Its other exceptions propagate unchanged.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -139,8 +129,8 @@ def simulate(work: Work) -> Simulation:
             trainer.fit(model, device.batches)
             weights = tuple(_weights(device))
         except (UnsupportedFakeTensorException, UnsupportedOperatorException) as error:
-            raise NeedsValues(f"needs tensor values ({error.args[0]})") from error
-        except (Refused, NeedsValues):
+            raise Unplanned([f"a step needs tensor values ({error.args[0]})"]) from error
+        except Refused:
             raise
         except Exception as error:
             raise _needing(ledger.values, error) from error
@@ -152,21 +142,17 @@ def simulate(work: Work) -> Simulation:
         (work.samples, 2 * work.samples if work.is_cut else work.samples),
         device.batches.traces(),
         ledger.flops,
-        ledger.split_flops,
         dict(ledger.values.replaced),
-        [f"{path}.{name}" for path in ledger.split for name, _ in model.get_submodule(path).named_parameters()],
-        [ledger.largest(path) for path, style in ledger.split.items() if isinstance(style, RowwiseParallel)],
     )
 
 
 def _needing(values: Values, error: Exception) -> Exception:
-    """Return the error to raise: `NeedsValues` if replaced values may have caused it, else the error unchanged."""
+    """Return the error to raise: `Unplanned` if replaced values may have caused it, else the error unchanged."""
     if "data is not allocated" in str(error):  # torch's, when C++ code reads a fake tensor
-        return NeedsValues("reads tensor values in C++ code")
+        return Unplanned(["a step reads tensor values in C++ code"])
     if values.replaced:
-        return NeedsValues(
-            f"reads tensor values at {next(iter(values.replaced))}, and fails with replaced ones: {one_line(error)}"
-        )
+        first = next(iter(values.replaced))
+        return Unplanned([f"a step reads tensor values at {first}, and fails with replaced ones: {one_line(error)}"])
     return error
 
 
@@ -199,12 +185,11 @@ class _Device(SingleDeviceStrategy):
         self.setup_optimizers(trainer)
         for optimizer in self.optimizers:
             fuse(optimizer)
-        styles = {} if self.work.styles is None else self.work.styles(model)
         if isinstance(self.precision_plugin, MixedPrecision):
             halved = [unit for unit in self.units.values() if is_mostly_rounded(unit)]
             parts = [part for unit in halved for part in unit.modules() if is_mostly_rounded(part)]
             self.rounded = {parameter for part in parts for parameter in part.parameters(recurse=False)}
-        self.ledger.follow(model, self.optimizers, self.units, self.rounded, styles)
+        self.ledger.follow(model, self.optimizers, self.units, self.rounded)
         self.setup_precision_plugin()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **options: Any) -> Any:
@@ -217,18 +202,6 @@ class _Device(SingleDeviceStrategy):
         result = super().optimizer_step(optimizer, passes, *args, **options)
         self.ledger.phase = FORWARD
         return result
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.work.computes:
-            return super().training_step(*args, **kwargs)
-        model = self.lightning_module
-        assert model is not None
-        loss: Any = sum(one.sum() for one in model.parameters() if one.requires_grad)
-        if not model.automatic_optimization:
-            loss.backward()
-            for optimizer in self.optimizers:
-                optimizer.step()
-        return loss
 
     def teardown(self) -> None:
         """Do nothing: it would move the model."""

@@ -45,8 +45,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     place, typed = run.placement, typed_overrides(run.hydra)
     of_one_process = plain["mode"] in (*strategies.PLANS, strategies.CHECK)
     if of_one_process:
-        known = (files_of_group(run.hydra, group) for group in ("precision", "strategy"))
-        _raise(strategies.mode_problems(plain, place, *known))
+        _raise(strategies.mode_problems(plain, place, files_of_group(run.hydra, "strategy")))
         plain = strategies.on_its_device(plain)
     trainer = plain["trainer"]
     found = versions.of(("torch", "torchvision"))

@@ -30,7 +30,7 @@ _BY_KINDS: dict[tuple[type, ...], str] = {
     (bool,): "compare plan.deepspeed",
     (list,): "tags",
     (dict, _NULL): "init_names",
-    (str, list, _NULL): "plan.precisions check.strategies",
+    (str, list, _NULL): "check.strategies",
     (int, list, _NULL): "dry_run.rank",
 }
 KINDS = {key: kinds for kinds, keys in _BY_KINDS.items() for key in keys.split()}

@@ -258,30 +258,26 @@ def _has_eps_of_zero(node: dict[str, Any]) -> bool:
     return "lr" in takes and is_number and node.get("eps", 0.0) < 2.0**-14
 
 
-def mode_problems(
-    cfg: dict[str, Any], place: Placement, precisions: Collection[str], strategies: Collection[str]
-) -> Iterator[str]:
+def mode_problems(cfg: dict[str, Any], place: Placement, strategies: Collection[str]) -> Iterator[str]:
     """Yield the reasons why a run can't be planned, rehearsed or checked.
 
     Args:
-        precisions: the names in the config folders, as those of strategies.
+        strategies: the names in the config folders.
     """
-    mode, node = cfg["mode"], cfg["check"] if cfg["mode"] == CHECK else cfg["plan"]
+    mode = cfg["mode"]
     if place.is_external:
         found = f"mode={mode} runs in a single process, but {place.launcher} started several"
         counts = "check.devices=N" if mode == CHECK else "trainer.num_nodes=N trainer.devices=N"
         yield f"{found}; type python train.py mode={mode} {counts}"
-    group, known = ("strategy", strategies) if mode == CHECK else ("precision", precisions)
-    key = "check.strategies" if mode == CHECK else "plan.precisions"
-    asked = node[key.partition(".")[2]]
+    asked = cfg["check"]["strategies"] if mode == CHECK else None
     named = [str(name) for name in asked] if isinstance(asked, list) else [asked]
-    for name in (name for name in named if name is not None and name not in ("all", *known)):
-        other = aliases.choice(group, str(name))
-        hint = f" Did you mean {other}?" if other in known else nearest(str(name), known)
-        yield f"{key}: there is no {group} {name}.{hint} Use all, or a list of {', '.join(known)}"
+    for name in (name for name in named if name is not None and name not in ("all", *strategies)):
+        other = aliases.choice("strategy", str(name))
+        hint = f" Did you mean {other}?" if other in strategies else nearest(str(name), strategies)
+        yield f"check.strategies: there is no strategy {name}.{hint} Use all, or a list of {', '.join(strategies)}"
     if asked == []:
-        yield f"{key}=[]: it names none; leave it out, or type {key}=all"
-    if mode == CHECK and {*named} == {"single"}:
+        yield "check.strategies=[]: it names none; leave it out, or type check.strategies=all"
+    if {*named} == {"single"}:
         yield f"check.strategies={asked}: single is what a strategy is compared with; name another, or all"
     world = cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"])
     for rank in ranks(cfg["dry_run"]["rank"]) if mode == "dry_run" else ():

@@ -48,18 +48,6 @@ def test_what_is_small_is_not_simulated_and_what_fits_nowhere_is_refused(train: 
 
 
 @pytest.mark.nightly
-def test_of_a_step_that_waits_for_a_value_states_decide(train: Train) -> None:
-    """650 parameters: 10,400 bytes of states, and each process may have 20,000 bytes, half of them for states."""
-    model = (
-        "model._target_=tests.engine.foreign.WaitsForAValue",
-        *("data._target_=tests.engine.models.pictures.Pictures", "data.samples=150", "trainer.devices=2"),
-        *("trainer.max_steps=1", *NO_CHECKPOINTS, "trainer.limit_val_batches=0", "global_batch_size=16"),
-    )
-    run = train(*model, f"plan.memory_gib={2 * 20_000 / 2**30}", ranks=2)
-    assert decision(run.out).startswith("fsdp")
-
-
-@pytest.mark.nightly
 def test_micro_batch_size_auto_is_the_largest_that_fits(train: Train) -> None:
     run = train(*RUN, "strategy=fsdp", "micro_batch_size=auto", "plan.memory_gib=0.0015", ranks=2)
     assert decision(run.out).startswith("fsdp, micro batch 2: ")
@@ -72,7 +60,7 @@ def test_strategies_that_a_fork_has_removed_are_not_needed() -> None:
     cfg = OmegaConf.create({"trainer": {"strategy": {"_target_": "lightswitch.strategies.ddp.auto"}}})
     run: Any = None  # whose words are not asked for
     under = [fitting._run_under(cfg, run, world) for world in (World(1, 1), World(2, 4))]
-    assert [(one.name, one.resident_share(2, 4)) for one in under] == [("single", 1), ("ddp", 1)]
+    assert [(one.name, one.is_replicated) for one in under] == [("single", True), ("ddp", True)]
 
 
 # Where memory has run out

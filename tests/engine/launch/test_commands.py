@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -177,56 +175,6 @@ def test_what_a_run_of_an_odd_name_says_to_type_goes_on_in_it(run_id: str, name:
     gone_on = train(*words[0], folder=first.folder)
     assert f"resumes    runs/{name}/{run_id}/checkpoints/step_2.ckpt, at step 2" in gone_on.out
     assert f"reads      runs/{name}/{run_id}/checkpoints/best.ckpt" in train(*words[1], folder=first.folder).out
-
-
-# The commands of a dry run
-
-WORDS = ["strategy=fsdp", "data.files=[a b.txt]"]
-
-
-def _commands(monkeypatch: pytest.MonkeyPatch, nodes: int, devices: int, uses_gpus: bool) -> dict[str, str]:
-    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *WORDS])
-    return commands.of_each_launcher(nodes, devices, uses_gpus)
-
-
-@pytest.mark.parametrize(
-    ("uses_gpus", "of_slurm"), [(True, {"SLURM_GPUS_PER_NODE": "h100:4"}), (False, {"SLURM_NTASKS": "8"})]
-)
-def test_the_script_starts_what_a_dry_run_says(
-    tmp_path: Path, uses_gpus: bool, of_slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = shlex.split(_commands(monkeypatch, 2, 4, uses_gpus)["srun"])
-    given = _given_to_srun(tmp_path, SLURM_NNODES="2", SLURM_CPUS_ON_NODE="16", **of_slurm)
-    options = {word for word in told if word.startswith("--")}
-    assert options == {word for word in given if word.startswith(("--nodes", "--ntasks-per", "--gpus"))}
-    assert told[-3:] == ["train.py", *WORDS]
-    assert given[-3:] == [str(CHECKOUT / "train.py"), *WORDS]
-
-
-@pytest.mark.parametrize(
-    ("world", "submitted"),
-    [
-        ((128, 8, True), "--nodes=128 --gpus-per-node=8 slurm/multinode.sh"),
-        ((1, 2, True), "--nodes=1 --gpus-per-node=2 slurm/single.sh"),
-        ((1, 2, False), "--nodes=1 --gpus-per-node=0 --ntasks-per-node=2 slurm/single.sh"),
-        ((2, 2, False), "--nodes=2 --ntasks-per-node=2 slurm/multinode.sh"),
-    ],
-)
-def test_a_job_is_submitted_with_what_its_script_does_not_ask_for(
-    world: tuple[int, int, bool], submitted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert _commands(monkeypatch, *world)["sbatch"].startswith(f"sbatch {submitted} strategy=fsdp ")
-
-
-def _given_to_srun(folder: Path, **environment: str) -> list[str]:
-    """Run the script with an srun that writes down its arguments."""
-    srun = folder / "srun"
-    srun.write_text('#!/bin/bash\nprintf "%s\\n" "$@" > "$GIVEN"\n')
-    srun.chmod(0o755)
-    given = {"PATH": f"{folder}:{os.environ['PATH']}", "GIVEN": str(folder / "given")}
-    given |= {"SLURM_JOB_ID": "1", "HOME": str(folder), **environment}
-    subprocess.run(["bash", CHECKOUT / "slurm/multinode.sh", *WORDS], check=True, env=given, cwd=folder)
-    return (folder / "given").read_text().splitlines()
 
 
 def test_each_script_finds_what_they_share_in_the_same_lines() -> None:

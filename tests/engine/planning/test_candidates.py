@@ -1,48 +1,20 @@
-"""Which precisions a plan compares, and what would have to change where nothing fits, with the arithmetic by hand."""
+"""What a plan says of devices that lack a precision or memory, with the arithmetic by hand."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.planning import candidates, report
 from lightswitch.planning.candidates import Candidate
-from lightswitch.planning.device import GIB, Device, World, compared_precisions, precision_problems
+from lightswitch.planning.device import GIB, Device, World, precision_problems
 from lightswitch.planning.estimate import Estimate, Memory, Peak, estimate
-from tests.engine.conftest import CHECKOUT
 from tests.engine.planning.test_estimate import DEVICE, HELD, RUN, STEP, found
 
-FILES = {path.stem: path for path in sorted((CHECKOUT / "conf" / "precision").glob("*.yaml"))}
 NEW, OLD = Device("new", 80, {"fp32": 1, "bf16": 9, "fp16": 9}), Device("old", 16, {"fp32": 1, "fp16": 9})
 HERE = Device("here", 80, {})
-
-
-@pytest.mark.parametrize(
-    ("asked", "device", "is_chosen", "names"),
-    [
-        (None, NEW, True, []),
-        (None, NEW, False, ["32-true", "bf16-mixed"]),
-        (None, OLD, False, ["32-true", "16-mixed"]),
-        (None, HERE, False, []),  # nobody knows what is faster there
-        ("bf16-true", NEW, True, ["bf16-true"]),
-        (["bf16-mixed", "32-true", "bf16-mixed"], OLD, True, ["bf16-mixed", "32-true"]),
-        ("all", HERE, True, ["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]),
-    ],
-)  # fmt: skip
-def test_precisions_are_those_asked_for_or_the_faster_of_the_device(
-    asked: object, device: Device, is_chosen: bool, names: list[str]
-) -> None:
-    assert [one.name for one in compared_precisions(asked, FILES, device, is_chosen)] == names
-
-
-def test_a_precision_is_what_its_file_says(tmp_path: Path) -> None:
-    own = tmp_path / "own.yaml"
-    own.write_text("# @package trainer\nprecision:\n  _target_: a.Plugin\n")
-    found = compared_precisions(["bf16-true", "own"], {**FILES, "own": own}, NEW, is_chosen=False)
-    assert [one.value for one in found] == ["bf16-true", {"_target_": "a.Plugin"}]
 
 
 @pytest.mark.parametrize(
@@ -124,10 +96,3 @@ def test_after_memory_ran_out_the_next_thing_that_takes_less_is_named(
 def test_nothing_is_named_where_only_larger_devices_help() -> None:
     batch = BatchPlan(1, 1, 1, 1)
     assert candidates.next_words(40 * GIB, 20 * GIB, batch, SINGLE, [SINGLE], World(1, 1)) == ()
-
-
-def test_a_state_that_zero_keeps_whole_counts_as_such() -> None:
-    shares = [Candidate((), {"_target_": "x.DeepSpeed", "stage": n}).resident_share(1, 4) for n in (1, 2, 3)]
-    assert shares == [0.5 + 0.5 / 4, 0.25 + 0.75 / 4, 1 / 4]
-    hybrid = Candidate((), {"_target_": FSDP, "sharding_strategy": "HYBRID_SHARD"})
-    assert hybrid.resident_share(nodes=4, devices_per_node=8) == 1 / 8

@@ -10,7 +10,7 @@ import statistics
 
 from tests.engine.conftest import CHECKOUT
 from tests.engine.tables.documents import markdown
-from tests.engine.test_layout import BUDGETS, ENGINE, TOOLS, code_lines, package_of
+from tests.engine.test_layout import BUDGETS, ENGINE, TOOLS, budget_of, code_lines
 
 PAGE = CHECKOUT / "docs" / "architecture.md"
 BEGIN, END = "<!-- house -->\n", "<!-- end of house -->\n"
@@ -27,7 +27,7 @@ def table() -> list[str]:
     rows = []
     for name, budget in BUDGETS.items():
         docstring = ast.get_docstring(ast.parse(ENGINE[f"lightswitch.{name}"].read_text())) or ""
-        of_package = sum(count for module, count in lines.items() if package_of(module) == name)
+        of_package = sum(count for module, count in lines.items() if budget_of(module) == name)
         what = docstring.splitlines()[0].rstrip(".:") + (" (a tool)" if name in TOOLS else "")
         rows.append([f"`{name}`", what, f"{of_package:,}", f"{budget:,}"])
     counts = [count for count in lines.values() if count]
