@@ -4,7 +4,7 @@ python -m lightswitch.export runs/NAME/RUN_ID -o model.safetensors
 python -m lightswitch.export runs/NAME/RUN_ID/checkpoints/last.ckpt -o model.pt --dtype bfloat16
 python -m lightswitch.export runs/NAME/RUN_ID -o model.ckpt
 python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --shard-size 500MB
-python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --format hf --push-to-hub USER/MODEL
+python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --format hf
 python -m lightswitch.export runs/NAME/RUN_ID -o exports/adapters --format peft
 
 -o names a .safetensors file, a .pt file, a .ckpt file for Lightning's load_from_checkpoint, or a folder, in which
@@ -12,25 +12,19 @@ model.safetensors is written. The model's config is written beside it as FILE.ya
 lightswitch.load("model.safetensors") returns the model. Safetensors above the shard size are split into several files
 with an index, as Hugging Face does; memory holds one of them at a time. A .pt or .ckpt file is held in memory whole.
 --format hf writes a folder for transformers' from_pretrained, with adapters merged into the weights, and --format peft
-one of the adapters alone; the model must have a method to_hf, or to_peft. --push-to-hub also uploads that folder, to a
-repository that it makes private if there is none.
+one of the adapters alone; the model must have a method to_hf, or to_peft. `hf upload USER/MODEL FOLDER` uploads it.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import glob
-import json
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightswitch import regular_files, versions
-from lightswitch.config.confidential import masked_override
-from lightswitch.errors import Command, Refused, listed, printable
+from lightswitch.errors import Command, Refused, listed
 from lightswitch.regular_files import MARK, remove_tree
 
 FOLDER_FILE = "model.safetensors"  # the file name if -o names a folder
@@ -48,8 +42,6 @@ def main(words: Sequence[str] | None = None) -> None:
     try:
         if arguments.format:
             _export_to_hub(arguments)
-        elif arguments.push_to_hub:
-            raise Refused(f"--push-to-hub {arguments.push_to_hub} uploads a folder; add --format hf or peft")
         else:
             _refuse_to_replace(arguments.output)  # before torch is imported and checksums are compared
             _export(arguments)
@@ -69,7 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--format", choices=LOADS, help="hf: a folder for transformers; peft: one of adapters; default: tensors alone"
     )
-    parser.add_argument("--push-to-hub", metavar="REPO", help="upload the folder of --format to the Hugging Face hub")
     parser.add_argument("--dtype", choices=DTYPES, help="type of all floating-point tensors; default: as saved")
     parser.add_argument(
         "--shard-size", type=_bytes, default="5GB", metavar="SIZE", help="maximum size of a file; default: 5GB"
@@ -117,27 +108,12 @@ def _export(arguments: argparse.Namespace) -> None:
     for path in written:
         print(f"written    {path}")
     print(f"compared   {sum(path.stat().st_size for path in written) / 1e6:.2f} MB against the checkpoint")
-    print(f"load       {_call(file)}")
+    print(f'load       model = lightswitch.load("{file}")')
     if file.suffix == ".ckpt":
         print(f'Lightning  {config.target.rpartition(".")[2]}.load_from_checkpoint("{file}")')
     if buffers := sorted(weights.state.get("buffers", {})):
         named = listed(buffers, "buffers", shown=8)
         print(f"left out   {named}, which training has changed and the module registers with persistent=False")
-
-
-def _call(file: Path) -> str:
-    """Return the call that loads the model, with the argument that is required if the config is not trusted."""
-    from lightswitch.checkpoints import weight_files
-    from lightswitch.export.models import read_config, untrusted
-
-    config = read_config(weight_files.config_of(file))
-    try:
-        called = untrusted(config.node, config.file.resolve().parent)
-    except ImportError:  # the code may be elsewhere
-        called = None
-    if called is None:
-        return f'model = lightswitch.load("{file}")'
-    return f'model = lightswitch.load("{file}", model=MyModel(...)), or trust=True, which runs {called}'
 
 
 # A folder for Hugging Face's libraries
@@ -164,7 +140,6 @@ def _export_to_hub(arguments: argparse.Namespace) -> None:
         model.save_pretrained(partial, max_shard_size=arguments.shard_size)
         for part in companions:
             part.save_pretrained(partial)
-        (partial / "README.md").write_text(card(checkpoint, type(model).__name__), encoding="utf-8")
         read = type(model).from_pretrained(partial, local_files_only=True).state_dict()
         for name, value in model.state_dict().items():
             if name not in read or not weight_files.same_bits(read[name], value):
@@ -177,21 +152,7 @@ def _export_to_hub(arguments: argparse.Namespace) -> None:
     for path in sorted(folder.iterdir()):
         print(f"written    {path}")
     print(f"load       model = {LOADS[arguments.format].format(folder)}")
-    if arguments.push_to_hub:
-        _push(folder, arguments.push_to_hub)
-
-
-def _push(folder: Path, repository: str) -> None:
-    from huggingface_hub import HfApi
-
-    try:
-        HfApi().create_repo(repository, private=True, exist_ok=True)
-        print(f"uploaded   {HfApi().upload_folder(repo_id=repository, folder_path=folder)}")
-    except Exception as error:  # of a name, a token, or the network, whose library differs by version
-        reason = str(error).strip().partition("\n")[0]
-        raise Refused(
-            f"--push-to-hub {repository}: {reason}; type hf auth login, then hf upload {repository} {folder}"
-        ) from error
+    print(f"upload     hf upload USER/{folder.name} {folder}")
 
 
 def _parts(checkpoint: Path, format: str, dtype: str | None) -> list[Any]:
@@ -215,27 +176,6 @@ def _parts(checkpoint: Path, format: str, dtype: str | None) -> list[Any]:
             if name in finite and not value.isfinite().all():
                 raise Refused(f"{name} has values beyond the range of {dtype}; use --dtype float32, or bfloat16")
     return parts
-
-
-def card(checkpoint: Path, name: str) -> str:
-    """Return the model card: the class, the training command and the last metrics, as text that is no markup."""
-    record, results = (_record(checkpoint, file) for file in ("run.json", "results.json"))
-    typed = record.get("overrides")
-    overrides = [masked_override(str(one)) for one in typed] if isinstance(typed, list) else []
-    metrics = {key: value for key, value in results.items() if isinstance(value, float)}
-    shown = printable(f"python train.py {shlex.join(overrides)}\n\n{json.dumps(metrics, indent=1)}").replace("`", "'")
-    version = versions.of(["lightswitch"]).get("lightswitch", "")
-    head = f"---\nlibrary_name: transformers\ntags: [lightswitch]\n---\n# {name}\n\nTrained with lightswitch {version}"
-    return f"{head}; its last metrics:\n\n```\n{shown}\n```\n"
-
-
-def _record(checkpoint: Path, file: str) -> dict[str, Any]:
-    """Return a JSON file of the run that a checkpoint is of; empty if there is none, or it is damaged."""
-    for folder in checkpoint.resolve().parents[:2]:
-        with contextlib.suppress(OSError, ValueError):
-            found = regular_files.read_json(folder / file)
-            return found if isinstance(found, dict) else {}
-    return {}
 
 
 if __name__ == "__main__":
