@@ -23,25 +23,19 @@ _COLORS = 7  # of page.html; they repeat if there are more runs
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 480, 240, 48, 222, 8  # of a picture, and of its axes, in pixels
 
 
-def write(paths: Sequence[Path], file: Path | None = None, tags: Sequence[str] = ()) -> Iterator[str]:
+def write(paths: Sequence[Path], file: Path | None = None) -> Iterator[str]:
     """Compare runs, write the page, and yield the text to print.
 
     Args:
         paths: directories of runs or sweeps.
         file: path of the page; if None, compare.html in the deepest folder that contains all the runs.
-        tags: compare only runs that have all of these tags.
 
     Raises:
-        Refused: there are fewer than two runs with the tags, or the file is no page of a comparison.
+        Refused: there are fewer than two runs, or the file is no page of a comparison.
         OSError: a file can't be written.
     """
     run_dirs, others = find(paths)
-    runs = [one for one in read(run_dirs) if one.tags.issuperset(tags)]
-    if len(runs) < 2:
-        raise Refused(
-            f"found {len(runs)} runs with the tags {', '.join(tags)}, expected two or more; type "
-            f"tags=[{','.join(tags)}] when you start a run"
-        )
+    runs = read(run_dirs)
     file = file or Path(os.path.commonpath([run_dir.resolve().parent for run_dir in run_dirs])) / NAME
     is_other = file.is_file() and not file.is_symlink() and file.stat().st_size > 0
     if is_other and _OURS not in file.read_text(errors="replace")[:_TITLE_WITHIN]:
@@ -111,7 +105,7 @@ def _curves(runs: Sequence[Run]) -> str:
 
 
 def curve(runs: Sequence[Run], metric: str) -> str:
-    """Draw a metric of runs by step as SVG; a dotted line marks where a run went on with other devices."""
+    """Draw a metric of runs by step as SVG."""
     curves = [
         {step: value for step, value in run.curves.get(metric, {}).items() if math.isfinite(value)} for run in runs
     ]
@@ -130,11 +124,9 @@ def curve(runs: Sequence[Run], metric: str) -> str:
         parts.append(f'<text x="{_LEFT - 6}" y="{y(value) + 4}" text-anchor="end">{value:.3g}</text>')
     for step in (0, last):
         parts.append(f'<text x="{x(step)}" y="{_HEIGHT - 2}" text-anchor="middle">{compact(step)}</text>')
-    for index, (run, one) in enumerate(zip(runs, curves, strict=True)):
+    for index, one in enumerate(curves):
         color, width = f"var(--c{index % _COLORS})", max(1.5, 4.5 - index)  # equal curves show all of their colors
         points = " ".join(f"{x(step)},{y(one[step])}" for step in sorted(one))
         parts.append(f'<polyline points="{points}" style="stroke: {color}; stroke-width: {width}"/>')
-        style = f"stroke: {color}; stroke-dasharray: 2"
-        parts += [f'<line x1="{x(at)}" x2="{x(at)}" y1="{_TOP}" y2="{_BOTTOM}" style="{style}"/>' for at in run.changes]
     svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(metric)}">{"".join(parts)}</svg>'
     return f"<figcaption>{escape(metric)}</figcaption>{svg}"

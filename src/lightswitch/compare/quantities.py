@@ -53,15 +53,11 @@ def apart(runs: Sequence[Run]) -> str | None:
     steps = set.intersection(*(set(curve) for curve in curves)) if len(curves) > 1 else set()
     if not steps or len({run.name for run in runs if run.name is not None}) > 1:
         return None
-    values = {step: [curve[step] for curve in curves] for step in steps}
-    odd = [step for step, found in values.items() if len({math.isfinite(value) for value in found}) > 1]
-    if odd:
-        return f"train/loss is not finite in some of the runs at step {min(odd)}."
-    distances = {step: max(found) - min(found) for step, found in values.items() if math.isfinite(found[0])}
-    step = max(distances, key=lambda step: (distances[step], -step), default=0)
-    if distances.get(step):
-        return f"train/loss differs by {distances[step]:.2g} at most, at step {step}."
-    return f"train/loss is the same at all {len(steps)} common steps."
+    found = {step: [curve[step] for curve in curves] for step in sorted(steps)}
+    distances = {step: max(values) - min(values) if all(map(math.isfinite, values)) else math.inf
+                 for step, values in found.items()}  # fmt: skip
+    step = max(distances, key=distances.__getitem__)
+    return f"train/loss differs by {distances[step]:.2g} at most, at step {step}."
 
 
 def metrics(runs: Sequence[Run]) -> list[str]:

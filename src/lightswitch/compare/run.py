@@ -38,7 +38,6 @@ class Run:
         name: name of its experiment; None if it was refused before it had a config.
         config: values by dotted key, without those that follow from others.
         curves: metrics by name.
-        changes: steps at which it resumed on other machines or with another number of devices.
         times: None if its steps were not measured.
         devices: number of devices of its last start; None if it has trained no step.
     """
@@ -51,9 +50,7 @@ class Run:
     objective: str | None = None
     config: dict[str, str] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
-    changes: tuple[int, ...] = ()
     times: StepTimes | None = None
-    tags: frozenset[str] = frozenset()
     devices: int | None = None
 
     @property
@@ -116,7 +113,7 @@ def _read(run_dir: Path, label: str, job: Record | None) -> Run:
     resolved = resolved if isinstance(resolved, dict) else {}
     state, failure = _ending(run_dir, job, mode=str(resolved.get("mode", "fit")))
     curves, begun = _curves(run_dir / "metrics.csv"), resume.starts(run_dir)
-    wanted, tags = resolved.get("objective"), resolved.get("tags")
+    wanted = resolved.get("objective")
     return Run(
         run_dir,
         label,
@@ -126,9 +123,7 @@ def _read(run_dir: Path, label: str, job: Record | None) -> Run:
         objective=objective.find(curves, str(wanted)) or str(wanted) if wanted is not None else None,
         config=_config(resume.read_yaml(run_dir / ".hydra" / "config.yaml"), resolved),
         curves=curves,
-        changes=tuple(resume.world_changes(begun)),
         times=step_times.read(run_dir),
-        tags=frozenset(map(str, tags if isinstance(tags, list) else ())),
         devices=begun[-1].size if begun else None,
     )
 
@@ -142,11 +137,7 @@ def _ending(run_dir: Path, job: Record | None, mode: str) -> tuple[str, str | No
         return FINISHED, None
     reports, start = sorted(run_dir.glob("crash/*/failure.txt")), run_dir / "run.json"
     if reports and not (start.is_file() and reports[-1].stat().st_mtime < start.stat().st_mtime):  # it has gone on
-        try:
-            line = reports[-1].read_text(errors="replace").partition("\n")[0]
-        except (OSError, ValueError) as error:
-            line = str(error)
-        return FAILED, line or "it was killed"
+        return FAILED, reports[-1].read_text(errors="replace").partition("\n")[0] or "it was killed"
     return ("not finished" if job is None or job.state == RUNNING else job.state), None
 
 
