@@ -29,8 +29,6 @@ REMEDIES = {
     "loss over the local batch": 'return {"loss": loss, "items": n} where the loss is a mean over n items, such as '
     "tokens; gather what it compares from all devices (self.all_gather, sync_grads=True); or give the same "
     "micro_batch_size everywhere",
-    "metric of a step": "log a metric that is no mean over samples by epoch, where it is exact: self.log(…, metric, "
-    "on_step=False, on_epoch=True) with a torchmetrics.Metric",
 }
 _NUDGE = 8  # units in the last place
 _OF_PROBE = "callbacks.check_probe"
@@ -231,9 +229,7 @@ class Check:
             causes["noise by rank"] = f"the training step draws random numbers, and its {named[0]} differs"
         if norms := [norm for norm in one.moments[0]["batch_norms"] if f"{norm}.running_mean" in named]:
             causes["batch norm"] = f"{listed(norms)} computes its statistics over a micro batch"
-        if not tensors:
-            causes = {"metric of a step": "each step logs the mean over devices and micro batches"}
-        elif not causes and self._is_of_micro_batches(way):
+        if tensors and not causes and self._is_of_micro_batches(way):
             causes["loss over the local batch"] = "one process with the micro batches of a device gives the same run"
         return f"{listed(named)} differs first, {first[0].when}", causes
 

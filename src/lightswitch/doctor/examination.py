@@ -24,10 +24,9 @@ from torch.utils import collect_env
 from lightswitch.cluster import environments, rendezvous
 from lightswitch.cluster.placement import reported_variables
 from lightswitch.cluster.rendezvous import MeetingPoint
-from lightswitch.errors import ExitCode, listed
+from lightswitch.errors import ExitCode
 
 RUNS = Path("runs")
-CODE = ("train.py", "conf", "src")
 _LEAST_SHARED_BYTES = 256 * 2**20  # a container has 64 MiB by default
 _LEAST_DISK_BYTES = 2**30
 _LEAST_FREE_SHARE = 0.5  # of a GPU's memory
@@ -68,7 +67,6 @@ def examine(problems: list[str], timeout_seconds: float) -> None:
     everyone = [json.loads(one) for one in store.multi_get([str(one) for one in json.loads(store.get("came"))])]
     if rank == 0:
         _print_machines(everyone, problems)
-        problems += [f"{line}; install and check out the same on every node" for line in differences(everyone)]
     if len(everyone) < world_size:
         return
     backends = ["gloo"]
@@ -106,17 +104,6 @@ def _print_machines(everyone: Sequence[Findings], problems: list[str]) -> None:
         print_line("" if number else "environment", f"{name}={value}")
 
 
-def differences(everyone: Sequence[Findings]) -> Iterator[str]:
-    """Yield how the versions and the code of other processes differ from those of rank 0, one line for each node."""
-    first = everyone[0]
-    for one in {machine["node"]: machine for machine in reversed(everyone)}.values():
-        names = [name for name, value in first["versions"].items() if one["versions"].get(name) != value]
-        files = [name for name in first["code"] | one["code"] if first["code"].get(name) != one["code"].get(name)]
-        if names or files:
-            what = [f"{name} {one['versions'].get(name)}" for name in names] + [f"another {name}" for name in files]
-            yield f"{one['node']} has {listed(what)} than {first['node']}"
-
-
 # One machine
 
 
@@ -133,7 +120,6 @@ def _findings(rank: int, local_rank: int) -> Findings:
         "local_rank": local_rank,
         "gpus": torch.cuda.device_count() if dist.is_nccl_available() else 0,  # that NCCL can use
         "versions": rendezvous.software(on_gpu=torch.cuda.is_available()),
-        "code": rendezvous.digests([path.resolve() for path in map(Path, CODE) if path.exists()]),
         "lines": lines,
         "problems": problems,
     }

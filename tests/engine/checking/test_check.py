@@ -74,10 +74,7 @@ def test_a_good_module_keeps_all_promises(train: Train) -> None:
             "LogsTheLargest",
             "check.strategies=[ddp] check.steps=2",
             1,
-            [
-                r"^differs    ddp, logged: train/largest in a hook after the optimizer's step of step 1: ",
-                "^cause      ddp: metric of a step. each step logs the mean over dev",
-            ],
+            [r"^differs    ddp, logged: train/largest in a hook after the optimizer's step of step 1: "],
         ),
         (
             "Raises",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightswitch.doctor.examination import GPU, differences, gpu_lines, look_for_gpus, without_nccl
+from lightswitch.doctor.examination import GPU, gpu_lines, look_for_gpus, without_nccl
 from tests.engine.conftest import CHECKOUT
 
 GIB = 2**30
@@ -75,13 +75,6 @@ def _process(rank: int, local_rank: int, gpus: int) -> dict[str, Any]:
 )
 def test_nccl_is_tried_by_all_processes_or_none(everyone: list[dict[str, Any]], told: list[str]) -> None:
     assert without_nccl(everyone) == told
-
-
-def test_another_version_or_other_code_of_a_node_is_named_once() -> None:
-    first = {"node": "node1", "versions": {"torch": "2.13"}, "code": {"train.py": "1", "src/a.py": "2"}}
-    other = {"node": "node2", "versions": {"torch": "2.12"}, "code": {"train.py": "1", "src/b.py": "2"}}
-    told = "node2 has torch 2.12, another src/a.py, another src/b.py than node1"
-    assert list(differences([first, first, other, other])) == [told]
 
 
 @pytest.mark.gpu
