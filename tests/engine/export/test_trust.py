@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors.torch import save_file
 import lightswitch
 from lightswitch.config.hydra_versions import register_resolver
 from lightswitch.errors import Refused, UnfitCheckpoint
-from lightswitch.export.__main__ import card, main
+from lightswitch.export.__main__ import main
 from tests.engine.checkpoints import hostile
 from tests.engine.plain import PlainModel
 
@@ -129,8 +128,10 @@ def test_an_export_builds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     for name in ("out.pt", "out.safetensors"):
         main([str(tmp_path), "-o", str(tmp_path / name)])
         told = capsys.readouterr()
-        load = f'model = lightswitch.load("{tmp_path / name}", model=MyModel(...)), or trust=True, which runs os.mkdir'
-        assert (told.out.splitlines()[-1], told.err) == (f"load       {load}", "")
+        assert (told.out.splitlines()[-1], told.err) == (
+            f'load       model = lightswitch.load("{tmp_path / name}")',
+            "",
+        )
     assert not ran.exists()
 
 
@@ -141,36 +142,3 @@ def test_a_config_with_aliases_is_refused_before_it_is_expanded(tmp_path: Path) 
     (tmp_path / "x.safetensors.yaml").write_text(text)
     with pytest.raises(UnfitCheckpoint, match="it has YAML aliases, which runs never write"):
         lightswitch.load(path)
-
-
-# The model card of an export for the hub, which others read: no secret, no HTML of somebody's
-
-
-OVERRIDES = [
-    *("data.token=hunter2", "+data.auth={user: me, password: hunter2}", "data.url=https://me:hunter2@x/"),
-    *("data.api_key='${oc.env:API_KEY}'", "model.tokenizer=gpt2", "name=a\n```\n<script>alert(1)</script>"),
-]
-
-
-def test_a_card_holds_no_secret_that_was_typed_and_no_markup(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(json.dumps({"overrides": OVERRIDES}))
-    (tmp_path / "results.json").write_text('{"val/loss": 0.5, "a```<script>": 1.0, "\\u001b[31m": 2.0}')
-    found = card(tmp_path / "checkpoints" / "last.ckpt", "Model")
-    assert "hunter2" not in found
-    shown = (
-        "data.token=***",
-        "+data.auth=***",
-        "data.url=***",
-        "${oc.env:API_KEY}",
-        "tokenizer=gpt2",
-        '"val/loss": 0.5',
-    )
-    assert [one for one in shown if one not in found] == []
-    assert "\x1b" not in found
-    assert found.count("```") == 2, "all of it is within one block of code"
-
-
-def test_records_that_are_none_make_a_card_without_them(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text('{"overrides": 5}')
-    (tmp_path / "results.json").write_text(f'{{"a": {"9" * 400}}}')
-    assert "python train.py" in card(tmp_path / "last.ckpt", "Model")
