@@ -1,6 +1,6 @@
 """The current process: its mutable state, and the signals that end it.
 
-Slurm and submitit send SIGUSR1 or SIGUSR2 before a time limit, schedulers and torchrun SIGTERM, a terminal SIGINT, and
+Slurm sends SIGUSR1 or SIGUSR2 before a time limit, schedulers and torchrun SIGTERM, a terminal SIGINT, and
 SIGHUP when it closes.
 Before and after training, a run has nothing to lose and ends at once; during training, signals take effect at the end
 of an optimizer step (lightswitch.failures.stopping).
@@ -78,9 +78,6 @@ class Process:
         self.crash_folder: Path | None = None
         self.failure_file: Path | None = None
         self.decided: list[str] = []
-
-    def __reduce__(self) -> tuple[type[Process], tuple[()]]:
-        return Process, ()  # submitit pickles what starts a sweep's job, which has a process of its own
 
     def join_watchdog(self, watchdog: WatchdogMember) -> None:
         """Store the connection to the watchdog, which watches this process from now on."""
@@ -267,9 +264,6 @@ class Signals:
         self.is_deferred = False
         self._is_told = False
         self._pid = 0  # of the process that listens
-
-    def __reduce__(self) -> tuple[type[Signals], tuple[object, ...]]:
-        return Signals, (self.process, self._requeue)  # as of Process
 
     def catch(self, is_first: bool) -> None:
         """Handle signals from now on. Call it in the main thread; a second call only sets `is_first`.

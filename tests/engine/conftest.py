@@ -30,7 +30,7 @@ def train(tmp_path: Path, python: Path) -> Train:
 
 
 DEV = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["dependency-groups"]["dev"]
-PACKAGES = ("lightswitch[deepspeed,optuna,submitit]", "pip", "wheel", *DEV)
+PACKAGES = ("lightswitch[deepspeed,optuna]", "pip", "wheel", *DEV)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,11 +31,7 @@ _SHOWN = 80  # characters to show of a long setting
 NO_YAML = (YAMLError, UnicodeDecodeError)  # errors of reading a config file that is not valid YAML
 
 _SETS = ("callbacks", "logger")  # groups of which a run can have several choices
-_OF_EXTRAS = {  # Hydra plugins, and the extra that installs each
-    "hydra/sweeper/optuna": "optuna",
-    "hydra/launcher/submitit_local": "submitit",
-    "hydra/launcher/submitit_slurm": "submitit",
-}
+_OF_EXTRAS = {"hydra/sweeper/optuna": "optuna"}  # Hydra plugins, and the extra that installs each
 
 
 def check_flags(arguments: list[str], typed: list[str]) -> None:

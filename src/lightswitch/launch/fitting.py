@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 _STATES_BY_ADAM = 4  # parameters, gradients and two moments, each as large as the parameters
 _SMALL_SHARE = 1 / 3  # of a device's memory: a model whose states take less is not simulated
-_MOMENTS = 2  # Adam's, each as large as the parameters; assumed before an optimizer has created any
 
 
 def strategy(cfg: DictConfig, run: RunContext) -> BatchPlan | None:
@@ -148,7 +147,7 @@ def out_of_memory(cfg: DictConfig, run: RunContext, batch: BatchPlan, trainer: T
     """Return a line on what to try next, with its command, derived from the size of the model's states."""
     world, device = World(trainer.num_nodes, trainer.num_devices), _device_of(trainer)
     states, usable = _states_of(trainer), device.usable_bytes(world.devices_per_node)
-    message = f"parameters, gradients and optimizer state are {report.amount(states)} in total, and a device has "
+    message = f"parameters, gradients and optimizer state are about {report.amount(states)} in total, and a device has "
     message += report.amount(usable)
     others = candidates.simplest(run.hydra, world.nodes, world.devices_per_node, device)
     words = candidates.next_words(states, usable, batch, _run_under(cfg, run, world), others, world)
@@ -165,9 +164,6 @@ def _device_of(trainer: Trainer) -> Device:
 
 
 def _states_of(trainer: Trainer) -> float:
-    """Return the bytes of the whole model's states, over all devices."""
+    """Return about the bytes of the whole model's states, over all devices: those of Adam."""
     parameters = list(trainer.lightning_module.parameters())
-    bytes = sum(getattr(parameter, "ds_numel", parameter.numel()) * parameter.itemsize for parameter in parameters)
-    made = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-    moments = sum(isinstance(value, torch.Tensor) and value.ndim > 0 for value in made[0].values()) if made else 0
-    return bytes * (2 + (moments or _MOMENTS))
+    return _STATES_BY_ADAM * sum(getattr(one, "ds_numel", one.numel()) * one.itemsize for one in parameters)

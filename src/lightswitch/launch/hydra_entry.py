@@ -51,7 +51,7 @@ Main = Callable[[DictConfig, RunContext], None]
 
 
 class Entry:
-    """The start of a script's main function in one process. A sweep's launcher may send a copy to another machine."""
+    """The start of a script's main function in one process."""
 
     def __init__(self, main: Main) -> None:
         self.main = main
@@ -119,15 +119,13 @@ class Entry:
             hydra.main(**hydra_versions.VERSION, config_path=str(folder), config_name=config_name)(composed)()
 
     def _run_composed(self, cfg: DictConfig, pool: Pool | None) -> float | None:
-        found = placement.detect()  # a cluster's job runs in another process than the one that submitted it
+        found = placement.detect()
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             from lightswitch.sweeps import job
 
             gc.enable()
-            if pool is not None:
-                return job.run(self.typed, cfg, found, pool)
-            with job.Pool() as own:  # in a process that a cluster started
-                return job.run(self.typed, cfg, found, own)
+            assert pool is not None  # of multirun, whose launcher starts all jobs
+            return job.run(self.typed, cfg, pool)
         self.is_composed = True
         hydra = HydraConfig.get()
         folder, mode = Path(hydra.runtime.output_dir), str(cfg.get("mode"))
@@ -138,10 +136,10 @@ class Entry:
             for key in of_the_clock(cfg):
                 OmegaConf.update(cfg, key, time := str(OmegaConf.select(cfg, key)))
                 self.process.decided.append(f"{key}={quoted(time)}")
-        if not OmegaConf.is_missing(run.hydra.job, "num"):
+        if not OmegaConf.is_missing(run.hydra.job, "num") and found.rank == 0:
             from lightswitch.sweeps import job
 
-            self.process.failure_file = job.failure_file(run.run_dir, found)
+            self.process.failure_file = run.run_dir / job.FAILURE
         try:
             if not spawn.has_run(cfg, run):
                 self.main(cfg, run)
@@ -231,10 +229,7 @@ def register_resolvers(placement: Placement, process: Process | None = None) -> 
 
 
 class _RunId:
-    """The run id of this process, determined once, because a config is resolved several times.
-
-    submitit pickles resolvers, which functions cached by functools don't support.
-    """
+    """The run id of this process, determined once, because a config is resolved several times."""
 
     def __init__(self, process: Process) -> None:
         self._process = process

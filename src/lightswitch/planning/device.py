@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -106,29 +104,16 @@ _ARITHMETIC = {"16": "fp16", "bf16": "bf16", "64": "fp64"}  # by the prefix of a
 
 
 def here() -> Device:
-    """Return this machine's GPU with the least memory or, without GPUs, its CPU with the currently free memory.
-
-    Unless CUDA is already initialized here, a forked process queries the GPUs: this one may fork others, which can't
-    use CUDA if it has initialized it.
-    """
+    """Return this machine's GPU with the least memory or, without GPUs, its CPU with the currently free memory."""
     import psutil
     import torch
 
     free_gib = psutil.virtual_memory().available / GIB
-    if torch.cuda.device_count():  # uses NVML, so it does not initialize CUDA
-        is_open = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # untyped in torch
-        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as forked:
-            name, bytes = _smallest_gpu() if is_open else forked.submit(_smallest_gpu).result()
-        return Device(name, bytes / GIB, {}, host_gib=free_gib)
-    return Device("this machine's CPU", free_gib, {}, kind="cpu")
-
-
-def _smallest_gpu() -> tuple[str, int]:
-    import torch
-
-    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    smallest = min(found, key=lambda properties: properties.total_memory)
-    return smallest.name, smallest.total_memory
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    if not gpus:
+        return Device("this machine's CPU", free_gib, {}, kind="cpu")
+    smallest = min(gpus, key=lambda gpu: gpu.total_memory)
+    return Device(smallest.name, smallest.total_memory / GIB, {}, host_gib=free_gib)
 
 
 def precision_problems(precision: str, device: Device) -> Iterator[str]:

@@ -19,7 +19,6 @@ from typing import Any, Self
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lightswitch.cluster.placement import Placement
 from lightswitch.config.confidential import masked_override
 from lightswitch.config.overrides import flags_of_a_job, quoted, typed_overrides
 from lightswitch.errors import ExitCode, RefusedRequest
@@ -31,19 +30,20 @@ from lightswitch.sweeps.record import FAILED, FINISHED, STOPPED, Record
 
 _OF_THE_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")
 _OUTPUT = "output.txt"
+FAILURE = "failure.txt"  # of the run's directory: its failure
 _ENOUGH = 3  # interrupts until SIGKILL; the run saves at the first and ends without saving at the second
 _LOOK_EVERY_SECONDS = 0.2
 
 End = Callable[[int, list[int]], None]  # takes the exit code (the negative signal number if killed) and the signals
 
 
-def run(typed: list[str], cfg: DictConfig, placement: Placement, pool: Pool) -> float | None:
+def run(typed: list[str], cfg: DictConfig, pool: Pool) -> float | None:
     """Start one job, and wait for its end unless several run at once.
 
-    Hydra calls this for each job, in this process or in each task of a cluster job.
+    Hydra calls this for each job.
 
     Args:
-        typed: script and arguments of the sweep; those of this process differ in a cluster job.
+        typed: script and arguments of the sweep.
 
     Returns:
         The objective, for Optuna; None if the job failed, did not log it, or still runs. The sweep continues in each
@@ -69,15 +69,14 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement, pool: Pool) -> 
     kept = [override for override in hydra.overrides.hydra if not _OF_THE_SWEEP.match(override)]
     own = [*flags_of_a_job(arguments), *kept, "hydra.mode=RUN", f"hydra.run.dir={quoted(directory)}"]
     own.append(f"hydra.job.num={job.number}")  # the run detects by this that it is a job
-    if placement.rank == 0:
-        record.write(job, folder)
-        chosen = (override for override in job.overrides if override not in typed and not override.startswith("~"))
-        print(f"job {job.number:<6} {' '.join(chosen)}", flush=True)
-    failure_file(folder, placement).unlink(missing_ok=True)
+    record.write(job, folder)
+    chosen = (override for override in job.overrides if override not in typed and not override.startswith("~"))
+    print(f"job {job.number:<6} {' '.join(chosen)}", flush=True)
+    (folder / FAILURE).unlink(missing_ok=True)
     pool.start(
         [sys.executable, script, *own, *overrides],
         cwd,
-        partial(_end, job, folder, str(cfg.objective), placement, pool),
+        partial(_end, job, folder, str(cfg.objective), pool),
         folder / _OUTPUT if pool.is_shared else None,
     )
     if pool.is_shared:
@@ -86,16 +85,9 @@ def run(typed: list[str], cfg: DictConfig, placement: Placement, pool: Pool) -> 
     return ended.comparable_objective if (ended := record.read(folder)) is not None else None
 
 
-def failure_file(folder: Path, placement: Placement) -> Path:
-    """Return the file to which a job's process writes its failure, one for each task of a cluster job."""
-    return folder / f"failure_{placement.rank}.txt"
-
-
-def _end(
-    job: Record, folder: Path, objective: str, placement: Placement, pool: Pool, exit_code: int, signals: list[int]
-) -> None:
-    """Write the job's record if this task is the first one or failed, and stop the sweep if a signal ended the job."""
-    failure = failure_file(folder, placement)
+def _end(job: Record, folder: Path, objective: str, pool: Pool, exit_code: int, signals: list[int]) -> None:
+    """Write the job's record, and stop the sweep if a signal ended the job."""
+    failure = folder / FAILURE
     if exit_code == 0:
         found = resume.read_results(folder)
         job = replace(job, state=FINISHED, objective=found.get(find(found, objective) or objective))
@@ -106,8 +98,7 @@ def _end(
         how = f"exit code {exit_code}" if exit_code > 0 else f"killed by {signal.Signals(-exit_code).name}"
         job = replace(job, state=FAILED, error=error or how)
     failure.unlink(missing_ok=True)
-    if placement.rank == 0 or job.state == FAILED:
-        record.write(job, folder)
+    record.write(job, folder)
     if pool.is_shared:
         value = "" if job.objective is None else f", {objective} {job.objective:.5g}"
         print(f"job {job.number:<6} {job.state}{value}; its output: {job.directory}/{_OUTPUT}", flush=True)

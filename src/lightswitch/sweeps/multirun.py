@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -25,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch import patches
 from lightswitch.cluster import placement
+from lightswitch.config import aliases
 from lightswitch.config.confidential import masked_override
 from lightswitch.config.overrides import check_names, key_and_value, quoted, typed_overrides
 from lightswitch.errors import ExitCode, Refused, RefusedRequest
@@ -67,7 +66,7 @@ def run(
         claim.take_folder(folder, process)  # until this process ends
     except Refused as refused:
         raise RefusedRequest(refused.problems) from refused
-    pinned = f"hydra.sweep.dir={quoted(str(folder))}"  # a job on another machine can't resolve the time or id in it
+    pinned = f"hydra.sweep.dir={quoted(str(folder))}"  # in each job the same time and id
     planned: list[Record] = []
     try:
         with Pool(slots(cfg)) as pool:
@@ -136,26 +135,16 @@ def go_on(cfg: DictConfig) -> str:
 
 
 def _run_jobs(walk: Callable[[], None], folder: Path) -> None:
-    """Run the jobs of a sweep; if a signal ends the sweep, cancel the jobs that it has submitted to a cluster.
+    """Run the jobs of a sweep, which Optuna ends early if no trial has an objective.
 
     Args:
         walk: Hydra's original `multirun`.
-
-    Raises:
-        RefusedRequest: sbatch rejects a job.
     """
-    submitted_before = _submitted(folder)
     try:
         walk()
-    except (KeyboardInterrupt, SystemExit):
-        if submitted := _submitted(folder) - submitted_before:
-            subprocess.run(["scancel", *sorted(submitted)], check=False)
-        raise
     except (HydraException, RefusedRequest):  # invalid overrides or config
         raise
     except Exception as error:
-        if isinstance(cause := error.__cause__, subprocess.CalledProcessError) and "sbatch" in cause.cmd:
-            raise RefusedRequest([f"sbatch rejected the job: {' '.join(str(error).split())}"]) from error
         has_none = "No trials are completed" in str(error)  # Optuna's, for example if all objectives are NaN
         if not has_none and not any(job.has_failed for job in record.read_all(folder)):
             raise
@@ -170,33 +159,18 @@ def _problems(cfg: DictConfig) -> Iterator[str]:
     if place.is_external:
         yield (
             f"a sweep starts the processes of its jobs itself, but {place.launcher} has started this process; "
-            "type python train.py -m … with trainer.devices=N, or with hydra/launcher=submitit_slurm on a cluster"
+            "type python train.py -m … trainer.devices=N without it"
         )
-    launcher = str(cfg.hydra.launcher._target_)
-    if launcher.endswith("submitit_launcher.SlurmLauncher") and shutil.which("sbatch") is None:
-        yield (
-            "hydra/launcher=submitit_slurm: this machine has no sbatch; start the sweep on a machine of the cluster, "
-            "or leave the launcher out"
-        )
-    if launcher.endswith("submitit_launcher.LocalLauncher"):  # it hides GPUs from its jobs, and starts all at once
-        yield (
-            "hydra/launcher=submitit_local: leave it out, and type sweep.devices_per_job=1, or sweep.jobs_at_once=2 on "
-            "CPUs, for several jobs at once on this machine"
-        )
+    if not str(cfg.hydra.launcher._target_).endswith(".BasicLauncher"):
+        name = cfg.hydra.runtime.choices["hydra/launcher"]
+        yield f"hydra/launcher={name}: a sweep starts its jobs itself; leave it out, and type {aliases.AT_ONCE}"
     for key, value in (cfg.get("sweep") or {}).items():
         if value is None:
             continue
         if type(value) is not int or value < 1:
             yield f"sweep.{key}={value}: use a number from 1, or null"
-        elif not launcher.endswith(".BasicLauncher"):
-            yield f"sweep.{key}={value} is for jobs on this machine; a launcher of Hydra's has hydra.launcher options"
         elif key == "devices_per_job" and len(found := visible_gpus()) < value:
             yield f"sweep.devices_per_job={value}: found {len(found)} GPUs; on CPUs type sweep.jobs_at_once=2"
-
-
-def _submitted(folder: Path) -> set[str]:
-    """Return the ids of jobs submitted to a cluster, from submitit's folder."""
-    return {path.name.partition("_")[0] for path in folder.glob(".submitit/[0-9]*")}
 
 
 def shared_problems(cfg: DictConfig, compose: Compose) -> list[str]:

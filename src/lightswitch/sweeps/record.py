@@ -63,12 +63,8 @@ class Record:
 
 
 def write(record: Record, folder: Path) -> None:
-    """Write the record of a job; its failure in another task of a cluster job stays until the job starts again."""
-    there = read(folder)
-    if there is not None and there.state == FAILED and record.state != RUNNING:
-        return
-    with contextlib.suppress(FileExistsError, FileNotFoundError):  # another task writes it at this moment
-        regular_files.write_json(folder / _FILE, dataclasses.asdict(record))
+    """Write the record of a job."""
+    regular_files.write_json(folder / _FILE, dataclasses.asdict(record))
 
 
 def read(folder: Path) -> Record | None:

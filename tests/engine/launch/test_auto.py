@@ -77,7 +77,7 @@ def test_a_smaller_micro_batch_is_the_first_thing_to_try(ranks: int, train: Trai
     assert failed.returncode == 1
     (line,) = (line for line in failed.err.splitlines() if line.startswith("next: "))
     started, _, command = line.partition("; try ")
-    assert started.startswith("next: parameters, gradients and optimizer state are ")
+    assert started.startswith("next: parameters, gradients and optimizer state are about ")
     assert command.endswith(f" strategy=ddp micro_batch_size={8 if ranks else 16} run_id=mine")
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from lightning.pytorch.strategies import Strategy
 
 from lightswitch.deepspeed.strategy import DeepSpeed
-from lightswitch.planning import device, report
+from lightswitch.planning import report
 from lightswitch.planning.device import CONTEXT_BYTES, CUBLAS_BYTES, GIB, NCCL_BYTES, Device, World
 from lightswitch.planning.estimate import STATES, Estimate, Growth, Holding, Run, Traffic, estimate, groups, holding
 from lightswitch.planning.ledger import Trace
@@ -345,17 +343,3 @@ def test_the_answer_is_a_line(found: Estimate) -> None:
     assert (
         report.answer(large, DEVICE) == "no strategy fits; the smallest is fsdp, micro batch 2: 9.02 of 7.92 GiB on X"
     )
-
-
-def _named_by_the_process() -> tuple[str, int]:
-    return str(os.getpid()), 80 * GIB
-
-
-def test_gpus_are_looked_at_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ranks that are forked after it could not use CUDA. There is no GPU here, so a function says who asks."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(device, "_smallest_gpu", _named_by_the_process)
-    found = device.here()
-    assert (found.name == str(os.getpid()), found.memory_gib) == (False, 80)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert device.here().name == str(os.getpid())

@@ -17,11 +17,7 @@ def main(cfg: DictConfig, run: RunContext) -> None:
     is_first = not (run.run_dir / "starts").exists()
     with (run.run_dir / "starts").open("a") as starts:
         starts.write(f"{run.hydra.mode.name}\n")
-    if (
-        cfg.name == "broken"
-        or (cfg.name == "broken_once" and is_first)
-        or (cfg.name == "half" and run.placement.rank == 1)
-    ):
+    if cfg.name == "broken" or (cfg.name == "broken_once" and is_first):
         raise RuntimeError("it is broken\nfor a reason")
     if cfg.name == "killed_once" and is_first:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -29,7 +25,6 @@ def main(cfg: DictConfig, run: RunContext) -> None:
         time.sleep(0.05)
     if cfg.name == "waiting":
         (run.run_dir / "waits").touch()
-    if cfg.name in ("waiting", "half"):
         time.sleep(3600)
     write_json(run.run_dir / "results.json", {"val/loss": math.nan if cfg.name == "nan" else cfg.seed / 4})
 

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import time
@@ -122,19 +121,6 @@ def test_a_sweep_of_optuna_goes_on_after_objectives_that_are_not_finite(sweep: S
     assert "Traceback" not in done.stderr
     assert "job 0      has already finished" in done.stdout
     assert "the sweep ended early: No trials are completed yet." in done.stdout
-
-
-def test_a_task_that_failed_is_not_overwritten_before_the_job_starts_again(tmp_path: Path) -> None:
-    failed = record.Record(0, [], "runs/x/0", record.FAILED)
-    states = []
-    for written in (
-        failed,
-        replace(failed, state=record.FINISHED),
-        replace(failed, state=record.RUNNING),
-    ):
-        record.write(written, tmp_path)
-        states.append(record.read(tmp_path).state)
-    assert states == [record.FAILED, record.FAILED, record.RUNNING]
 
 
 def test_a_sweep_that_nohup_started_goes_on_when_its_terminal_closes(tmp_path: Path) -> None:
@@ -260,15 +246,6 @@ def test_optuna_samples_once_for_all_ranks_and_goes_on_as_before(sweep: Sweep) -
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed")
-def test_what_sbatch_does_not_take_is_told_in_a_line(sweep: Sweep, tmp_path: Path) -> None:
-    (conf := tmp_path / "slurm.conf").write_text("ClusterName=none\n")  # of a cluster without a controller
-    refused = sweep(*SWEPT, "hydra/launcher=submitit_slurm", SLURM_CONF=str(conf))
-    assert (refused.returncode, "Traceback" in refused.stderr) == (2, False)
-    assert refused.stderr.splitlines()[-1].startswith("error: sbatch rejected the job: sbatch: error: ")
-
-
-@pytest.mark.nightly
 def test_a_job_is_handed_an_interpolation_and_not_the_secret_that_it_gives(sweep: Sweep) -> None:
     secret, model = "hunter2-correct-horse", "model._target_=tests.engine.config.secretive.SecretModel"
     own = (model, PLAIN_DATA, "+model.token=${oc.env:API_TOKEN}", "+model.how=nothing")
@@ -348,10 +325,7 @@ def test_a_sweep_is_refused_in_a_line_before_any_job(tmp_path: Path) -> None:
         f"CUDA_VISIBLE_DEVICES= {plain} seed=1,2 sweep.devices_per_job=1": "sweep.devices_per_job=1: found 0 GPUs; on "
         "CPUs type sweep.jobs_at_once=2",
         f"{rank} MASTER_ADDR=localhost MASTER_PORT=29500 {plain} seed=1,2": "a sweep starts the processes of its jobs "
-        "itself, but torchrun has started this process; type python train.py -m … with trainer.devices=N, or with "
-        "hydra/launcher=submitit_slurm on a cluster",
-        f"PATH=/nowhere {plain} hydra/launcher=submitit_slurm": "hydra/launcher=submitit_slurm: this machine has no "
-        "sbatch; start the sweep on a machine of the cluster, or leave the launcher out",
+        "itself, but torchrun has started this process; type python train.py -m … trainer.devices=N without it",
     }
     found = answers({one: one.split() for one in expected}, tmp_path)
     assert {words: answer.err for words, answer in found.items()} == {
