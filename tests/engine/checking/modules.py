@@ -46,15 +46,6 @@ class Good(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class LogsTheLargest(Good):
-    """Logs by step what is no mean over samples."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        logits = self.net(batch[0])
-        self.log("train/largest", logits.detach().max())
-        return self.loss(logits, batch[1])
-
-
 class Normed(Good):
     def __init__(self) -> None:
         super().__init__()

@@ -71,12 +71,6 @@ def test_a_good_module_keeps_all_promises(train: Train) -> None:
     ("module", "words", "code", "told"),
     [
         (
-            "LogsTheLargest",
-            "check.strategies=[ddp] check.steps=2",
-            1,
-            [r"^differs    ddp, logged: train/largest in a hook after the optimizer's step of step 1: "],
-        ),
-        (
             "Raises",
             "strategy=ddp",
             1,

@@ -281,29 +281,11 @@ TIMED |= {"saving_seconds": 0.0, "measured_steps": 1, "seconds": {"data": 1.0}, 
 JOB = {"number": 0, "overrides": ["a=1"], "directory": "x", "state": "failed", "error": "no"}
 MANY = "9" * 400
 ODD: dict[str, list[object]] = {
-    "config.yaml": [
-        "[]",
-        "trainer: 5",
-        f"{CONFIG}\nm: {MANY}",
-        CONFIG.replace("es: 1", f"es: {MANY}"),
-    ],
+    "config.yaml": ["[]", "trainer: 5", f"{CONFIG}\nm: {MANY}"],
     ".hydra/config.yaml": ["a: [", "5"],
-    "job.json": [[], {**JOB, "overrides": 5}, {**JOB, "overrides": [{}]}, {**JOB, "error": {}}, {**JOB, "state": []}],
-    "step_times.json": [
-        {**TIMED, "seconds": 5},
-        {**TIMED, "peak_bytes": "x"},
-        {**TIMED, "seconds": {"data": []}},
-    ],
-    "metrics.csv": [
-        f"{METRICS}2,1e308\n3,-1e308\n",
-        f"{METRICS}{'9' * 5000},1\n",
-        "step,$x$\n0,1\n1,2\n",
-        "",
-        f"{METRICS}2,1,2,3\n",
-        f"{METRICS}²,1\n",
-        "step\n0\n",
-        "step,throughput/samples_per_second\n0,0\n",
-    ],
+    "job.json": [[], {**JOB, "overrides": 5}, {**JOB, "state": []}],
+    "step_times.json": [{**TIMED, "seconds": 5}, {**TIMED, "seconds": {"data": []}}],
+    "metrics.csv": [f"{METRICS}2,1e308\n3,-1e308\n", "step,$x$\n0,1\n1,2\n", "", f"{METRICS}2,1,2,3\n", "step\n0\n"],
 }
 
 
