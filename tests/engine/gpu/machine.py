@@ -9,26 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+import yaml
 
 from tests.engine.conftest import CHECKOUT
 
-# Products of bfloat16 matrices without sparsity, 10^12 operations a second: NVIDIA's and AMD's data sheets
-PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "H200": 989.0,
-    "H200 NVL": 835.0,
-    "GH200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "L4": 121.0,
-    "A10G": 70.0,
-    "A10": 125.0,
-    "RTX 4090": 165.0,
-    "MI300X": 1307.0,
-}
 PACKAGES = ("torch", "lightning", "pytorch-lightning", "deepspeed", "hydra-core", "torchmetrics", "numpy")
 
 
@@ -53,9 +37,12 @@ def commit() -> str:
 
 
 def peak_flops(card: str) -> float | None:
-    """Return the bfloat16 operations a second that a card can do; None for one that is not in the table."""
-    named = [name for name in PEAK_TFLOPS if all(word in card for word in name.split())]
-    return PEAK_TFLOPS[max(named, key=len)] * 1e12 if named else None
+    """Return the bfloat16 operations a second that a card can do, by its sheet; None for one that has none."""
+    sheets = [yaml.safe_load(path.read_text()) for path in (CHECKOUT / "conf" / "device").glob("*.yaml")]
+    tflops = {str(sheet["name"]): sheet["tflops"].get("bf16") for sheet in sheets if "name" in sheet}
+    named = [name for name in tflops if all(word in card for word in name.split())]
+    peak = tflops.get(max(named, key=len, default=""))
+    return 1e12 * peak if peak else None
 
 
 def memory_bytes(index: int) -> int:
