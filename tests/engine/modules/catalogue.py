@@ -104,7 +104,6 @@ FIELDS = [
         [
             *(Entry(m, data.IMAGES) for m in _PLAIN),
             Entry(o.LBFGS, data.IMAGES, is_clipped=False),
-            Entry(o.LooksAhead, data.IMAGES, because=OWN_PYTHON, resumes=False),
             Entry(o.BatchNorm, data.IMAGES, TWO_RANKS, "a batch norm has the statistics of the device's own batch"),
         ],
     ),

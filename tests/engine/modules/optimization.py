@@ -138,33 +138,6 @@ class Sharpness(Classifier):
         return SAM(self.parameters(), torch.optim.SGD, lr=0.1)
 
 
-class Lookahead(torch.optim.Optimizer):
-    """Zhang et al. 2019: slow weights, which every second step goes back to."""
-
-    def __init__(self, optimizer: Optimizer, k: int = 2, alpha: float = 0.5) -> None:
-        self.optimizer, self.k, self.alpha, self.count = optimizer, k, alpha, 0
-        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
-        self.slow = [[p.clone().detach() for p in group["params"]] for group in self.param_groups]
-        super().__init__(self.param_groups, self.defaults)
-
-    def step(self, closure: Any = None) -> Any:
-        loss = self.optimizer.step(closure)
-        self.count += 1
-        if self.count % self.k == 0:
-            for group, slow in zip(self.param_groups, self.slow, strict=True):
-                for p, q in zip(group["params"], slow, strict=True):
-                    q.data.add_(self.alpha * (p.data - q.data))
-                    p.data.copy_(q.data)
-        return loss
-
-
-class LooksAhead(Classifier):
-    """An optimizer around another, with a state that no `state` has."""
-
-    def configure_optimizers(self) -> Any:
-        return Lookahead(torch.optim.SGD(self.parameters(), lr=0.1))
-
-
 class AdamWScheduleFree(torch.optim.Optimizer):
     """Defazio et al. 2024, as facebookresearch/schedule_free has it: weights are y in training, and x elsewhere."""
 
