@@ -28,10 +28,10 @@ from lightswitch.batches.plan import (
     saved_position,
     set_logged_steps,
 )
-from lightswitch.batches.seeds import generators_of, mix, seed_generators, seed_own
+from lightswitch.batches.seeds import mix, seed_generators
 from lightswitch.errors import Refused, listed
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.mixins import Mixin, callbacks_of, with_mixin
+from lightswitch.mixins import Mixin, with_mixin
 from lightswitch.monitoring.step_results import Results, is_counted
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,6 @@ class GlobalBatch(Callback):
         self._share_of_samples = 1.0  # weight of this micro-batch by its samples
         self._metrics = MetricStates()
         self._last_values: dict[str, float] = {}  # of the Trainer's callback metrics in the checkpoint
-        self._kept: list[Any] = []  # random generators of module, callbacks and data module
         self._drawn = torch.random.get_rng_state()  # random state after model, data, callbacks and loggers are created
 
     # Changes to strategy and module, in every process, from setup to teardown
@@ -121,7 +120,6 @@ class GlobalBatch(Callback):
             # Lightning counts micro-batches, and steps no schedule within an optimizer step, which may have fewer
             if config.interval == "step" and config.frequency > 1:
                 config.frequency *= trainer.accumulate_grad_batches
-        self._kept = _generators(trainer)
         self._counter.start_at(self._resumed)
         values = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._last_values.items()}
         trainer._logger_connector._callback_metrics.update(values)
@@ -157,18 +155,13 @@ class GlobalBatch(Callback):
         at = self._counter
         seed = mix(self.seed, at.epoch_start.global_step, at.micro_batches, self._rank, *of)
         seed_generators(seed, trainer.strategy.root_device)
-        if self._kept:  # alike on all ranks, as a module that has seeded them itself may rely on
-            seed_own(self._kept, mix(self.seed, at.epoch_start.global_step, at.micro_batches, *of))
 
     def _seed_alike(self, trainer: Trainer, *of: int) -> None:
         """Seed the generators for the hooks around an epoch or evaluation, and for new loaders, alike on all ranks.
 
         They would draw from the state that the last batch before has left, which a resumed run does not have.
         """
-        seed = mix(self.seed, *of)
-        self._kept = _generators(trainer)
-        seed_generators(seed, trainer.strategy.root_device)
-        seed_own(self._kept, seed)
+        seed_generators(mix(self.seed, *of), trainer.strategy.root_device)
 
     def _seed_loaders(self, trainer: Trainer, for_training: bool) -> None:
         """Seed the generators for new loaders, for training by the epoch if they are made anew in some epochs."""
@@ -384,12 +377,6 @@ class _DrawsIn32Bits(Mixin, Precision):
     def tensor_init_context(self) -> AbstractContextManager[None]:
         """Draw weights in 32 bits, as a constructor does; Lightning would draw them in the precision of the run."""
         return nullcontext()
-
-
-def _generators(trainer: Trainer) -> list[Any]:
-    """Return the generators that the module, the user's callbacks and the data module keep."""
-    data = [] if (data_module := trainer.datamodule) is None else [data_module]  # type: ignore[attr-defined]  # set past its declaration
-    return generators_of([*trainer.lightning_module.modules(), *callbacks_of(trainer), *data])
 
 
 def _check_replicas(trainer: Trainer, plan: BatchPlan) -> None:

@@ -17,14 +17,13 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+from torch.utils.data import Dataset, Subset, get_worker_info
 
 log = logging.getLogger(__name__)
 _MASK = (1 << 64) - 1
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_OF_DATA = (nn.Module, Dataset, DataLoader)
 _MOST_ITEMS = 64  # of a list or dict: a list of transforms is shorter, a list of samples has nothing to seed
 
 
@@ -76,27 +75,17 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def own_generators(*owners: object, without: tuple[type, ...] = ()) -> list[Any]:
+def own_generators(*owners: object) -> list[Any]:
     """Return the generators that objects keep in attributes, and those in the attributes of these, such as transforms.
 
     Lists and dicts among the attributes are opened. The order is that of the attributes, nearest first; the global
     generators are left out. One further inside is not seeded: what draws from it is reported (`KeptGenerators`).
-
-    Args:
-        without: classes of attributes that are left out.
     """
-    nearest = [value for owner in owners for value in _attributes(owner) if not isinstance(value, without)]
+    nearest = [value for owner in owners for value in _attributes(owner)]
     inside = [value for one in nearest for value in _attributes(one)]
     found = {id(one): one for one in (*nearest, *inside) if isinstance(one, _KINDS)}
     of_all = {id(one) for one in (torch.default_generator, np.random.mtrand._rand, random._inst)}
     return [one for key, one in found.items() if key not in of_all]
-
-
-def generators_of(objects: Iterable[Any]) -> list[Any]:
-    """Return the generators that the user's modules, callbacks and data modules keep, without those of datasets and
-    loaders: these are seeded where they draw."""
-    own = [one for one in objects if not type(one).__module__.startswith(("lightning.", "lightswitch."))]
-    return own_generators(*own, without=_OF_DATA)
 
 
 def _attributes(owner: object) -> list[Any]:

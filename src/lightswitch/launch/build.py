@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, Position, scaled_learning_rate
-from lightswitch.batches.seeds import generators_of, mix, restoring, seed_generators, seeded
+from lightswitch.batches.seeds import mix, own_generators, restoring, seed_generators, seeded
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.cluster import environments
 from lightswitch.context import RunContext
@@ -92,7 +92,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Beginning | 
     engine = callbacks_of_engine(cfg, run, record, watchdog, batch, compilation or None)  # {} for compile=false
     users = callbacks_of_config(named, cfg.trainer)
     strategy = _strategy(cfg.trainer)
-    own = generators_of([] if data is None else [data])
+    own = own_generators(data)
     strategy.on_data = partial(_begin_data, _seed_of_data(cfg, position), [restoring(one) for one in own])
     trainer: Trainer = instantiated(
         cfg,

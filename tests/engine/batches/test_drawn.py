@@ -49,16 +49,12 @@ class SplitData(PlainData):
 class DrawnData(PlainData):
     """Draws the samples of each epoch, and of its validations, where it makes the loaders."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rng = np.random.default_rng()
-
     def train_dataloader(self) -> DataLoader:
-        chosen = self.rng.permutation(300)[torch.randperm(48)]
+        chosen = np.random.permutation(300)[torch.randperm(48)]
         return DataLoader(Subset(Points(300), chosen.tolist()), self.batch_size)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(Subset(Points(300, 1), self.rng.permutation(300)[:37].tolist()), self.batch_size)
+        return DataLoader(Subset(Points(300, 1), np.random.permutation(300)[:37].tolist()), self.batch_size)
 
 
 class DrawingModel(PlainModel):
@@ -67,7 +63,6 @@ class DrawingModel(PlainModel):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("shift", torch.zeros(()))
-        self.generator = torch.Generator()
 
     def on_train_epoch_start(self) -> None:
         self.shift.fill_(torch.rand(()))
@@ -76,7 +71,7 @@ class DrawingModel(PlainModel):
         self.log("train/drawn", torch.rand(()))
 
     def on_validation_start(self) -> None:
-        self.drawn = torch.rand(()) + torch.rand((), generator=self.generator)
+        self.drawn = torch.rand(())
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict({"val/drawn": self.drawn, "val/drawn_at_end": torch.rand(())})

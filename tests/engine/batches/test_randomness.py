@@ -7,18 +7,14 @@ from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, WeightedRandomSampler
 
 from lightswitch.batches.loaders import training_loader
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.batches.seeds import SeededSamples, mix, mix_each, own_generators, seed_generators
-from tests.engine.conftest import PLAIN_DATA, Train
-from tests.engine.plain import PlainModel
 from tests.runs import context
 
 
@@ -153,39 +149,6 @@ def test_only_what_belongs_to_a_dataset_is_seeded() -> None:
     dataset = Keeping()
     dataset.random, dataset.itself, dataset.default = random._inst, dataset, torch.default_generator
     assert len(own_generators(dataset)) == 5
-
-
-class NoisyModel(PlainModel):
-    """Draws noise by generators of its own, as many a diffusion model does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.schedule = torch.Generator().manual_seed(1), {"rng": np.random.default_rng(1)}
-
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-        noise = torch.randn(batch[0].shape, generator=self.generator) * self.schedule["rng"].random()
-        return super().training_step((batch[0] + noise, *batch[1:]), batch_idx)
-
-
-class Jitter(pl.Callback):
-    """Moves the weights by a generator of its own."""
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(1)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        with torch.no_grad():
-            module.net[0].bias.add_(0.1 * self.rng.random())
-
-
-def test_generators_that_a_module_keeps_go_on_over_a_resume(train: Train) -> None:
-    run = (f"model._target_={__name__}.NoisyModel", PLAIN_DATA, "trainer.accelerator=cpu", "run_id=mine")
-    run += (f"callbacks.jitter._target_={__name__}.Jitter",)
-    run += ("trainer.log_every_n_steps=1", "callbacks.last_checkpoint.every_n_steps=2", "trainer.max_steps=4")
-    whole = train(*run)
-    resumed = train(*run, f"resume={whole.run_dir}/checkpoints/step_2.ckpt")
-    losses = whole.column("train/loss")
-    assert resumed.column("train/loss") == {step: losses[step] for step in (2, 3)}
 
 
 def test_the_hash_is_that_of_every_process_and_version() -> None:
