@@ -35,14 +35,6 @@ _UNFINISHED_STEPS = 2  # that a loader may be ahead of training, because Lightni
 Groups = Callable[[Iterator[Any]], Iterator[list[Any]]]
 
 
-class Resume(NamedTuple):
-    """Step of a pass at which a run resumes, and the dataset's state at the nearest step before it."""
-
-    step: int  # of the pass
-    state_step: int = 0
-    state: Any = None
-
-
 class Place(NamedTuple):
     """Position of a micro-batch in a stream."""
 
@@ -52,7 +44,7 @@ class Place(NamedTuple):
     begin: int  # steps of the epoch before this pass
     step: int  # of the epoch
     micro: int
-    resume: Resume | None = None  # only in the first place that a reader gets
+    state: Any = None  # of the dataset, from which a reader goes on; only in the first place that it gets
 
 
 class Cut(NamedTuple):
@@ -124,7 +116,6 @@ class StreamSlices(TrainingSlices):
         self._turn = 0
         self._short: tuple[Place, int] | None = None  # last step of the pass, if smaller, and its number of samples
         self._states: dict[int, Any] = {}  # of the dataset, by the number of the next step
-        self._continued: str | None = None  # pass that was resumed from a dataset state
         total = _ENDLESS if samples is None else samples
         super().__init__(None, total, self._drop_last, plan, rank, seed, at.epoch, at.step, combined)
 
@@ -153,56 +144,42 @@ class StreamSlices(TrainingSlices):
 
     def start_at(self, epoch: int, step: int, state: Mapping[str, Any] | None = None) -> None:
         super().start_at(epoch, step, state)
-        self._kept = state
+        if state is not None and state.get("step") == step > 0:  # a map-style loader's has none
+            self._states[step] = state["state"]
 
     def state_at(self, step: int) -> dict[str, Any]:
-        """Return the state that a run needs to resume at a step of the epoch.
-
-        It also holds the dataset's state at the nearest known step up to this one, or step 0 and None if there is none.
-        """
-        nearest = max((one for one in self._states if one <= step), default=0)
-        return {**super().state_at(step), "step": nearest, "state": self._states.get(nearest)}
+        """Return the state that a run needs to resume at a step of the epoch, with that of a dataset that has one."""
+        return {**super().state_at(step), "step": step, "state": self._states.get(step)}
 
     def __iter__(self) -> Iterator[Any]:
         epoch, first = self.epoch, self._first_step()
         self._turn += 1
-        self._short, self._states = None, {}
-        resumes = repeat(self._resume(first), self._readers)  # one for each reader: micro-batches go to readers in turn
+        skipped = first % self.own_steps  # steps of the pass that were taken before a resume
+        state = self._states.get(first) if skipped else None
+        self._short, self._states = None, {first: state}
+        states = repeat(state, self._readers)  # one for each reader: micro-batches go to readers in turn
+        if skipped and state is None and self.rank == 0:
+            log.info(
+                "skipped    %s samples of a stream are read again, to resume at the same sample; a dataset with "
+                "state_dict and load_state_dict resumes at once",
+                f"{skipped * self.plan.global_batch:,}",
+            )
         for step in range(first, self.steps):
             at_cycle = step // self.own_steps
             key, begin = self._pass_key(epoch, at_cycle), at_cycle * self.own_steps
             for micro in range(self.plan.accumulation):
-                yield Place(self._turn, self._told_epoch(epoch, at_cycle), key, begin, step, micro, next(resumes, None))
-
-    def _resume(self, step: int) -> Resume | None:
-        if step == 0:
-            return None
-        begin = step // self.own_steps * self.own_steps  # first step of the pass
-        resume = Resume(step - begin)
-        if self._kept is not None and begin < self._kept.get("step", 0) <= step:  # a map-style loader's has none
-            self._states[self._kept["step"]] = self._kept["state"]
-            self._continued = str(self._pass_key(self.epoch, step // self.own_steps))
-            resume = Resume(step - begin, self._kept["step"] - begin, self._kept["state"])
-        if self.rank == 0 and (steps := resume.step - resume.state_step):
-            log.info(
-                "skipped    %s samples of a stream are read again, to resume at the same sample; a dataset with "
-                "state_dict and load_state_dict resumes at once",
-                f"{steps * self.plan.global_batch:,}",
-            )
-        return resume
+                yield Place(self._turn, self._told_epoch(epoch, at_cycle), key, begin, step, micro, next(states, None))
 
     def note(self, cut: Cut) -> None:
         """Record the number of samples of a micro-batch's step, and the dataset's state after it."""
         step = cut.place.step
         if cut.samples < self.plan.global_batch:
             self._short = cut.place, cut.samples
-        if cut.digest is not None and str(cut.place.key) != self._continued:
+        if cut.digest is not None:
             self._compare(str(cut.place.key), cut.digest)
-        if cut.state is None:
-            return
-        self._states[step + 1] = cut.state
-        latest = max((one for one in self._states if one <= step + 1 - _UNFINISHED_STEPS), default=0)
-        self._states = {one: state for one, state in self._states.items() if one >= latest}
+        if cut.state is not None:
+            self._states[step + 1] = cut.state
+            self._states.pop(step - _UNFINISHED_STEPS, None)
 
     def end(self, cut: Cut) -> None:
         """Check that the stream ends after a step.
@@ -271,7 +248,7 @@ class Cursor:
         self._groups: Iterator[list[Any]] = iter(())
         self._group: list[Any] = []
         self._step = -1  # step of the pass that the group belongs to
-        self._holder: Any = None  # dataset or iterator with a state dict
+        self._is_stateful = False
         self._digest: int | None = None  # of the first samples of the pass, until they are sent
         self._is_new = True  # whether nothing of the pass has been read
 
@@ -282,37 +259,27 @@ class Cursor:
                 self._start(dataset, place)
             self._read_to(place.step - place.begin)
             last = place.micro == self.plan.accumulation - 1
-            state = self._state() if last and self._group and self.rank == 0 else None
+            state = self._state(dataset) if last and self._group and self.rank == 0 else None
         samples, slices = len(self._group), self.plan.slices
         index = place.micro * self.plan.replicas + self.rank
         begin, end = samples * index // slices, samples * (index + 1) // slices
         chosen = self._group[begin : max(end, begin + 1)]  # an empty slice still reads one sample, at weight 0
         digest, self._digest = self._digest, None
         seed_generators(mix(self.seed, place.key, place.step, index))  # for a random collate function
-        return Cut(place._replace(resume=None), chosen, samples, state, digest)
+        return Cut(place._replace(state=None), chosen, samples, state, digest)
 
     def _start(self, dataset: Any, place: Place) -> None:
-        self._pass, self._is_new = (place.turn, place.key), True
+        self._pass, self._is_stateful = (place.turn, place.key), _is_stateful(dataset)
+        self._is_new = place.state is None
         seed_generators(mix(self.seed, place.key))
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
             set_epoch(place.epoch)
-        samples, step = self._opened(dataset, place.resume)
+        step = 0 if place.state is None else place.step - place.begin
+        if step:
+            dataset.load_state_dict(place.state)
         self._step = step - 1
         block = step * self.plan.global_batch // self._seeded_samples
-        self._groups = self._groups_of(_seeded(samples, self._seeded_samples, block, self.seed, place.key))
-
-    def _opened(self, dataset: Any, resume: Resume | None) -> tuple[Iterator[Any], int]:
-        """Return an iterator over the stream, and the step of the pass at which it begins."""
-        state = None if resume is None else resume.state
-        if state is not None and _is_stateful(dataset):
-            dataset.load_state_dict(state)
-        samples = iter(dataset)
-        self._holder = next((one for one in (dataset, samples) if _is_stateful(one)), None)
-        if resume is None or state is None or self._holder is None:
-            return samples, 0
-        if self._holder is samples:
-            self._holder.load_state_dict(state)
-        return samples, resume.state_step
+        self._groups = self._groups_of(_seeded(iter(dataset), self._seeded_samples, block, self.seed, place.key))
 
     def _read_to(self, step: int) -> None:
         while self._step < step:
@@ -321,10 +288,9 @@ class Cursor:
             if self._is_new:
                 self._is_new, self._digest = False, content_digest(self._group[:_COMPARED_SAMPLES])
 
-    def _state(self) -> Any:
-        state = None if self._holder is None else _copied(self._holder.state_dict())
-        if state is None:
-            self._holder = None  # a resumed run reads again what came before, and says so
+    def _state(self, dataset: Any) -> Any:
+        state = _copied(dataset.state_dict()) if self._is_stateful else None
+        self._is_stateful = state is not None  # else a resumed run reads again what came before, and says so
         return state
 
 
@@ -353,10 +319,10 @@ def _without_worker_info() -> Iterator[None]:
         patches.replace(_utils.worker, "_worker_info", worker)
 
 
-def _is_stateful(holder: Any) -> bool:
-    """Return whether an object can save its state and resume from it at the exact sample."""
-    is_able = all(callable(getattr(holder, name, None)) for name in ("state_dict", "load_state_dict"))
-    return is_able and not _loses_a_buffer(getattr(holder, "_ex_iterable", None))
+def _is_stateful(dataset: Any) -> bool:
+    """Return whether a dataset can save its state and resume from it at the exact sample."""
+    is_able = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+    return is_able and not _loses_a_buffer(getattr(dataset, "_ex_iterable", None))
 
 
 def _loses_a_buffer(part: Any) -> bool:
