@@ -89,8 +89,8 @@ def rows(is_quick: bool) -> Iterator[tuple[str, str, str, tuple[int, int], tuple
     yield "start in a directory", "runs beside it", "seconds", *both((10, 10_000), start_beside), 0.3
     yield "log a row", "rows of metrics.csv", "seconds", *both((1_000, 1_000_000), log_row), 0.3
     yield "open metrics.csv", "rows", "seconds", *both((1_000, 1_000_000), open_table), 1.1
-    yield "memory of the order", "samples", "bytes", *both((10**6, 10**8), order_bytes), 1.1
-    yield "samples of a step", "samples", "seconds", *both((10**6, 10**8), step_samples), 0.3
+    yield "memory of the order", "samples", "bytes", *both((10**8, 10**9), order_bytes), 0.3
+    yield "samples of a step", "samples", "seconds", *both((10**8, 10**9), step_samples), 0.3
     yield "what rank 0 reads of all ranks", "ranks", "seconds", *both((8, 1_024), judge), 1.1
     yield "save a checkpoint of 64 MiB", "tensors", "seconds", *both((100, 10_000), save), 1.1
     yield "read a checkpoint of 64 MiB", "tensors", "seconds", *both((100, 10_000), load), 1.1
@@ -136,7 +136,7 @@ def _slices(samples: int) -> TrainingSlices:
 
 
 def order_bytes(samples: int) -> float:
-    """Return what Python holds once a step is drawn, and torch's permutation in addition."""
+    """Return what Python and NumPy hold once a step is drawn; torch's permutation in addition."""
     tracemalloc.start()
     try:
         slices = _slices(samples)

@@ -13,6 +13,7 @@ from itertools import accumulate, chain, cycle, islice
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import rank_zero_only
@@ -32,6 +33,7 @@ from lightswitch.errors import Refused
 
 log = logging.getLogger(__name__)
 _COMPARED_SAMPLES = 1000  # of a pass, from its start
+_MOST_DRAWN = 2**26  # samples whose order is held in memory: 0.5 GB for each rank
 _SPLIT = "dataset"  # key of the digest of a dataset's first samples
 _COMPARED_KEYS = (Integral, torch.Tensor, str, tuple)  # which print the same in every process
 
@@ -412,10 +414,47 @@ def _order_of_torch(sampler: Any, samples: int, seed: int) -> Sequence[Any] | No
     shuffles_all = (
         type(sampler) is RandomSampler and not sampler.replacement and len(sampler.data_source) == samples
     ) or (type(sampler) is DistributedSampler and sampler.shuffle)
+    if shuffles_all and samples > _MOST_DRAWN:
+        return Permutation(samples, seed)
     if shuffles_all:  # an array, because ten million Python ints take 1.5 s and 400 MB
         order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed >> 1))
         return order.numpy()  # type: ignore[return-value]  # acts as a Sequence
     return range(samples) if type(sampler) in (SequentialSampler, DistributedSampler) else None
+
+
+class Permutation(Sequence[int]):
+    """Pseudorandom permutation of ``range(samples)``, of which a slice is computed when it is read.
+
+    A Feistel network permutes a power of four; a number outside of the range is permuted again until it is inside
+    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+    """
+
+    ROUNDS = 6
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self._samples = samples
+        self._half_bits = np.uint64((samples.bit_length() + 1) // 2)
+        self._keys = np.array([mix(seed, number) for number in range(self.ROUNDS)], dtype=np.uint64)
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, at: Any) -> Any:
+        if not isinstance(at, slice):
+            return int(self[at : at + 1][0])
+        found = self._permuted(np.arange(*at.indices(self._samples), dtype=np.uint64))
+        while (outside := found >= self._samples).any():
+            found[outside] = self._permuted(found[outside])
+        return found.astype(np.int64)
+
+    def _permuted(self, numbers: Any) -> Any:
+        half = np.uint64(2 ** int(self._half_bits) - 1)
+        left, right = numbers >> self._half_bits, numbers & half
+        for key in self._keys:
+            mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
+            mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
+            left, right = right, left ^ ((mixed >> np.uint64(32)) & half)
+        return left << self._half_bits | right
 
 
 def _draw(sampler: Any, most: int, seed: int, epoch: int, is_first: bool, of_batches: bool = False) -> list[Any]:

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
-from tests.engine.batches.test_items import WHOLE, Tagger
 from tests.engine.fits import CLASSIFIER, TENSOR_PARALLEL, Fits, local_trainer
 from tests.engine.fits import LANGUAGE as TEXTS
 from tests.engine.plain import PlainData, PlainModel, Points
@@ -56,13 +55,6 @@ def test_a_micro_batch_that_does_not_divide_is_the_most_that_a_device_takes(fits
 def test_tensor_parallel_groups_take_slices_of_two_sizes(fits: Fits) -> None:
     odd = replace(LANGUAGE, global_batch=15)
     assert largest_difference(fits(replace(odd, strategy=TENSOR_PARALLEL), 4)[0], fits(odd)[0]) <= 1e-5
-
-
-@pytest.mark.nightly
-def test_a_mean_over_tokens_is_that_of_all_devices(fits: Fits) -> None:
-    whole = replace(WHOLE, module=partial(Tagger), global_batch=16)
-    for strategy in ("ddp", "fsdp"):
-        assert largest_difference(fits(replace(whole, strategy=strategy), 3)[0], fits(whole)[0]) <= 1e-5
 
 
 # What is set on a Trainer

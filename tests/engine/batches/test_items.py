@@ -89,13 +89,6 @@ def test_a_mean_over_items_is_that_of_one_batch_of_one_process(
         torch.testing.assert_close(outcomes[0].end[name], tensor, rtol=1e-4, atol=1e-6)
 
 
-def test_without_them_a_cut_is_another_run(fits: Fits) -> None:
-    silent = replace(WHOLE, module=partial(Tagger, None))
-    whole = fits(silent)[0].column("train/loss")
-    assert fits(replace(silent, micro_batch=4))[0].column("train/loss") != pytest.approx(whole, rel=1e-2)
-    assert fits(WHOLE)[0].column("train/loss") == whole
-
-
 def none(kept: Tensor) -> int:
     return 0
 

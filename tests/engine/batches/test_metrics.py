@@ -233,15 +233,6 @@ def test_the_best_so_far_goes_on(step: int, strategy: str, best: Finished, train
     assert_the_best(resumed, best, step)
 
 
-@pytest.mark.nightly
-def test_the_best_so_far_goes_on_from_an_epochs_end(best: Finished, train: Train) -> None:
-    """Twice, the second time from a run that has not validated, whose checkpoint is of its end."""
-    run = (*BEST, "strategy=ddp", "callbacks.last_checkpoint.every_n_steps=100")
-    first = train(*run, "trainer.max_epochs=2", ranks=2)
-    train(*run, "trainer.max_steps=7", folder=first.folder, ranks=2)
-    assert_the_best(train(*run, folder=first.folder, ranks=2), best, 7)
-
-
 def assert_the_best(run: Finished, best: Finished, step: int) -> None:
     for name in ("val/lowest", "val/highest", "val/signed"):
         expected, found = best.column(name), run.column(name)

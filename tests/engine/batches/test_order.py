@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subse
 from torch.utils.data.distributed import DistributedSampler
 
 from lightswitch.batches.loaders import Combined
-from lightswitch.batches.order import EvaluationBatches, TrainingSlices, epoch_order
+from lightswitch.batches.order import EvaluationBatches, Permutation, TrainingSlices, epoch_order
 from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
 from lightswitch.errors import BatchError, Refused
 
@@ -85,13 +85,13 @@ def test_position_is_read_at_the_first_batch_not_when_the_iterator_is_made() -> 
 )
 def test_a_random_order_is_a_function_of_its_seed_alone(sampler: object) -> None:
     torch.manual_seed(3)
-    first = list(epoch_order(sampler, 30, seed=1, epoch=2))
     state = torch.get_rng_state()
+    first = list(epoch_order(sampler, 30, seed=1, epoch=2))
+    assert torch.equal(torch.get_rng_state(), state)
     random.seed(9), np.random.seed(9), torch.rand(5)
     assert list(epoch_order(sampler, 30, seed=1, epoch=2)) == first
     assert list(epoch_order(sampler, 30, seed=2, epoch=2)) != first
     assert len(first) == 30
-    assert len(state)
 
 
 @pytest.mark.parametrize("drawn", [10, 30, 70])
@@ -108,14 +108,6 @@ def test_the_samples_of_passes_beside_a_longer_loader_are_counted() -> None:
     TrainingSlices(RandomSampler(range(24)), 24, False, plan, 0, 1, 0, 0, combined)
     combined.others.append(range(20))  # a loader of 20 batches that runs unchanged
     assert combined.longest.samples_before(20, 0) == 240
-
-
-def test_drawing_an_order_leaves_the_generator_of_torch_alone() -> None:
-    torch.manual_seed(5)
-    epoch_order(WeightedRandomSampler([1.0, 2.0], 2), 2, seed=1, epoch=0)
-    drawn = torch.rand(1)
-    torch.manual_seed(5)
-    assert torch.rand(1) == drawn
 
 
 def test_a_loader_that_does_not_shuffle_keeps_its_order() -> None:
@@ -186,3 +178,13 @@ def test_learning_rates_follow_the_global_batch(rule: str, expected: float) -> N
 def test_an_unknown_scaling_rule_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="'lineer'; use one of: none, linear, sqrt"):
         scaled_learning_rate(0.1, "lineer", 64, 64)
+
+
+def test_the_order_of_a_large_set_is_a_permutation_that_takes_no_memory() -> None:
+    for samples in (1, 2, 5, 16, 17, 4097):
+        assert sorted(Permutation(samples, seed=7)[:].tolist()) == list(range(samples))
+    huge, other = (epoch_order(RandomSampler(range(10**9)), 10**9, seed, epoch=0) for seed in (1, 2))
+    assert isinstance(huge, Permutation)
+    assert (len(huge), huge[7]) == (10**9, huge[5:10][2])
+    assert list(huge[:64]) != list(other[:64])
+    assert 0.45e9 < np.mean(huge[:4096]) < 0.55e9

@@ -382,12 +382,6 @@ def test_a_loader_is_remade_whoever_wrote_it(loader: DataLoader) -> None:
     assert [len(rank) for rank in ranks] == [5, 5]
 
 
-def test_the_users_loader_is_left_as_it_was() -> None:
-    loader = DataLoader(DATA, batch_size=5)
-    training_loader(loader, PLAN, 0, seed=1, at=Position())
-    assert [len(batch[0]) for batch in loader] == [5] * 10
-
-
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
@@ -410,16 +404,6 @@ def test_what_cannot_be_remade_is_told_apart(loader: object, reason: str | None)
 def test_an_epoch_that_drops_all_it_has_is_refused() -> None:
     with pytest.raises(Refused, match=r"has 50 samples .* use global_batch_size=50 or fewer"):
         training_loader(DataLoader(DATA, 5, drop_last=True), BatchPlan(60, 30, 2, 1), 0, 1, Position())
-
-
-def test_an_evaluation_set_without_samples_is_refused() -> None:
-    with pytest.raises(Refused, match="an evaluation set has no samples"):
-        evaluation_loader(DataLoader(TensorDataset(torch.arange(0))), BatchPlan(4, 1, 4, 1), 0, 1)
-
-
-def test_evaluation_batches_are_no_larger_than_the_loaders_own_or_a_micro_batch() -> None:
-    assert max(len(b[0]) for b in evaluation_loader(DataLoader(DATA, 100), PLAN, 0, 1)) <= 6
-    assert max(len(b[0]) for b in evaluation_loader(DataLoader(DATA, 2), PLAN, 0, 1)) <= 2
 
 
 def test_where_workers_read_torch_pins_in_a_thread() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.engine.conftest import PLAIN_MODEL, Finished, Train, runs_in
 from tests.engine.tiny import RECORD
 from tests.night import at_night
-from tests.runs import largest_difference, predictions
+from tests.runs import largest_difference
 
 STREAM = (PLAIN_MODEL, "data._target_=tests.engine.batches.streams.StreamData", "trainer.accelerator=cpu")
 SHORT = ("trainer.log_every_n_steps=1", "trainer.num_sanity_val_steps=0", *RECORD)
@@ -91,17 +91,6 @@ def test_a_stream_goes_on_where_its_first_batch_was_read_before_the_checkpoint(
     first = train(*run, STOPPED, "trainer.val_check_interval=6")
     resumed = train(*run, *STEPS, folder=first.folder)
     assert largest_difference(resumed, alone["plain"]) <= 1e-5
-
-
-@pytest.mark.nightly
-def test_a_stream_is_predicted_once_over_all_ranks(train: Train) -> None:
-    trained = train(*STREAM, "run_id=mine", "trainer.max_steps=2", "trainer.val_check_interval=2")
-    checkpoint = trained.run_dir / "checkpoints" / "last.ckpt"
-    whole, split = (
-        predictions(train(*STREAM, "mode=predict", f"ckpt_path={checkpoint}", ranks=ranks)) for ranks in (0, 2)
-    )
-    assert len(whole) == len(split) == 41
-    assert Counter(whole.tolist()) == Counter(split.tolist())
 
 
 @pytest.mark.nightly
