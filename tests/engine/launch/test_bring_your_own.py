@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
 from lightning.pytorch import callbacks
 
 from lightswitch.strategies.callbacks import NOWHERE
 from tests.engine.config.mistaken import refused
 from tests.engine.conftest import CHECKOUT
+from tests.engine.tables import others
 
 PAGE = (CHECKOUT / "docs" / "coming-from-elsewhere.md").read_text()
 CODE = re.compile(r"`([^`]+)`")
@@ -43,3 +45,10 @@ def test_the_callbacks_that_are_refused_are_on_the_page() -> None:
     page = (CHECKOUT / "docs" / "your-model-and-data.md").read_text()
     found = re.findall(r"^\| (`.*) \| (?:refused|`callbacks=)", page, re.MULTILINE)
     assert {*NOWHERE} <= {name for row in found for name in CODE.findall(row)} <= {*callbacks.__all__}
+
+
+def test_the_comparison_with_others_is_its_list_and_names_those_that_are_better() -> None:
+    assert others.PAGE.read_text() == others.text()
+    verdicts = [row["better"] for row in yaml.safe_load(others.LIST.read_text())]
+    assert {*verdicts} == {"here", "there", "equal"}
+    assert verdicts.count("there") > verdicts.count("here")

@@ -57,7 +57,7 @@ class Field:
 s, g, q, t, o = vision_ssl, generative, sequence, structured, optimization
 _PLAIN = (
     *(o.Classifier, o.StepsCounted, o.SpectralNorm, o.MultiTask, o.Sharpness),
-    *(o.AccumulatesByHand, o.TwoBackward, o.MaxNorm),
+    *(o.AccumulatesByHand, o.TwoBackward, o.MaxNorm, o.OneCycle),
     *(o.Averaged, o.GradientHooks, o.SkipsBatches, o.LogsOfEveryKind, o.ShowsPictures, o.ScheduleFree),
 )
 FIELDS = [

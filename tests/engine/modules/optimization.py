@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightswitch.strategies.ema import EMA
@@ -272,6 +273,15 @@ class MaxNorm(Classifier):
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
             self.net[1].weight.renorm_(2, 0, 0.5)
+
+
+class OneCycle(Classifier):
+    """Smith 2018, by the length of the run, stepped each step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = OneCycleLR(optimizer, 0.2, total_steps=20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class Averaged(Classifier):
