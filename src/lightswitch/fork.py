@@ -79,7 +79,7 @@ def _make(asked: argparse.Namespace, root: Path, space: Path) -> None:
 
 
 def _checkout(space: Path) -> Path:
-    """Return the checkout that this code belongs to; if pip installed it from a git address, a clone of its commit.
+    """Return the checkout that this code belongs to; where pip installed it, a clone of its commit or release.
 
     Raises:
         Refused: it belongs to neither.
@@ -87,11 +87,17 @@ def _checkout(space: Path) -> Path:
     found = Path(__file__).resolve().parents[2]
     if (found / _TEMPLATE).is_dir() and (found / ".git").exists():
         return found
-    source = json.loads(distribution("lightswitch").read_text("direct_url.json") or "{}")
-    if "vcs_info" not in source:
+    installed = distribution("lightswitch")
+    source = json.loads(installed.read_text("direct_url.json") or "{}")
+    urls = dict(url.split(", ") for url in installed.metadata.get_all("Project-URL", []))
+    if "vcs_info" in source:
+        address, commit = source["url"], source["vcs_info"]["commit_id"]
+    elif "Repository" in urls:  # the wheel of a release, whose workflow has named it
+        address, commit = urls["Repository"], f"v{installed.version}"
+    else:
         raise Refused("found no checkout of lightswitch; clone it, and make the project from there")
-    _git(space, "clone", "--quiet", source["url"], "lightswitch")
-    _git(space / "lightswitch", "checkout", "--quiet", source["vcs_info"]["commit_id"])
+    _git(space, "clone", "--quiet", address, "lightswitch")
+    _git(space / "lightswitch", "checkout", "--quiet", commit)
     return space / "lightswitch"
 
 

@@ -132,6 +132,24 @@ def test_a_command_that_pip_installed_from_a_git_address_makes_a_fork(clone: Pat
     assert git(clone, "rev-parse", "HEAD")[:7] in wheel.name
 
 
+def test_a_command_of_a_released_wheel_makes_a_fork_of_that_release(
+    clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its wheel is built as .github/workflows/release.yml says, and git finds the host's address on this machine."""
+    source = tmp_path / "source"
+    git(tmp_path, "clone", "--quiet", str(clone), str(source))
+    git(source, "tag", "v0.2.0")
+    (line,) = re.findall(r"(sed .* pyproject\.toml)\n", (clone / ".github/workflows/release.yml").read_text())
+    run(["bash", "-c", f"GITHUB_SERVER_URL=https://host.example GITHUB_REPOSITORY=us/lightswitch; {line}"], source)
+    environment(tmp_path, str(source))
+    git(source, "checkout", "--quiet", "pyproject.toml")
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", f"url.file://{source}.insteadOf")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "https://host.example/us/lightswitch")
+    told = run([str(tmp_path / ".venv/bin/lightswitch-fork"), "birdsong", "new", "--bare"], tmp_path)
+    assert f"engine     lightswitch==0.2.0+g{git(source, 'rev-parse', 'v0.2.0')[:7]}\n" in told
+
+
 def test_examples_give_way_to_a_model_and_a_dataset_as_the_readme_says(clone: Path, tmp_path: Path) -> None:
     folder = made(clone, tmp_path / "birdsong")
     readme = (folder / "README.md").read_text()
