@@ -4,7 +4,7 @@ python -m lightswitch.export runs/NAME/RUN_ID -o model.safetensors
 python -m lightswitch.export runs/NAME/RUN_ID/checkpoints/last.ckpt -o model.pt --dtype bfloat16
 python -m lightswitch.export runs/NAME/RUN_ID -o model.ckpt
 python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --shard-size 500MB
-python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --format hf
+python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --format hf --push-to-hub USER/MODEL
 python -m lightswitch.export runs/NAME/RUN_ID -o exports/adapters --format peft
 
 -o names a .safetensors file, a .pt file, a .ckpt file for Lightning's load_from_checkpoint, or a folder, in which
@@ -12,7 +12,8 @@ model.safetensors is written. The model's config is written beside it as FILE.ya
 lightswitch.load("model.safetensors") returns the model. Safetensors above the shard size are split into several files
 with an index, as Hugging Face does; memory holds one of them at a time. A .pt or .ckpt file is held in memory whole.
 --format hf writes a folder for transformers' from_pretrained, with adapters merged into the weights, and --format peft
-one of the adapters alone; the model must have a method to_hf, or to_peft. `hf upload USER/MODEL FOLDER` uploads it.
+one of the adapters alone; the model must have a method to_hf, or to_peft. --push-to-hub also uploads that folder, to a
+repository that it makes private if there is none.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def main(words: Sequence[str] | None = None) -> None:
     try:
         if arguments.format:
             _export_to_hub(arguments)
+        elif arguments.push_to_hub:
+            raise Refused(f"--push-to-hub {arguments.push_to_hub} uploads a folder; add --format hf or peft")
         else:
             _refuse_to_replace(arguments.output)  # before torch is imported and checksums are compared
             _export(arguments)
@@ -61,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--format", choices=LOADS, help="hf: a folder for transformers; peft: one of adapters; default: tensors alone"
     )
+    parser.add_argument("--push-to-hub", metavar="REPO", help="upload the folder of --format to the Hugging Face hub")
     parser.add_argument("--dtype", choices=DTYPES, help="type of all floating-point tensors; default: as saved")
     parser.add_argument(
         "--shard-size", type=_bytes, default="5GB", metavar="SIZE", help="maximum size of a file; default: 5GB"
@@ -152,7 +156,19 @@ def _export_to_hub(arguments: argparse.Namespace) -> None:
     for path in sorted(folder.iterdir()):
         print(f"written    {path}")
     print(f"load       model = {LOADS[arguments.format].format(folder)}")
-    print(f"upload     hf upload USER/{folder.name} {folder}")
+    if arguments.push_to_hub:
+        _push(folder, arguments.push_to_hub)
+
+
+def _push(folder: Path, repository: str) -> None:
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().create_repo(repository, private=True, exist_ok=True)
+        print(f"uploaded   {HfApi().upload_folder(repo_id=repository, folder_path=folder)}")
+    except Exception as error:  # of a name, a token, or the network, whose library differs by version
+        what = f"--push-to-hub {repository}: {str(error).strip().partition(chr(10))[0]}"
+        raise Refused(f"{what}; type hf auth login, then hf upload {repository} {folder}") from error
 
 
 def _parts(checkpoint: Path, format: str, dtype: str | None) -> list[Any]:

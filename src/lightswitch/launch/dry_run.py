@@ -41,7 +41,7 @@ def dry_run(cfg: DictConfig, run: RunContext) -> None:
     """
     request = plan.requested(cfg)
     candidate = candidates.chosen(run.hydra.runtime.choices.get("strategy"), request.trainer["strategy"])
-    batch = plan.batch_of(request, cfg.micro_batch_size)
+    batch = plan.batch_of(request, candidate, cfg.micro_batch_size)
     plan.check(request, candidate, batch)
     raise_all(problems_elsewhere(cfg, run, batch, plan.strategy_of(candidate), request.world.size))
     owner = request.samples.owner
@@ -49,7 +49,7 @@ def dry_run(cfg: DictConfig, run: RunContext) -> None:
         _check_evaluation(owner.val_dataloader(), batch)
     found = plan.at(request, candidate, batch)
     ranks = strategies.ranks(OmegaConf.to_container(cfg.dry_run)["rank"])  # type: ignore[index,call-overload]  # a node
-    reads = {rank: _reads(request, batch, rank) for rank in ranks}
+    reads = {rank: _reads(request, candidate.ranks_of_a_sample, batch, rank) for rank in ranks}
     world, precision = request.world, cfg.trainer.get("precision")
     devices = f"{world.nodes} × {world.devices_per_node} {request.device.name}"
     places = [f"rank {rank} is device {rank % world.devices_per_node} of node {rank // world.devices_per_node}, from 0"
@@ -85,8 +85,11 @@ class Reads:
     steps: tuple[tuple[tuple[Any, ...], ...], ...] = ()
 
 
-def _reads(request: Request, batch: BatchPlan, rank: int) -> list[Reads]:
+def _reads(request: Request, ranks_of_a_sample: int, batch: BatchPlan, rank: int) -> list[Reads]:
     """Return the samples that a rank reads from each training loader in its first steps.
+
+    Args:
+        ranks_of_a_sample: number of consecutive ranks that read the same samples.
 
     Raises:
         Refused: the loaders can't be split over this many devices, or can't be combined.
@@ -101,7 +104,7 @@ def _reads(request: Request, batch: BatchPlan, rank: int) -> list[Reads]:
             combined.others.append(loader)
             found.append(Reads(reason))
             continue
-        slices = training_loader(loader, batch, rank, cfg.seed, start, combined).batch_sampler
+        slices = training_loader(loader, batch, rank // ranks_of_a_sample, cfg.seed, start, combined).batch_sampler
         found.append(slices if isinstance(slices, TrainingSlices) else Reads("its samples have no indices"))
     combined.check()
     return [one if isinstance(one, Reads) else _first_steps(one, batch, cfg.dry_run.steps) for one in found]
@@ -150,10 +153,7 @@ def _files(cfg: DictConfig, run_dir: Path, found: Estimate) -> Iterator[str]:
     every: Any = OmegaConf.to_container(cfg.get("callbacks") or OmegaConf.create())
     saving = [name for name, node in every.items() if node and "Checkpoint" in str(node.get("_target_"))]
     if saving and cfg.trainer.get("enable_checkpointing") is not False:
-        speed = found.run.disk_gb_per_second
-        yield (
-            f"checkpoints/, by {', '.join(saving)}: {report.size(found.checkpoint_bytes)} each, over all ranks, "
-            f"{found.save_seconds:.3g} s at {speed:g} GB/s"
-        )
+        size = f"{report.size(found.checkpoint_bytes)} each, in {found.save_seconds:.3g} s"
+        yield f"checkpoints/, by {', '.join(saving)}: {size}"
     loggers: Any = OmegaConf.to_container(cfg.get("logger") or OmegaConf.create())
     yield from (f"by logger.{name}: {node.get('_target_')}" for name, node in loggers.items() if node)

@@ -123,7 +123,7 @@ def largest_micro_batch(cfg: DictConfig, run: RunContext) -> BatchPlan:
         raise Refused(f"micro_batch_size=auto: {report.answer(found, request.device)}; {what_would}")
     if run.is_first:
         log.info("auto       %s", report.took(found, request.device))
-    batch = plan.batch_of(request, found.run.micro_batch)
+    batch = plan.batch_of(request, candidate, found.run.micro_batch)
     run.process.decided.append(f"micro_batch_size={batch.micro_batch}")
     with open_dict(cfg):
         cfg.micro_batch_size = batch.micro_batch

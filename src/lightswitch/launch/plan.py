@@ -31,6 +31,7 @@ from lightswitch.planning.device import Device, World, precision_problems
 from lightswitch.planning.estimate import Estimate, Run, estimate, holding
 from lightswitch.planning.simulation import Samples, Simulation, Work, first_samples, simulate
 from lightswitch.preflight import devices, strategies
+from lightswitch.strategies.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ def fitted(request: Request, candidate: Candidate) -> Estimate:
         Unplanned: a step can't be simulated.
         Refused: the strategy, or the module, doesn't support the run.
     """
-    batch = batch_of(request, request.cfg.micro_batch_size)
+    batch = batch_of(request, candidate, request.cfg.micro_batch_size)
     check(request, candidate, batch)
     found = at(request, candidate, batch)
     if found.memory.fits or request.cfg.micro_batch_size is not None or not found.largest_micro_batch:
@@ -121,7 +122,7 @@ def confirmed(request: Request, found: Estimate, among: Sequence[Candidate]) -> 
     if found.run.accumulation == 1 or request.cfg.micro_batch_size is not None:
         return found
     candidate = next(one for one in among if one.words == found.words)
-    batch = batch_of(request, found.run.micro_batch)
+    batch = batch_of(request, candidate, found.run.micro_batch)
     confirmed = _largest_that_fits(request, candidate, [batch.micro_batch, *_smaller(batch)], None)
     return replace(confirmed, largest_micro_batch=found.largest_micro_batch)
 
@@ -133,7 +134,7 @@ def _largest_that_fits(request: Request, candidate: Candidate, sizes: Sequence[i
         simulated: the micro-batch from which the others are extrapolated; None to simulate each.
     """
     for micro in sizes:
-        found = at(request, candidate, batch_of(request, micro), simulated)
+        found = at(request, candidate, batch_of(request, candidate, micro), simulated)
         if found.memory.fits:
             break
     return found
@@ -145,9 +146,10 @@ def words_of(found: Estimate) -> list[str]:
     return [*found.words, *micro]
 
 
-def batch_of(request: Request, micro: int | None) -> BatchPlan:
-    """Return how the global batch is divided into micro-batches."""
-    return BatchPlan.derive(request.cfg.global_batch_size, micro, request.world.size)
+def batch_of(request: Request, candidate: Candidate, micro: int | None) -> BatchPlan:
+    """Return how a strategy divides the global batch into micro-batches."""
+    replicas = max(1, request.world.size // candidate.ranks_of_a_sample)
+    return BatchPlan.derive(request.cfg.global_batch_size, micro, replicas)
 
 
 def _smaller(batch: BatchPlan) -> list[int]:
@@ -160,7 +162,7 @@ def check(request: Request, candidate: Candidate, batch: BatchPlan) -> None:
     """Check that the strategy and the precision support the run, as far as this is known before a start.
 
     Raises:
-        RefusedRequest: they don't, or a plan can't know: it has no tensor parallelism. The error has each reason.
+        RefusedRequest: they don't; the error has each reason.
     """
     plain: Any = OmegaConf.to_container(request.cfg, resolve=True)
     kind, world = request.device.kind, request.world
@@ -171,8 +173,6 @@ def check(request: Request, candidate: Candidate, batch: BatchPlan) -> None:
     plain["trainer"]["strategy"] = candidate.node
     problems = [*strategies.problems(asked), *strategies.precision_problems(plain, kind)]
     problems += precision_problems(str(request.cfg.trainer.get("precision")), request.device)
-    if candidate.node.get("tensor_parallel_size"):
-        problems.append("a plan does not know what layers take that tensor parallelism splits; plan strategy=fsdp")
     if problems:
         raise RefusedRequest(problems)
 
@@ -184,13 +184,14 @@ def at(request: Request, candidate: Candidate, batch: BatchPlan, simulated: int 
         simulated: the micro-batch that is simulated; None for the same.
     """
     cfg, world, precision = request.cfg, request.world, str(request.cfg.trainer.get("precision"))
-    step, steps = _step(request, candidate, simulated or batch.micro_batch), cfg.trainer.get("max_steps")
+    strategy = strategy_of(candidate)
+    step, steps = _step(request, candidate, strategy, simulated or batch.micro_batch), cfg.trainer.get("max_steps")
     run = Run(
         batch.micro_batch, batch.accumulation, world.nodes, world.devices_per_node, precision, cfg.matmul_precision,
         steps if steps and steps > 0 else None, cfg.plan.tokens_per_sample, cfg.plan.disk_gb_per_second,
         batch.global_batch,
     )  # fmt: skip
-    held = holding(step, strategy_of(candidate), world, not request.device.is_host, precision)
+    held = holding(step, strategy, world, not request.device.is_host, precision)
     return estimate(candidate.words, step, held, run, request.device)
 
 
@@ -200,10 +201,11 @@ def strategy_of(candidate: Candidate) -> Strategy:
     return strategy
 
 
-def _step(request: Request, candidate: Candidate, samples: int) -> Simulation:
+def _step(request: Request, candidate: Candidate, strategy: Strategy, samples: int) -> Simulation:
     """Simulate a step of one device, once for all strategies that compute alike."""
     precision, node = request.cfg.trainer.get("precision"), candidate.node
-    key = repr((str(precision), samples, node.get("units"), node.get("activation_checkpointing")))
+    styles = strategy.styles_of if isinstance(strategy, TensorParallel) else None
+    key = repr((str(precision), samples, node.get("units"), node.get("activation_checkpointing"), node.get("plans")))
     if key not in request.simulated:
         with _own_code("a step of the model"):
             request.simulated[key] = simulate(
@@ -214,6 +216,7 @@ def _step(request: Request, candidate: Candidate, samples: int) -> Simulation:
                     samples,
                     _precision(precision),
                     node.get("units"),
+                    styles,
                     bool(node.get("activation_checkpointing")),
                 )
             )

@@ -51,6 +51,11 @@ class Candidate:
         return any(self.node.get(key) for key in (_OFFLOADS, "offload_parameters", "offload_optimizer"))
 
     @property
+    def ranks_of_a_sample(self) -> int:
+        """Number of consecutive ranks that read the same samples: those that share layers."""
+        return int(self.node.get("tensor_parallel_size", 1))
+
+    @property
     def is_replicated(self) -> bool:
         """Whether each device holds all states unsharded."""
         return str(self.node.get("_target_")).rpartition(".")[2] in _REPLICATED

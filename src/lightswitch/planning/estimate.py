@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -106,13 +107,17 @@ class Group:
         return Traffic(within, beside * bytes * (self.nodes - 1) / self.nodes)
 
 
-def groups(shards: int, world: World) -> tuple[Group, Group]:
-    """Return the group that shards over consecutive devices, and the group of its replicas."""
+def groups(shards: int, world: World, stride: int = 1) -> tuple[Group, Group]:
+    """Return the group that shards over consecutive devices, and the group of its replicas.
+
+    Args:
+        stride: number of consecutive ranks that hold the same shard, as under tensor parallelism.
+    """
     here = world.devices_per_node
-    per_node = max(1.0, min(shards, here))
+    per_node = max(1.0, min(shards, here / stride))
     shard = Group(per_node, shards / per_node, here)
-    replicas = max(1, world.size // shards)
-    of_replicas = max(1.0, min(replicas, here / shards))
+    replicas = max(1, world.size // (shards * stride))
+    of_replicas = max(1.0, min(replicas, here / (shards * stride)))
     return shard, Group(of_replicas, replicas / of_replicas, here)
 
 
@@ -132,6 +137,7 @@ class Holding:
         in_a_pass, in_a_step: traffic of each micro-batch, and of an optimizer step beside.
         host: bytes by kind that are in the host's memory.
         groups: number of process groups in which it communicates.
+        split: number of devices that share a layer, by tensor parallelism. Its activations count as whole.
     """
 
     states: Mapping[Kind, float]
@@ -147,6 +153,7 @@ class Holding:
     in_a_step: Traffic = Traffic()
     host: Mapping[Kind, float] = field(default_factory=dict)
     groups: int = 0
+    split: int = 1
 
 
 def holding(step: Simulation, strategy: Strategy, world: World, offloads: bool, precision: str) -> Holding:
@@ -175,15 +182,18 @@ def holding(step: Simulation, strategy: Strategy, world: World, offloads: bool, 
     )
 
 
-def _states(weights: Sequence[Weight], shards: int = 1) -> dict[Kind, float]:
+def _states(
+    weights: Sequence[Weight], shards: int = 1, split: Mapping[str, int] = MappingProxyType({})
+) -> dict[Kind, float]:
     """Return the bytes of parameters, gradients and optimizer state that rank 0 holds, which has the largest shards.
 
     Args:
         shards: number of devices over which the rows of each parameter are divided.
+        split: number of devices that share a layer, by the path of a parameter.
     """
     held: dict[Kind, float] = dict.fromkeys(STATES, 0.0)
     for one in weights:
-        share = math.ceil(one.rows / shards) / max(1, one.rows)
+        share = math.ceil(one.rows / shards) / max(1, one.rows) / split.get(one.path, 1)
         held["parameters"] += share * one.bytes
         held["gradients"] += share * one.bytes * one.is_trained
         held["optimizer"] += share * one.state_bytes
@@ -192,14 +202,16 @@ def _states(weights: Sequence[Weight], shards: int = 1) -> dict[Kind, float]:
 
 def _of_fsdp(step: Simulation, strategy: FSDP, world: World, offloads: bool) -> Holding:
     """Return what fully_shard holds: shards, the unit that runs, and buffers of the units before and after it."""
-    shards = {"NO_SHARD": 1, "HYBRID_SHARD": strategy.shard_size or world.devices_per_node}.get(
-        strategy.sharding_strategy, world.size
+    layer = int(strategy._tensor_parallel_size)
+    shards = {"NO_SHARD": 1, "HYBRID_SHARD": strategy.shard_size or world.devices_per_node // layer}.get(
+        strategy.sharding_strategy, world.size // layer
     )
-    shard, replicas = groups(shards, world)
-    states, whole = _states(step.weights, shards), _states(step.weights)
+    shard, replicas = groups(shards, world, layer)
+    split = dict.fromkeys(step.split, layer)
+    states, whole = _states(step.weights, shards, split), _states(step.weights)
     policy, gathered, reduced = strategy.mixed_precision, [0.0] * step.units, [0.0] * step.units
     for one in step.weights:
-        count, item = one.numel, one.bytes / max(1, one.numel)
+        count, item = one.numel / split.get(one.path, 1), one.bytes / max(1, one.numel)
         own = 2 if one.is_rounded else item
         gathered[one.unit] += count * (policy.param_dtype.itemsize if policy.param_dtype else own)
         sum_dtype = policy.reduce_dtype or policy.param_dtype
@@ -219,6 +231,7 @@ def _of_fsdp(step: Simulation, strategy: FSDP, world: World, offloads: bool) -> 
     passes += replicas.gather(sum(reduced) / shards) * 2
     in_units = sum(one.bytes * one.is_trained for one in step.weights if one.unit)
     rounded = sum(gathered[1:]) / in_units if in_units else 1.0
+    dimensions = sum(size > 1 for size in (shard.size, replicas.size, layer))
     return Holding(
         states,
         gradient_share=states["gradients"] / max(1.0, whole["gradients"]),
@@ -229,7 +242,8 @@ def _of_fsdp(step: Simulation, strategy: FSDP, world: World, offloads: bool) -> 
         rounds=False,
         in_a_pass=passes,
         host=states if strategy.cpu_offload and offloads else {},
-        groups=3 if min(shard.size, replicas.size) > 1 else 1,  # one for each dimension, and that of all ranks
+        groups=dimensions + (dimensions > 1),  # one for each, and that of all ranks
+        split=layer,
     )
 
 
@@ -461,7 +475,7 @@ def estimate(words: tuple[str, ...], step: Simulation, held: Holding, run: Run, 
     host, usable_host = sum(held.host.values()), device.host_bytes(run.devices_per_node)
     memory = Memory(peak, device.runtime_bytes(peak.bytes, held.groups), usable, host, usable_host)
     most = growth.most(device.tensor_bytes(usable, held.groups)) if memory.fits_host else 0
-    flops = step.flops * run.micro_batch / step.samples[0] * run.accumulation
+    flops = step.flops / held.split * run.micro_batch / step.samples[0] * run.accumulation
     sent = held.in_a_pass * run.accumulation + held.in_a_step
     # at least: activations are written and read once; parameters are read in each pass; the optimizer reads and writes
     states = {kind: peak.by_kind.get(kind, 0.0) for kind in ("parameters", "optimizer", "activations")}

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import cycle, islice, zip_longest
 from typing import Any
 
@@ -55,6 +56,7 @@ class Work:
         samples: number of samples in a micro-batch.
         options: Trainer arguments for the precision.
         units: names of the units; see `find_units`.
+        styles: returns the parallel styles of a module's layers, by a pattern of their paths, under tensor parallelism.
         recomputes: whether units recompute their activations in the backward pass.
     """
 
@@ -64,6 +66,7 @@ class Work:
     samples: int
     options: Mapping[str, Any]
     units: Sequence[str] | None = None
+    styles: Callable[[LightningModule], Mapping[str, Any]] | None = None
     recomputes: bool = False
 
 
@@ -96,6 +99,7 @@ class Simulation:
         samples, traces: two micro-batch sizes, and the step at each; the same twice if batches can't be cut.
         flops: floating-point operations at the first size.
         replaced: number of values that a micro-batch reads and that were replaced, by source line.
+        split: paths of parameters whose layers are split by tensor parallelism.
     """
 
     weights: tuple[Weight, ...]
@@ -104,6 +108,7 @@ class Simulation:
     traces: tuple[Trace, Trace]
     flops: float
     replaced: Mapping[str, int]
+    split: Sequence[str] = ()
 
 
 def simulate(work: Work) -> Simulation:
@@ -143,7 +148,14 @@ def simulate(work: Work) -> Simulation:
         device.batches.traces(),
         ledger.flops,
         dict(ledger.values.replaced),
+        list(_split(model, {} if work.styles is None else work.styles(model))),
     )
+
+
+def _split(model: LightningModule, styles: Mapping[str, Any]) -> Iterator[str]:
+    for path, layer in model.named_modules():
+        if any(fnmatchcase(path, pattern) for pattern in styles):
+            yield from (f"{path}.{name}" for name, _ in layer.named_parameters())
 
 
 def _needing(values: Values, error: Exception) -> Exception:

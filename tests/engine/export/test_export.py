@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -351,3 +354,17 @@ def test_a_checkpoint_of_a_stock_trainer_in_a_run_directory_is_exported(run_of: 
     export(tmp_path / "stock.ckpt", "-o", tmp_path / "tied.safetensors")
     export(run_dir / "checkpoints" / "last.ckpt", "-o", tmp_path / "own.safetensors")
     assert (tmp_path / "tied.safetensors").read_bytes() == (tmp_path / "own.safetensors").read_bytes()
+
+
+def test_a_folder_that_the_hub_does_not_take_stays_and_the_line_says_what_uploads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), "-o", str(tmp_path / "model"), "--push-to-hub", "me/model"])
+    assert "--push-to-hub me/model uploads a folder; add --format hf or peft" in capsys.readouterr().err
+    script = "import pathlib, sys; from lightswitch.export import __main__ as export; "
+    script += "export._push(pathlib.Path(sys.argv[1]), 'me/model')"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    refused = subprocess.run([sys.executable, "-c", script, "folder"], env=environment, capture_output=True, text=True)
+    assert "--push-to-hub me/model: " in refused.stderr
+    assert "; type hf auth login, then hf upload me/model folder" in refused.stderr

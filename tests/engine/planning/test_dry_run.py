@@ -38,22 +38,23 @@ REAL = (
     "callbacks.witness._target_=tests.engine.planning.test_dry_run.Witness",
     "callbacks.witness.folder=${hydra:runtime.output_dir}",
 )
+TENSOR_PARALLEL = "trainer.strategy.plans.LanguageModel=tests.engine.models.language.tensor_parallel"
 WORLDS = {  # a step of 24 samples in two micro batches
     "ddp": (2, 6, ()),
     "fsdp": (3, 4, ()),
     "fsdp_hybrid": (4, 3, ("trainer.strategy.shard_size=2",)),
+    "fsdp_tp": (4, 6, (TENSOR_PARALLEL,)),
 }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *at_night("fsdp", "fsdp_hybrid")])
+@pytest.mark.parametrize("strategy", ["ddp", *at_night("fsdp", "fsdp_hybrid", "fsdp_tp")])
 def test_each_rank_does_what_a_dry_run_says(strategy: str, train: Train) -> None:
     size, micro, more = WORLDS[strategy]
     words = (*MODEL, f"strategy={strategy}", "global_batch_size=24", f"micro_batch_size={micro}", *more)
     told = _told(train("mode=dry_run", *words, "dry_run.steps=4", *_ranks(size)))
     run = train(*words, *REAL, ranks=size).run_dir
-    assert told["estimate"]["checkpoint_bytes"] == pytest.approx(
-        _tensor_bytes(run / "checkpoints" / "last.ckpt"), rel=1e-3
-    )
+    bytes = _tensor_bytes(run / "checkpoints" / "last.ckpt")
+    assert told["estimate"]["checkpoint_bytes"] == pytest.approx(bytes, rel=1e-3)
     for rank in range(size):
         real = json.loads((run / f"witness_{rank}.json").read_text())
         assert _contents(told["samples"][str(rank)]) == real
