@@ -72,7 +72,7 @@ def test_a_plan_says_which_values_it_has_replaced(train: Train) -> None:
 
 REFUSED = {
     "plan.device=h300": "device=h300: there is no such device. Did you mean h200?",
-    "plan.precisions=[16-mixed]": "type precision=NAME, in a plan for each",
+    "plan.precisions=[16-mixed]": "Type precision=NAME, in a plan for each",
     "precision=16-true plan.device=h100": "AdamW divides by its eps",
     "plan.memory_gib=-1": "plan.memory_gib=-1: use a number greater than 0",
 }
