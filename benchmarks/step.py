@@ -56,7 +56,7 @@ def mlp_rows(quick: bool) -> list[Row]:
 def gpt_rows(quick: bool) -> list[Row]:
     """Return the rows of the GPT, against a plain loop with a fused and with torch's default optimizer; and
     compiled."""
-    compiled = ["compile=true", "compile.scope=whole", *(["compile.backend=aot_eager"] if quick else [])]
+    compiled = ["compile=true", "compile.units=[]", *(["compile.backend=aot_eager"] if quick else [])]
     return [
         _gpt_row(quick, "GPT", [], fused=True, target="≤ 1.00"),
         _gpt_row(quick, "GPT", [], fused=False, target="≤ 0.97"),

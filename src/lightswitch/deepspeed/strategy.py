@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,9 +15,8 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, do_nothing_closure
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
@@ -32,24 +30,20 @@ from lightswitch.deepspeed import config as zero_config
 from lightswitch.deepspeed.guard import ParameterUse, WeightGuard
 from lightswitch.deepspeed.state import PortableDeepSpeed, deepspeed
 from lightswitch.errors import Refused, listed
-from lightswitch.mixins import callbacks_of
+from lightswitch.mixins import Mixin, callbacks_of, with_mixin
 from lightswitch.strategies.agreement import (
     broadcast_in_place,
     broadcast_metric_states,
     leave_meta,
-    left_on_meta,
-    refuse_left_on_meta,
 )
 from lightswitch.strategies.callbacks import fuse
 from lightswitch.strategies.elementwise import refuse_in_pieces
-from lightswitch.strategies.sharded import refuse_scripted, set_timeouts
+from lightswitch.strategies.sharded import refuse_scripted
 from lightswitch.strategies.units import is_compiled
-from lightswitch.strategies.weights import WatchedWeights, refuse_bounded_rows
+from lightswitch.strategies.weights import WatchedWeights
 
 # DeepSpeed 0.19 calls collectives by their names before torch 2.13
 warnings.filterwarnings("ignore", r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning)
-
-log = logging.getLogger(__name__)
 
 _cpu_accelerator: Any = importlib.import_module("deepspeed.accelerator.cpu_accelerator")
 
@@ -110,31 +104,18 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         self.config = zero_config.resolved(self.config, run)
         if self.config.get("fp16", {}).get("enabled"):
             self.config["fp16"] = {**self._loss_scaling, **self.config["fp16"]}
-        told = zero_config.other_precision(self.config, run.precision)
-        if told is not None and self.global_rank == 0:
-            log.warning("%s", told)
         if not self.lightning_module.automatic_optimization:
             self.config["managed_gradient_accumulation"] = False  # a step uses all backward passes since the last
             if not self.zero_stage_3 and self.config["zero_optimization"]["stage"] < 2:
                 self.config["zero_optimization"]["overlap_comm"] = False  # DeepSpeed rejects the combination
-        if isinstance(self.precision_plugin, ZeroPrecision):
-            self.precision_plugin.autocasts = "torch_autocast" in self.config
-            self.precision_plugin.steps_by_hand = not self.lightning_module.automatic_optimization
+        self.precision_plugin = plugin = with_mixin(ZeroPrecision, self.precision_plugin)
+        plugin.autocasts = "torch_autocast" in self.config
+        plugin.steps_by_hand = not self.lightning_module.automatic_optimization
 
     @property
     def _loss_scaling(self) -> dict[str, float]:
         names = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
         return {name: getattr(self, name) for name in names}
-
-    @property
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        if isinstance(plugin, DeepSpeedPrecision) and not isinstance(plugin, ZeroPrecision):
-            plugin = ZeroPrecision(plugin.precision)  # type: ignore[arg-type]  # declared wider than what it takes
-        self._precision_plugin = plugin
 
     # Processes
 
@@ -159,7 +140,8 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        set_timeouts(self._timeout)
+        if isinstance(self.model, deepspeed.DeepSpeedEngine):  # it makes a group without a timeout
+            self.model.data_parallel_group.set_timeout(self._timeout)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -178,7 +160,6 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         with torch.device("meta") if self.zero_stage_3 and self.global_rank > 0 else nullcontext():
             yield
         if self.zero_stage_3:
-            refuse_left_on_meta(self.broadcast(left_on_meta(self.lightning_module), src=self.world_size - 1))
             leave_meta(self.lightning_module)
 
     def init_deepspeed(self) -> None:
@@ -207,13 +188,10 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         """
         optimizer, schedules = _configured(module)
         refuse_in_pieces(optimizer)
-        refuse_bounded_rows(module)
         casts = str(module.trainer.precision) in ("16-true", "bf16-true")
         _refuse_other_dtypes(module, None if casts else torch.float32)
         fuse(optimizer)  # before DeepSpeed makes its states
         self.remember_groups(optimizer)
-        if self.global_rank == 0:
-            _tell_of_hooks(module)
         self._place(module)
         _leave_trained(optimizer)
         # the weights are broadcast already, and DeepSpeed 0.19 fails for a scalar parameter
@@ -268,15 +246,6 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         """Broadcast rank 0's buffers, as DDP does: the statistics of batch norms differ by rank."""
         assert self.lightning_module is not None
         broadcast_in_place(self.lightning_module.buffers())
-
-    def parameters_changed(self) -> None:
-        super().parameters_changed()
-        self._share_buffers()  # each rank averages its own batch norm statistics
-
-    def on_validation_start(self) -> None:
-        self._share_buffers()
-
-    on_test_start = on_predict_start = on_validation_start
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
@@ -490,16 +459,7 @@ def _refuse_unsharded(model: nn.Module) -> None:
         )
 
 
-def _tell_of_hooks(module: LightningModule) -> None:
-    of_gradients = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
-    if hooks := [name for name in of_gradients if is_overridden(name, module)]:
-        log.warning(
-            "%s of %s: DeepSpeed does not expose gradients, so p.grad is None there; use strategy=ddp or fsdp if the "
-            "module reads or changes gradients", " and ".join(hooks), type(module).__name__,
-        )  # fmt: skip
-
-
-class ZeroPrecision(DeepSpeedPrecision):
+class ZeroPrecision(Mixin, DeepSpeedPrecision):
     """Precision plugin that does not cast inputs if DeepSpeed autocasts operations over 32-bit weights.
 
     The strategy sets both attributes.

@@ -34,6 +34,7 @@ from lightswitch.launch.handshake import arrange_handshake
 from lightswitch.launch.instantiation import OF_PYTORCH_LIGHTNING, instantiated, plugins, raise_all, shards_itself
 from lightswitch.loop.hooks import skip_empty_hooks
 from lightswitch.loop.loops import replace_loops
+from lightswitch.mixins import callbacks_of
 from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.monitored import BestCheckpoint
 from lightswitch.monitoring.notices import Notices
@@ -47,7 +48,7 @@ from lightswitch.runs import resume
 from lightswitch.runs.record import RunRecord
 from lightswitch.runs.resume import Beginning
 from lightswitch.strategies.agreement import Agreement
-from lightswitch.strategies.callbacks import StrategyCallback, callback_problems, refused_callbacks
+from lightswitch.strategies.callbacks import StrategyCallback, callback_problems
 from lightswitch.strategies.ddp import auto
 from lightswitch.strategies.units import Compilation
 
@@ -288,17 +289,11 @@ def trainer_problems(trainer: Trainer, model: LightningModule, cfg: DictConfig) 
     """Yield the reasons why a Trainer's strategy can't run on its devices, or with the model or the callbacks."""
     if cfg.mode == "fit":
         yield from _clips_itself(model, trainer.strategy)
-    yield from refused_callbacks(trainer)
+    yield from callback_problems(callbacks_of(trainer), trainer.strategy)
 
 
-def problems_elsewhere(
-    cfg: DictConfig, run: RunContext, plan: BatchPlan, strategy: Strategy, devices: int
-) -> list[Refused]:
-    """Return the reasons to refuse a start on other devices than this machine's; the model is built on the meta device.
-
-    Args:
-        devices: the number of devices, over all nodes.
-    """
+def problems_elsewhere(cfg: DictConfig, run: RunContext, plan: BatchPlan, strategy: Strategy) -> list[Refused]:
+    """Return the reasons to refuse a start on other devices; the model is built on the meta device."""
     refusals: list[Refused] = []
     with torch.device("meta"):
         model = instantiated(cfg, "model", refusals)
@@ -308,7 +303,7 @@ def problems_elsewhere(
     users = callbacks_of_config(nodes, cfg.trainer)
     refusals += problems_of_parts(model, data, cfg, plan)
     refusals += map(Refused, _clips_itself(model, strategy))
-    refusals += map(Refused, callback_problems(users, strategy, devices))
+    refusals += map(Refused, callback_problems(users, strategy))
     return refusals
 
 

@@ -43,7 +43,7 @@ def dry_run(cfg: DictConfig, run: RunContext) -> None:
     candidate = candidates.chosen(run.hydra.runtime.choices.get("strategy"), request.trainer["strategy"])
     batch = plan.batch_of(request, candidate, cfg.micro_batch_size)
     plan.check(request, candidate, batch)
-    raise_all(problems_elsewhere(cfg, run, batch, plan.strategy_of(candidate), request.world.size))
+    raise_all(problems_elsewhere(cfg, run, batch, plan.strategy_of(candidate)))
     owner = request.samples.owner
     if is_overridden("val_dataloader", owner) and request.trainer.get("limit_val_batches") != 0:
         _check_evaluation(owner.val_dataloader(), batch)

@@ -230,8 +230,7 @@ def refusal(error: Exception, trainer: Trainer, steps: int) -> Refused | None:
         return _told(
             error,
             f"the backward pass of {name} computes gradients several times, as reentrant checkpoints do, and DDP "
-            "expects each once; call torch.utils.checkpoint.checkpoint with use_reentrant=False, or type "
-            "trainer.strategy.static_graph=true",
+            "expects each once; call torch.utils.checkpoint.checkpoint with use_reentrant=False",
         )
     is_whole = is_ddp or isinstance(trainer.strategy, SingleDeviceStrategy)
     if is_whole or steps >= STEPS or not isinstance(error, _KINDS) or isinstance(error, _OTHERS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 from lightswitch.checkpoints import names
@@ -224,30 +223,6 @@ def broadcast_metric_states(module: nn.Module, device: torch.device) -> None:
     for part in module.modules():
         if isinstance(part, Metric):
             part._apply(lambda tensor: broadcast_tensor(tensor, device))
-
-
-def left_on_meta(module: nn.Module) -> list[str]:
-    """Return the names of plain tensor attributes on the meta device, which nothing moves to a device."""
-    return [
-        f"{path}.{name}".lstrip(".")
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if name not in ("_parameters", "_buffers", "_modules") and not isinstance(part, Metric)
-        if any(isinstance(one, Tensor) and one.is_meta for one in tree_leaves(value))
-    ]
-
-
-def refuse_left_on_meta(names: Sequence[str]) -> None:
-    """Check that ranks other than 0 have the values of all tensors.
-
-    Raises:
-        Refused: they lack some.
-    """
-    if names:
-        raise Refused(
-            f"{', '.join(names)}: a tensor made in configure_model that is neither parameter nor buffer has no values "
-            "on ranks other than 0; use register_buffer"
-        )
 
 
 def leave_meta(module: nn.Module) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -16,19 +14,15 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightswitch.checkpoints.finetuning import follow_strategy, refuse_rates_by_group
-from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.errors import RefusedRequest
+from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.mixins import Mixin, callbacks_of, with_mixin
 from lightswitch.strategies import ema
 from lightswitch.strategies.agreement import Agreement
 from lightswitch.strategies.ema import EMA
 from lightswitch.strategies.units import Compilation
-
-log = logging.getLogger(__name__)
 
 # Callbacks of Lightning that are refused, by class name, because older versions of Lightning lack some
 NOWHERE = {
@@ -47,32 +41,21 @@ NOWHERE = {
     "WeightAveraging": "it averages whole copies of a module, and ends a run with the average in place of the trained "
     "weights; type callbacks=[default,ema] callbacks.ema.decay=N, which averages shards and keeps both",
 }
-NOT_BESIDE_OTHER_CHECKPOINTS = {
-    "BaseFinetuning": "only lightswitch's strategies can resume with the layers that it has unfrozen; use strategy=ddp "
-    "or fsdp",
-}
 NOT_UNDER_DEEPSPEED = {
     "BaseFinetuning": "DeepSpeed trains the parameters that require gradients when it is set up; use strategy=fsdp",
 }
-OF_ONE_PROCESS = {
-    "OnExceptionCheckpoint": "when a rank fails, the other ranks do not take part in its save; type "
-    "callbacks.last_checkpoint.every_n_steps=N instead",
-}
 
-_WITH_TF32 = (8, 0)  # compute capability of Ampere
-_WITH_CUDNN = (9, 0)  # compute capability of Hopper, for which FlashAttention 2 was not written
-_BY_SPEED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _COLLECTS_EVERY_N_STEPS = 50
 
 
 class StrategyCallback(Callback):
     """Callback that refuses unsupported callbacks, speeds a run up without changing it, and lets ranks agree.
 
-    Adam and AdamW step by torch's fused kernel, unless the user chose an implementation. On Hopper GPUs and later,
-    attention tries cuDNN's kernel before FlashAttention 2. Garbage is collected after optimizer steps, after the same
-    steps on all ranks: otherwise each rank collects at a different time, while the others wait. Young objects are
-    collected after each step, so that reference cycles release a step's tensors by then, and all objects, except those
-    of imports, which launch/build has frozen, every 50 steps. During evaluation, Python collects automatically.
+    Adam and AdamW step by torch's fused kernel, unless the user chose an implementation. Garbage is collected after
+    optimizer steps, after the same steps on all ranks: otherwise each rank collects at a different time, while the
+    others wait. Young objects are collected after each step, so that reference cycles release a step's tensors by then,
+    and all objects, except those of imports, which launch/build has frozen, every 50 steps. During evaluation, Python
+    collects automatically.
 
     Args:
         matmul_precision: of 32-bit matrix products: highest, 32 bits; high, TensorFloat-32, with a fraction of 10 bits
@@ -90,28 +73,16 @@ class StrategyCallback(Callback):
         agreement: Agreement | None = None,
     ) -> None:
         self.matmul_precision, self.compilation, self.agreement = matmul_precision, compilation, agreement
-        self._until_teardown = ExitStack()
-        self._is_training = self._collects = self._is_set_up = False
-        self._step = 0
+        self._collects, self._step = False, 0  # whether Python collected before training, which stops it
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if problems := list(refused_callbacks(trainer)):
+        if problems := list(callback_problems(callbacks_of(trainer), trainer.strategy)):
             raise RefusedRequest(problems)
         follow_strategy(callbacks_of(trainer))
         torch.set_float32_matmul_precision(self.matmul_precision)
-        self._until_teardown.close()
-        if has_fast_cudnn(trainer.strategy.root_device):  # torch tries the next kernel for what it does not support
-            self._until_teardown.enter_context(sdpa_kernel(_BY_SPEED, set_priority=True))
-        if self._is_set_up:  # in a test after fit
-            return
-        self._is_set_up = True
-        if trainer.is_global_zero and self.matmul_precision == "highest" and _gains(trainer):
-            log.info("products   32-bit matrix products; matmul_precision=high uses TF32, several times faster")
         if self.compilation is not None:
             self.compilation.compile_when_built(trainer, pl_module)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._until_teardown.close()
+            self.compilation = None  # a test after fit has the same model
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Adapt to the strategy, which has placed the parameters. No optimizer state is read before: fused steps need
@@ -122,19 +93,23 @@ class StrategyCallback(Callback):
                 refuse_rates_by_group(trainer, callback)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Read the trained weights if a run whose checkpoint has averages resumes without a callback of them.
-        Collective."""
+        """Check that a run whose checkpoint holds averages resumes with them.
+
+        Raises:
+            Refused: it has no callback of averages, and would train on from the average.
+        """
         averages = any(isinstance(callback, EMA) for callback in callbacks_of(trainer))
         if trainer.state.fn == TrainerFn.FITTING and not averages and ema.STATE in checkpoint:
-            ema.read_trained(pl_module)
-            if trainer.is_global_zero:
-                log.warning("the checkpoint holds averaged weights, which only callbacks.ema resumes; they are dropped")
+            raise Refused(
+                "the model of this checkpoint is an average, beside the trained weights, which callbacks.ema resumes; "
+                "type callbacks=[default,ema], or start a new run from the average with init_from=PATH"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for callback in callbacks_of(trainer):
             if isinstance(callback, Timer):
                 callback.on_fit_start(trainer)  # Lightning called it before the checkpoint was read
-        self._is_training, self._collects, self._step = True, gc.isenabled(), trainer.global_step
+        self._collects, self._step = gc.isenabled(), trainer.global_step
         gc.disable()
         if self.agreement is not None:
             self.agreement.begin()
@@ -146,8 +121,6 @@ class StrategyCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.agreement is not None:
             self.agreement.begin_batch(trainer, pl_module)
-        if self.compilation is not None and batch_idx % trainer.accumulate_grad_batches == 0:
-            self.compilation.begin_generation()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step != self._step:  # not between micro-batches
@@ -155,31 +128,21 @@ class StrategyCallback(Callback):
             gc.collect(2 if self._step % _COLLECTS_EVERY_N_STEPS == 0 else 0)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_training and self._collects:
+        if self._collects:
             gc.enable()
-        is_between_steps = trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop.epoch_loop._should_accumulate()
-        if self.compilation is not None and is_between_steps:
-            self.compilation.begin_generation()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_training:
+        if self._collects:
             gc.disable()
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.compilation is not None:
-            self.compilation.begin_generation()
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_test_start(trainer, pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.agreement is not None:
             self.agreement.compare(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_training and self._collects:
+        if self._collects:
             gc.enable()
-        self._is_training = False
+        self._collects = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.on_train_end(trainer, pl_module)
@@ -188,21 +151,9 @@ class StrategyCallback(Callback):
 # Callbacks that are refused
 
 
-def refused_callbacks(trainer: Trainer) -> Iterator[str]:
-    """Yield why callbacks of a Trainer are not supported under its strategy, and what to use instead."""
-    return callback_problems(callbacks_of(trainer), trainer.strategy, trainer.num_nodes * trainer.num_devices)
-
-
-def callback_problems(callbacks: Iterable[Callback], strategy: Strategy, devices: int) -> Iterator[str]:
-    """Yield the same for callbacks that are not attached to a Trainer, including subclasses of Lightning's."""
-    tables = [NOWHERE]
-    if not isinstance(strategy, PortableCheckpoints):
-        tables.append(NOT_BESIDE_OTHER_CHECKPOINTS)
-    if isinstance(strategy, DeepSpeedStrategy):
-        tables.append(NOT_UNDER_DEEPSPEED)
-    if devices > 1:
-        tables.append(OF_ONE_PROCESS)
-    why = {name: message for table in reversed(tables) for name, message in table.items()}
+def callback_problems(callbacks: Iterable[Callback], strategy: Strategy) -> Iterator[str]:
+    """Yield why callbacks, including subclasses of Lightning's, are not supported, and what to use instead."""
+    why = {**NOWHERE, **(NOT_UNDER_DEEPSPEED if isinstance(strategy, DeepSpeedStrategy) else {})}
     for callback in callbacks:
         of_lightning = {base.__name__ for base in type(callback).__mro__ if base.__module__.startswith("lightning.")}
         yield from (f"{type(callback).__name__}: {why[name]}" for name in sorted(of_lightning & why.keys()))
@@ -246,18 +197,3 @@ def _has_kernel(parameters: list[nn.Parameter]) -> bool:
         parameter.device.type in ("cpu", "cuda") and parameter.is_floating_point() and parameter.is_contiguous()
         for parameter in parameters
     )
-
-
-def _gains(trainer: Trainer) -> bool:
-    """Return whether a run computes in 32 bits on a GPU with tensor cores for TF32."""
-    device = trainer.strategy.root_device
-    if device.type != "cuda" or torch.version.hip is not None or str(trainer.precision) != "32-true":
-        return False
-    return torch.cuda.get_device_capability(device) >= _WITH_TF32
-
-
-def has_fast_cudnn(device: torch.device) -> bool:
-    """Return whether to prefer cuDNN's attention: on NVIDIA GPUs from Hopper on, without deterministic algorithms."""
-    if device.type != "cuda" or torch.version.hip is not None or torch.are_deterministic_algorithms_enabled():
-        return False
-    return torch.cuda.get_device_capability(device) >= _WITH_CUDNN

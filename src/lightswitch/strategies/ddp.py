@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from inspect import signature
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -15,7 +12,7 @@ from lightning.fabric.utilities.device_parser import _select_auto_accelerator
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.errors import Refused, listed
 from lightswitch.strategies.agreement import broadcast_in_place
-from lightswitch.strategies.weights import refuse_bounded_rows
 
 
 class Single(PortableCheckpoints, SingleDeviceStrategy):
@@ -57,7 +53,6 @@ class DDP(PortableCheckpoints, DDPStrategy):
             some parameters, or with trained parameters that no optimizer has, as a copy that averages the weights.
         gradient_as_bucket_view: make gradients views of the communication buckets, instead of copies that take memory
             beside them.
-        static_graph: the same parameters have gradients in every step.
         broadcast_buffers: broadcast rank 0's buffers before each forward pass; without that, only before an evaluation.
         bucket_cap_mb: size of the buckets in which gradients are sent, in MiB; None for torch's 25.
         process_group_backend: backend of torch.distributed; None for the device's default.
@@ -71,7 +66,6 @@ class DDP(PortableCheckpoints, DDPStrategy):
         self,
         find_unused_parameters: bool | None = None,
         gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
         broadcast_buffers: bool = True,
         bucket_cap_mb: float | None = None,
         comm_hook: Literal["fp16", "bf16"] | None = None,
@@ -84,7 +78,6 @@ class DDP(PortableCheckpoints, DDPStrategy):
             timeout=timedelta(seconds=timeout_seconds),
             find_unused_parameters=bool(find_unused_parameters),
             gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
             bucket_cap_mb=bucket_cap_mb,
         )
         self.broadcast_buffers = broadcast_buffers
@@ -98,45 +91,28 @@ class DDP(PortableCheckpoints, DDPStrategy):
 
         Lightning wraps it on another CUDA stream than that of the steps, with which torch's backward passes would then
         synchronize (Lightning-AI/pytorch-lightning#21567), and ignores `comm_hook` on devices other than CUDA.
-
-        Raises:
-            Refused: the model's forward pass changes weights, or the backend can't send a dtype of the model's.
         """
         module = self.lightning_module
         assert module is not None
         self._parameters = list(module.parameters())
         self._are_trained = [one.requires_grad for one in self._parameters]
-        if self.world_size > 1:
-            refuse_bounded_rows(module)
-        self.model = wrapped = self._wrapped(module)
-        if self.comm_hook == "fp16":
-            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif self.comm_hook == "bf16":
-            # In a lambda: torch refuses the hook by its name without NCCL, although gloo adds bfloat16 as well.
-            wrapped.register_comm_hook(None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
-
-    def _wrapped(self, model: nn.Module) -> DistributedDataParallel:
-        try:
-            return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
-        except RuntimeError as error:
-            if "scalar type" not in str(error):
-                raise
-            dtypes = sorted({str(tensor.dtype) for tensor in chain(model.parameters(), model.buffers())})
-            raise Refused(
-                f"the model has {listed(dtypes)}, one of which {self._get_process_group_backend()} can't send: {error}"
-                "; give its tensors another dtype, or use strategy=fsdp"
-            ) from error
+        self.model = wrapped = DistributedDataParallel(
+            module, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs
+        )
+        if self.comm_hook is not None:
+            compress = getattr(default_hooks, f"{self.comm_hook}_compress_hook")
+            # in a lambda: torch refuses bfloat16's by its name without NCCL, although gloo adds bfloat16 as well
+            wrapped.register_comm_hook(None, lambda group, bucket: compress(group, bucket))
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
-        is_open = self.find_unused_parameters is None and not self._ddp_kwargs["static_graph"]
         trained = {one for one in self.lightning_module.parameters() if one.requires_grad}
         optimized = {
             one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]
         }
         needs_to = len(self.optimizers) > 1 or not trained <= optimized
-        if is_open and needs_to and isinstance(self.model, DistributedDataParallel):
+        if self.find_unused_parameters is None and needs_to and isinstance(self.model, DistributedDataParallel):
             self._ddp_kwargs["find_unused_parameters"] = True
             self.configure_ddp()
 
@@ -155,18 +131,6 @@ class DDP(PortableCheckpoints, DDPStrategy):
 
     on_test_start = on_predict_start = on_validation_start
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients inside the context without averaging them.
-
-        The first backward pass of a static graph is synchronized, because DDP must record all of it. Gradients that it
-        has averaged stay averaged.
-        """
-        assert isinstance(self.model, DistributedDataParallel)
-        first = self.model.static_graph and not self.model._static_graph_delay_allreduce_enqueued
-        with nullcontext() if first else self.model.no_sync():
-            yield
-
     def post_backward(self, closure_loss: Tensor) -> None:
         """Check that the backward pass has averaged all gradients that DDP waits for.
 
@@ -175,7 +139,7 @@ class DDP(PortableCheckpoints, DDPStrategy):
         """
         super().post_backward(closure_loss)
         assert self.lightning_module is not None
-        if self._ddp_kwargs["static_graph"] or not isinstance(self.model, DistributedDataParallel):
+        if not isinstance(self.model, DistributedDataParallel):
             return
         try:
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]  # torch has no types for it

@@ -29,6 +29,7 @@ from lightswitch.errors import Refused, listed
 _STEPS = 5  # the first steps of some optimizers are elementwise: Prodigy's learning rate estimate acts from the third
 _OF_DEVICES = ("capturable", "fused", "foreach")  # arguments that select another implementation of the same update
 _OF_A_RUN = ("params", "param_names", "initial_lr", *_OF_DEVICES)  # keys of a group that don't affect the update rule
+_RATE = 0.1  # learning rate of a trial: a schedule may begin at 0, and rates per layer are the same rule
 _BUILDS_OPERATORS = "deepspeed"  # its optimizers are made for its shards, and take minutes to construct here
 _ROUNDING = 1e-3  # tolerance, relative to the norm of the update
 _HALF_ROUNDING = 0.05  # likewise, for optimizers that compute in 16 bits, such as Muon
@@ -85,18 +86,24 @@ def _refuse_if_otherwise(make: Make, optimizer: Optimizer, mesh: DeviceMesh) -> 
     # torch supports fewer operations where some parameter has shards of different sizes
     are_uneven = any(isinstance(one, DTensor) and one.ndim > 0 and len(one) % devices > 0 for one in parameters)
     problem = _problem(2 * devices, devices + are_uneven).changed(lambda tensor: tensor.to(mesh.device_type))
-    other_shapes: set[str] = set()
     try:
         shards = problem.changed(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
-        found = [parameter.full_tensor() for parameter in _stepped(make, shards, other_shapes)]  # type: ignore[attr-defined]  # of a DTensor
+        tried = _stepped(make, shards)
+        found = [parameter.full_tensor() for parameter in _values(tried)]  # type: ignore[attr-defined]  # of a DTensor
     except Exception as error:
         message = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         raise Refused(f"{name} fails with sharded parameters: {message}; use strategy=ddp") from error
-    if not _are_alike(_stepped(make, problem), found, problem.starts, _HALF_ROUNDING):
+    if not _are_alike(_values(_stepped(make, problem)), found, problem.starts, _HALF_ROUNDING):
         raise Refused(f"{name} would train differently with sharded parameters; use strategy=ddp")
-    if other_shapes:  # a resume lays states out like the parameters of their shape
+    others = {
+        str(key)
+        for parameter, state in tried.state.items()
+        for key, value in state.items()
+        if any(isinstance(one, DTensor) and one.shape != parameter.shape for one in tree_leaves(value))
+    }
+    if others:  # a resume lays states out like the parameters of their shape
         raise Refused(
-            f"{name} keeps shards of another shape than its parameters' ({listed(sorted(other_shapes))}), from which a "
+            f"{name} keeps shards of another shape than its parameters' ({listed(sorted(others))}), from which a "
             "sharded run can't be resumed; use strategy=ddp"
         )
 
@@ -113,18 +120,13 @@ def _makers(optimizer: Optimizer) -> list[Make]:
         return []
     taken = inspect.signature(kind.__init__).parameters
     given = {key: value for key, value in optimizer.defaults.items() if key in taken and key not in _OF_DEVICES}
-    ways: dict[str, dict[str, Any]] = {}
-    for options in map(_options, optimizer.param_groups):
-        ways.setdefault(repr({**options, "lr": None}), options)  # learning rates per layer don't count as different
-    makers = [partial(_of_group, kind, given, options) for options in ways.values()]
+    groups = [
+        {key: _RATE if key == "lr" else value for key, value in group.items() if key not in _OF_A_RUN}
+        for group in optimizer.param_groups
+    ]
+    distinct = {repr(options): options for options in groups}.values()
+    makers = [partial(_of_group, kind, given, options) for options in distinct]
     return [make for make in makers if _can_be_tried(make)] or [*filter(_can_be_tried, [partial(kind, **given)])]
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's options, with its initial learning rate: a schedule may begin at 0."""
-    options = {key: value for key, value in group.items() if key not in (*_OF_A_RUN, "lr")}
-    rate = group.get("initial_lr", group.get("lr"))
-    return {**options, "lr": rate} if rate else options
 
 
 def _of_group(
@@ -145,9 +147,9 @@ def _can_be_tried(make: Make) -> bool:
 def _is_elementwise(make: Make) -> bool:
     """Return whether two flat halves, stepped by separate optimizers, end up equal to the whole."""
     problem = _problem(4, 3)
-    whole = _stepped(make, problem)
+    whole = _values(_stepped(make, problem))
     try:
-        halves = [_stepped(make, problem.changed(partial(_half, index))) for index in (0, 1)]
+        halves = [_values(_stepped(make, problem.changed(partial(_half, index)))) for index in (0, 1)]
     except Exception:  # it does not support vectors
         return False
     joined = [torch.cat(both).view_as(start) for *both, start in zip(*halves, problem.starts, strict=True)]
@@ -167,13 +169,8 @@ def _half(index: int, tensor: Tensor) -> Tensor:
     return tensor.chunk(2)[index].flatten()
 
 
-def _stepped(make: Make, problem: Problem, other_shapes: set[str] | None = None) -> list[Tensor]:
-    """Return parameters after some steps.
-
-    Args:
-        other_shapes: receives the names of states that hold DTensors of other shapes than their parameter, as of
-            several parameters in a row.
-    """
+def _stepped(make: Make, problem: Problem) -> Optimizer:
+    """Return an optimizer of the problem's matrices after some steps."""
     parameters = [torch.nn.Parameter(start.clone()) for start in problem.starts]
     optimizer = make([*parameters])
 
@@ -190,12 +187,11 @@ def _stepped(make: Make, problem: Problem, other_shapes: set[str] | None = None)
         for _ in range(_STEPS):
             closure()
             optimizer.step(*[closure] if "closure" in inspect.signature(optimizer.step).parameters else [])
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            is_other = any(isinstance(one, DTensor) and one.shape != parameter.shape for one in tree_leaves(value))
-            if is_other and other_shapes is not None:
-                other_shapes.add(str(key))
-    return [parameter.detach() for parameter in parameters]
+    return optimizer
+
+
+def _values(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _are_alike(own: list[Tensor], others: list[Tensor], starts: list[Tensor], tolerance: float) -> bool:

@@ -122,15 +122,6 @@ class EMA(Callback):
         return {**_strategy(module).local_parameters(), **buffers}
 
 
-def read_trained(module: LightningModule) -> None:
-    """Read the trained weights of a checkpoint whose model is an average, to go on without one. Collective."""
-    strategy = _strategy(module)
-    buffers = {names.own_name(name): one for name, one in module.named_buffers()}
-    with torch.no_grad():
-        strategy.read("trained", {**strategy.local_parameters(), **buffers})
-        strategy.parameters_changed()
-
-
 def _like(live: Mapping[str, Stored], values: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> dict[str, Stored]:
     """Return the values whose names are wanted, sharded like the weights of their names."""
     return {name: with_local(live[name], value) for name, value in values.items() if name in wanted}

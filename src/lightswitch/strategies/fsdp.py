@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -36,8 +36,6 @@ from lightswitch.strategies.agreement import (
     broadcast_in_place,
     broadcast_metric_states,
     broadcast_weights,
-    left_on_meta,
-    refuse_left_on_meta,
 )
 from lightswitch.strategies.elementwise import refuse_sharded
 from lightswitch.strategies.sharded import (
@@ -52,7 +50,6 @@ from lightswitch.strategies.sharded import (
     refuse_hooks,
     refuse_scripted,
     replicated_parameters,
-    set_timeouts,
 )
 from lightswitch.strategies.units import called_parts, find_units
 from lightswitch.strategies.weights import (
@@ -60,7 +57,6 @@ from lightswitch.strategies.weights import (
     ShardsInHook,
     WatchedWeights,
     let_shards_be_used,
-    refuse_bounded_rows,
 )
 
 log = logging.getLogger(__name__)
@@ -90,10 +86,6 @@ class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
             these, because autocast would round them anyway. float32 gathers them in full precision.
         reduce_dtype: dtype in which gradients are summed; None for ``param_dtype``, and for float32 where autocast's
             rounding is taken for the parameters.
-        accumulate_gradients: how gradients accumulate until the last micro-batch of a step: sharded, reduced in each
-            micro-batch, takes the least memory; within_replica, all-reduced over the replicas of HYBRID_SHARD once a
-            step, requires that each unit takes part in every micro-batch; unsharded, reduced once a step, takes
-            memory for the whole model's gradients on each device.
         gather: step, in which a training step may read every weight that belongs to no unit, and write none; or parts,
             in which each submodule that the step calls gathers its own, so that the step may write to weights outside
             of these calls, and read none there.
@@ -112,7 +104,6 @@ class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
         cpu_offload: bool = False,
         param_dtype: Dtype | None = None,
         reduce_dtype: Dtype | None = None,
-        accumulate_gradients: Literal["sharded", "within_replica", "unsharded"] = "sharded",
         gather: Literal["step", "parts"] = "step",
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800,
@@ -123,7 +114,6 @@ class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
         self.units = units
         self.activation_checkpointing = activation_checkpointing
         self.cpu_offload = cpu_offload
-        self.accumulate_gradients = accumulate_gradients
         self.gather = gather
         self._sharded: nn.Module | None = None
         self.mixed_precision = MixedPrecisionPolicy(
@@ -187,7 +177,9 @@ class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
         self.accelerator.setup(trainer)
         if self.model is not self._sharded:
             self.model = self._sharded = self._shard()
-        set_timeouts(self._timeout)
+        assert self._timeout is not None
+        for group in self.device_mesh.get_all_groups():  # NCCL's default of 10 minutes ends the ranks that wait
+            group.set_timeout(self._timeout)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -216,7 +208,6 @@ class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
             broadcast_weights(of[module], self.root_device, done)
             if module in sharded:
                 self._shard_unit(module, of[module], is_root=module in roots)
-        self._shard_roots = [root for root in roots if isinstance(root, FSDPModule)]
         initialize(one for one in dict.fromkeys([*roots, *units.values()]) if isinstance(one, FSDPModule))
         originals.hand_over()
         self._replicated |= {one for one in model.parameters() if not isinstance(one, DTensor)}
@@ -245,8 +236,7 @@ class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
         """Return the module, ready to be sharded.
 
         Raises:
-            Refused: the module shards itself, a tensor attribute that is neither parameter nor buffer has no values on
-                ranks other than 0, or a sharded strategy does not support a part of it.
+            Refused: the module shards itself, or a sharded strategy does not support a part of it.
         """
         module = self.lightning_module
         assert module is not None
@@ -257,8 +247,6 @@ class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
             )
         refuse_hooks(module.named_parameters())
         refuse_scripted(module)
-        refuse_bounded_rows(module)
-        refuse_left_on_meta(self.broadcast(left_on_meta(module), src=self.world_size - 1))
         model = self.precision_plugin.convert_module(module)
         return self._layer_sync.apply(model) if self._layer_sync else model
 
@@ -343,22 +331,6 @@ class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
         """Return the weight of this rank's loss in a pass that the module has started: Lightning has not seen it."""
         weight: Callable[[], float | Tensor] | None = getattr(self, "loss_weight", None)  # of HookedStrategy
         return 1.0 if weight is None or self._is_in_backward else weight()
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients inside the context as `accumulate_gradients` configures."""
-        self._let_reduce(False)
-        try:
-            yield
-        finally:
-            self._let_reduce(True)
-
-    def _let_reduce(self, reduces: bool) -> None:
-        for root in self._shard_roots:
-            if self.accumulate_gradients == "unsharded":
-                root.set_requires_gradient_sync(reduces)
-            elif self.accumulate_gradients == "within_replica":
-                root.set_requires_all_reduce(reduces)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         assert self.model is not None

@@ -1,4 +1,4 @@
-"""What fsdp makes of a module: its tensors, gradients that not all ranks have, clipping over devices, and timeouts."""
+"""What fsdp makes of a module: its tensors, gradients that not all ranks have, and clipping over devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
-from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,6 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.distributed import Backend, ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_timeout, _world
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
@@ -268,29 +265,22 @@ class UnevenUse:
                 f"{type(self._root).__name__.removeprefix('FSDP')} differentiates a gradient (create_graph=True), "
                 "which needs each parameter a third time, when it is no longer gathered; use strategy=ddp"
             )
-        if group.reduce_grads:
-            # those that have not been gathered yet have no gathered parameter
-            params = [one for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
-            trained = [one for one in params if one.unsharded_param.requires_grad]
-            here = {one for one in trained if _has_gradient(one)}
-            self._weight(here)
-            self._used |= here
-            reduces = dist.get_world_size() > 1 and (bool(here) or is_root)
-            if reduces:
-                self._reduced = zlib.crc32(index.to_bytes(4, "big"), self._reduced)
-            for one in trained if reduces else ():
-                if one not in here:
-                    self._filled.setdefault(one, one.sharded_param.grad is not None)
-                    parameter = one.unsharded_param
-                    parameter.grad = torch.zeros_like(parameter)
-        reduce(*args)
-
-    def _weight(self, params: Iterable[Any]) -> None:
+        # those that have not been gathered yet have no gathered parameter
+        params = [one for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+        trained = [one for one in params if one.unsharded_param.requires_grad]
+        here = {one for one in trained if one.unsharded_param.grad is not None}
         weight = self._own_weight()
         if isinstance(weight, Tensor) or weight != 1:
-            for gradient in (one.unsharded_param.grad for one in params):
-                if gradient is not None:
-                    gradient.mul_(weight)
+            for one in here:
+                one.unsharded_param.grad.mul_(weight)
+        self._used |= here
+        if dist.get_world_size() > 1 and (here or is_root):
+            self._reduced = zlib.crc32(index.to_bytes(4, "big"), self._reduced)
+            for one in trained:
+                if one not in here:
+                    self._filled.setdefault(one, one.sharded_param.grad is not None)
+                    one.unsharded_param.grad = torch.zeros_like(one.unsharded_param)
+        reduce(*args)
 
     def settle(self) -> None:
         """Average replicated gradients, and take away those of sharded parameters that no rank has used, at the end of
@@ -304,10 +294,8 @@ class UnevenUse:
         if dist.get_world_size() == 1:
             return
         replicated = [one for one in self._replicated if one.requires_grad and one.numel()]
-        is_last = all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
-        sharded = self._sharded if is_last else []
         here = [int(one.grad is not None) for one in replicated]
-        here += [int(one in self._used or one not in self._filled) for one in sharded]
+        here += [int(one in self._used or one not in self._filled) for one in self._sharded]
         if not here:
             return
         anywhere = self._largest(here)
@@ -316,13 +304,12 @@ class UnevenUse:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
-        for one, is_used in zip(sharded, anywhere[len(replicated) :], strict=True):
+        for one, is_used in zip(self._sharded, anywhere[len(replicated) :], strict=True):
             if not is_used and not self._filled[one]:
                 parameter = one.sharded_param
                 parameter.grad = None
-        if is_last:
-            self._used.clear()
-            self._filled.clear()
+        self._used.clear()
+        self._filled.clear()
 
     def _largest(self, here: Sequence[int]) -> Sequence[int]:
         """Return the largest of each number over all ranks, and check that all have reduced the same units.
@@ -349,10 +336,6 @@ class UnevenUse:
                 "with trainer.strategy.find_unused_parameters=true"
             )
         return anywhere
-
-
-def _has_gradient(param: Any) -> bool:
-    return param.unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
 
 
 class ClipsOverMeshes(Mixin, Precision):
@@ -392,25 +375,3 @@ class UnscalesOverMeshes(Mixin, GradScaler):
                 devices.add(device)
         dist.all_reduce(is_infinite, dist.ReduceOp.MAX)
         return {device: is_infinite.to(device) for device in devices}
-
-
-def set_timeouts(timeout: timedelta | None) -> None:
-    """Set the timeout of each process group that has its backend's default.
-
-    Device meshes and DeepSpeed create groups without a timeout. NCCL's default is 10 minutes, after which it ends the
-    ranks that wait, and not the rank that they wait for.
-
-    Args:
-        timeout: None to change nothing.
-    """
-    if timeout is None:
-        return
-    for group, (backend, _) in list(_world.pg_map.items()):
-        if any(found == _get_default_timeout(Backend(backend)) for found in timeouts(group)):
-            group.set_timeout(timeout)
-
-
-def timeouts(group: ProcessGroup) -> list[timedelta]:
-    """Return the timeouts of a process group's backends, each once: kinds of devices may share a backend."""
-    backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
-    return [backend.options._timeout for backend in backends.values() if getattr(backend, "options", None)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from lightswitch import patches
-from lightswitch.errors import Refused, nearest
+from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
 
 log = logging.getLogger(__name__)
@@ -112,46 +112,27 @@ class Compilation:
     Random numbers are the same as without compilation, so a compiled run differs only by rounding.
 
     Args:
-        scope: units, the model's repeated blocks, which share one compilation, and its losses; or whole, the training
-            step as one, in which case evaluation is not compiled.
-        units: class names or paths to compile instead of the repeated blocks and losses.
+        units: class names or paths of modules to compile; None for the model's repeated blocks, which share one
+            compilation, and its losses; an empty list for the training step as one, whose evaluation is not compiled.
         backend: backend of torch.compile.
-        mode: mode of the backend inductor.
+        mode: mode of the backend inductor; those with CUDA graphs, whose memory a step and FSDP reuse, are left out.
         dynamic: compile for any shape at once; None to do so only for shapes that change.
-
-    Raises:
-        ValueError: torch has no backend of this name.
     """
 
     def __init__(
         self,
-        scope: Literal["units", "whole"] = "units",
         units: list[str] | None = None,
         backend: str = "inductor",
-        mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default",
+        mode: Literal["default", "max-autotune-no-cudagraphs"] = "default",
         dynamic: bool | None = None,
     ) -> None:
-        known = torch.compiler.list_backends(exclude_tags=())
-        if backend not in known:
-            raise ValueError(f"compile.backend={backend}: torch has no such backend.{nearest(backend, known)}")
-        self.scope, self.units, self.backend, self.mode, self.dynamic = scope, units, backend, mode, dynamic
+        self.units, self.backend, self.mode, self.dynamic = units, backend, mode, dynamic
 
     def compile_when_built(self, trainer: Trainer, module: LightningModule) -> None:
         HookedStrategy.of(trainer).when_built(partial(self._compile, trainer, module))
 
-    def begin_generation(self) -> None:
-        """Let CUDA graphs reuse the memory of the tensors that they have returned: activations and gradients.
-
-        Between micro-batches of a step, these are still needed. Without this mark, torch treats each call of a compiled
-        unit as the beginning of a generation, even if the unit reads the output of the previous one.
-        """
-        if self.mode in ("reduce-overhead", "max-autotune"):
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # untyped in torch
-
     def _compile(self, trainer: Trainer, model: LightningModule) -> None:
-        units = find_units(model, self.units) if self.scope == "units" else {}
-        if getattr(trainer.strategy, "zero_stage_3", False):
-            _check_gathered(units)
+        units = find_units(model, self.units)
         if units and self.units is None:
             units |= _losses(model)
         if units:  # units need no split for DDP; a whole training step is split, so that communication overlaps
@@ -191,21 +172,6 @@ class CompiledForward:
         return MethodType, (type(self._module).forward, self._module)
 
 
-def _check_gathered(units: Mapping[str, nn.Module]) -> None:
-    """Check that units hold their parameters in submodules, for which DeepSpeed's stage 3 gathers them in time.
-
-    Raises:
-        Refused: a unit has direct parameters, which its backward pass would find empty.
-    """
-    own = [path for path, unit in units.items() if any(True for _ in unit.parameters(recurse=False))]
-    if own:
-        raise Refused(
-            f"compile=true: {own[0]} is a {type(units[own[0]]).__name__}, which has direct parameters, and DeepSpeed's "
-            "stage 3 does not gather these for its compiled backward pass; type compile.units=[NAME] of blocks, "
-            "compile=false, or strategy=fsdp"
-        )
-
-
 def _losses(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that are losses, such as `nn.CrossEntropyLoss()`.
 
@@ -225,8 +191,6 @@ def _described(units: Iterable[nn.Module]) -> str:
 
 
 _WITH_FLOAT8 = (8, 9)  # compute capability of Ada
-_MULTIPLE = 16  # cuBLAS needs both sizes of a matrix to be multiples of it
-_STRATEGIES = ("Single", "DDP", "FSDP")
 
 
 class Float8(Callback):
@@ -245,49 +209,33 @@ class Float8(Callback):
         self._is_done = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._is_done:  # in a test after fit
-            return
-        _check(trainer)
-        HookedStrategy.of(trainer).when_built(partial(self._convert, pl_module))
+        """Check that this run can multiply in 8 bits, and convert the model once it is built.
+
+        Raises:
+            Refused: torchao is not installed, or the GPU, the precision or the strategy does not support it.
+        """
+        device, strategy = trainer.strategy.root_device, type(trainer.strategy).__name__
+        if find_spec("torchao") is None:
+            raise Refused("callbacks.float8 needs torchao, which is not installed; type pip install torchao")
+        is_fast = device.type == "cuda" and torch.version.hip is None
+        is_fast = is_fast and torch.cuda.get_device_capability(device) >= _WITH_FLOAT8
+        if not (is_fast and str(trainer.precision).startswith("bf16") and strategy in ("Single", "DDP", "FSDP")):
+            raise Refused(
+                "callbacks.float8 needs an NVIDIA GPU of compute capability 8.9 (L4, H100), precision=bf16-mixed, and "
+                f"strategy=single, ddp or fsdp; the run has {device.type}, {trainer.precision} and {strategy}"
+            )
+        if not self._is_done:  # in a test after fit it is
+            HookedStrategy.of(trainer).when_built(partial(self._convert, pl_module))
 
     def _convert(self, model: LightningModule) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        self._is_done = True
-        count = 0
+        config, self._is_done = Float8LinearConfig.from_recipe_name(self.recipe), True
         for unit in find_units(model).values():
-            fitting = {name for name, layer in unit.named_modules() if is_fitting(layer)}
-            count += len(fitting)
-            config = Float8LinearConfig.from_recipe_name(self.recipe)
-            convert_to_float8_training(unit, module_filter_fn=lambda _, name, fit=fitting: name in fit, config=config)
-        log.info("products   of %d linear layers in 8 bits, %s", count, self.recipe)
+            convert_to_float8_training(unit, module_filter_fn=lambda layer, _: is_fitting(layer), config=config)
+        log.info("products   of linear layers in 8 bits, %s", self.recipe)
 
 
 def is_fitting(layer: nn.Module) -> bool:
-    """Return whether a layer is linear, with a matrix that 8-bit kernels support."""
-    if not isinstance(layer, nn.Linear):
-        return False
-    return layer.in_features % _MULTIPLE == 0 and layer.out_features % _MULTIPLE == 0
-
-
-def _check(trainer: Trainer) -> None:
-    """Check that this run can multiply in 8 bits.
-
-    Raises:
-        Refused: torchao is not installed, or the GPU, the precision or the strategy does not support it.
-    """
-    off = "leave out callbacks.float8"
-    device, strategy = trainer.strategy.root_device, type(trainer.strategy).__name__
-    if find_spec("torchao") is None:
-        raise Refused(f"callbacks.float8 needs torchao, which is not installed; type pip install torchao, or {off}")
-    if device.type != "cuda" or torch.version.hip is not None:
-        raise Refused(f"callbacks.float8 needs an NVIDIA GPU, but the run is on {device.type}; {off}")
-    if (found := torch.cuda.get_device_capability(device)) < _WITH_FLOAT8:
-        card = torch.cuda.get_device_name(device)
-        raise Refused(f"{card} has compute capability {found[0]}.{found[1]}, but 8 bits need 8.9 (L4, H100); {off}")
-    if not str(trainer.precision).startswith("bf16"):
-        raise Refused(f"callbacks.float8 needs bfloat16, but the run has precision={trainer.precision}; use bf16-mixed")
-    if strategy not in _STRATEGIES:
-        raise Refused(
-            f"callbacks.float8 does not support strategy {strategy}; use strategy=single, ddp or fsdp, or {off}"
-        )
+    """Return whether a layer is linear, and both sizes of its matrix are multiples of 16, as cuBLAS needs them."""
+    return isinstance(layer, nn.Linear) and layer.in_features % 16 == 0 and layer.out_features % 16 == 0

@@ -33,7 +33,7 @@ FIRST_STEP_ALONE = (
     "train the first step in one process (strategy=single trainer.devices=1 trainer.max_steps=1 run_id=NAME), and go "
     "on with the same run_id"
 )
-_FIRST = 3  # steps of an epoch that are examined: each examination reads every weight
+_FIRST = 3  # steps that are examined: each examination reads every weight
 _data_of_tensor: Any = torch.Tensor.data
 
 
@@ -41,47 +41,42 @@ class WatchedWeights(Strategy):
     """Base of strategies that compute with copies of weights; list it before Lightning's strategy.
 
     Attributes:
-        is_examined: the step that is running is examined for writes that would be lost: the first ones of each epoch
-            and after each save, those of the first evaluation, and the first after an evaluation.
+        is_examined: the step that is running is examined for writes that would be lost: the first ones of each epoch,
+            of the first evaluation, after each save, and after each evaluation, for which a module may merge weights.
     """
 
     is_examined = False
-    to_examine = _FIRST
-    _evaluations = 0
+    _steps = _evaluations = 0  # since the last moment from which they are examined
     _is_in_hook = False
     _mode: Any = None  # of torch, in which the hook runs
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if batch_idx == 0:
-            self.to_examine = _FIRST
+            self._steps = 0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.is_examined = self.to_examine > 0 and detect_fake_mode() is None  # a simulated step has no values
-        self.to_examine -= 1
-        return self._watched("training_step", *args, **kwargs)
+        self._steps += 1
+        return self._watched("training_step", self._steps, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated("validation_step", *args, **kwargs)
+        self._evaluations, self._steps = self._evaluations + 1, 0
+        return self._watched("validation_step", self._evaluations, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated("test_step", *args, **kwargs)
+        self._evaluations += 1
+        return self._watched("test_step", self._evaluations, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated("predict_step", *args, **kwargs)
-
-    def _evaluated(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        self.is_examined = self._evaluations < _FIRST and detect_fake_mode() is None
         self._evaluations += 1
-        output = self._watched(step, *args, **kwargs)
-        self.to_examine = max(1, self.to_examine)
-        return output
+        return self._watched("predict_step", self._evaluations, *args, **kwargs)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(*args, **kwargs)
-        self.to_examine = _FIRST
+        self._steps = 0
 
-    def _watched(self, step: str, *args: Any, **kwargs: Any) -> Any:
+    def _watched(self, step: str, number: int, *args: Any, **kwargs: Any) -> Any:
+        self.is_examined = number <= _FIRST and detect_fake_mode() is None  # a simulated step has no values
         name = f"{step} of {type(self.lightning_module).__name__}"
         with self.precision_plugin.forward_context(), self.around_step(name):
             output = self.run_step(step, *args, **kwargs)
@@ -133,21 +128,6 @@ class WatchedWeights(Strategy):
         yield  # no try/finally: an error ends the run
         if mode is not None:
             mode.__enter__()
-
-
-def refuse_bounded_rows(module: nn.Module) -> None:
-    """Check that no embedding has a `max_norm`: its forward pass scales the rows that a rank's own samples read.
-
-    Raises:
-        Refused: one has.
-    """
-    kinds = nn.Embedding | nn.EmbeddingBag
-    parts = [(name, part) for name, part in module.named_modules() if isinstance(part, kinds)]
-    if found := [name for name, part in parts if part.max_norm is not None]:
-        raise Refused(
-            f"{listed(found)} has a max_norm: its forward pass scales the rows that the rank's samples read, so ranks "
-            "would differ; leave max_norm out and bound all rows in on_train_batch_end, or use strategy=single"
-        )
 
 
 # Shards outside of forward passes

@@ -183,7 +183,7 @@ def _measured(command: list[str], folder: Path, end: float) -> Measured:
 OURS = {  # what is typed
     "single": ("strategy=single",),
     "single, compiled by units": ("strategy=single", "compile=true"),
-    "single, compiled as a whole": ("strategy=single", "compile=true", "compile.scope=whole"),
+    "single, compiled as a whole": ("strategy=single", "compile=true", "compile.units=[]"),
     "fsdp": ("strategy=fsdp",),
     "deepspeed_stage_2": ("strategy=deepspeed_stage_2",),
 }

@@ -16,11 +16,15 @@ from torchmetrics import MeanMetric
 
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.errors import Refused
-from lightswitch.strategies.agreement import broadcast_metric_states, broadcast_weights, differing, left_on_meta
-from tests.engine.fits import PLAIN, trained
+from lightswitch.strategies.agreement import broadcast_metric_states, broadcast_weights, differing
+from tests.engine import foreign
+from tests.engine.fits import PLAIN, Fit, Fits, trained
+from tests.engine.models.pictures import Pictures
 from tests.engine.plain import NormedModel, PlainModel
+from tests.engine.strategies.witness import to_the_bit
 from tests.night import at_night
 from tests.pool import Pool, RankFailed
+from tests.runs import largest_difference
 
 # Replicas that differ are found in the first steps and at each save; the run ends before what it saves counts.
 
@@ -113,7 +117,7 @@ def test_equal_replicas_are_not_told_of(strategy: str, pool: Pool) -> None:
     assert not any("differs between ranks" in one.told for one in outcomes)
 
 
-# Rank 0's values take the place of each rank's own. What several ranks get of them, test_fsdp.py shows.
+# Rank 0's values take the place of each rank's own
 
 
 CPU = torch.device("cpu")
@@ -171,9 +175,18 @@ def test_states_of_metrics() -> None:
     assert model["loss"].compute() == 3.0
 
 
-def test_what_has_no_values_is_named_by_its_path() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(2, 2), MeanMetric())
-        model[0].offset = torch.zeros(2)
-        model[0].tables = {"a": torch.zeros(2)}
-    assert left_on_meta(model) == ["0.offset", "0.tables"]
+LATE = Fit(foreign.Late, Pictures, global_batch=16, micro_batch=4)
+BUILT = [("fsdp", 2), *at_night(("fsdp", 1), ("fsdp", 4), *((f"deepspeed_stage_{n}", 2) for n in (1, 3)))]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), BUILT)
+def test_what_configure_model_builds_is_built_once_and_the_same_everywhere(
+    strategy: str, ranks: int, fits: Fits
+) -> None:
+    (alone,) = fits(LATE)
+    sharded = fits(replace(LATE, strategy=strategy), ranks)
+    for number, rank in enumerate(sharded):
+        assert to_the_bit(rank.start) == to_the_bit(alone.start)
+        assert rank.held["whole"] == alone.held["whole"]  # what is tied stays so
+        assert rank.held["built_on"] == ("meta" if number and strategy != "deepspeed_stage_1" else "cpu")
+    assert largest_difference(sharded[0], alone) <= 1e-5

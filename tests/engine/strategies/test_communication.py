@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -12,14 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightswitch.deepspeed.strategy import DeepSpeed
-from lightswitch.strategies.sharded import set_timeouts, timeouts
 from tests.engine.fits import LANGUAGE, PLAIN, TENSOR_PARALLEL, Fits
+from tests.night import at_night
 from tests.runs import largest_difference
 
 
@@ -61,7 +59,6 @@ LOOKED_AT = 4  # micro batches: ranks compare what the first three write to weig
 LOSS = 1  # whose mean over the ranks is logged
 USE = 1  # of parameters, which ranks compare after a backward pass that reduces
 REDUCE, SUM = "_reduce_scatter_base_", "allreduce_"
-HYBRID = "fsdp_hybrid shard_size=2 accumulate_gradients="
 
 
 @pytest.mark.nightly
@@ -69,13 +66,10 @@ HYBRID = "fsdp_hybrid shard_size=2 accumulate_gradients="
     ("strategy", "ranks", "collective", "first", "last"),
     [
         ("fsdp", 2, REDUCE, UNITS, UNITS),
-        ("fsdp accumulate_gradients=unsharded", 2, REDUCE, 0, UNITS),
         ("fsdp_hybrid shard_size=2", 4, SUM, UNITS + USE, UNITS + USE + LOSS),
-        (f"{HYBRID}within_replica", 4, SUM, 0, UNITS + USE + LOSS),
-        (f"{HYBRID}unsharded", 4, REDUCE, 0, UNITS),
     ],
 )
-def test_gradients_are_reduced_when_it_is_asked_for(
+def test_gradients_are_reduced_in_each_micro_batch(
     strategy: str, ranks: int, collective: str, first: int, last: int, fits: Fits
 ) -> None:
     (alone,), run = fits(LONGER), fits(replace(COUNTED, strategy=strategy, micro_batch=12 // ranks), ranks)[0]
@@ -86,26 +80,12 @@ def test_gradients_are_reduced_when_it_is_asked_for(
 # Every process group of a run has the time-out of its strategy: the watchdog is to speak before torch does
 
 
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=900))
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group_of_one")
-def test_a_group_without_a_time_out_of_its_own_gets_the_runs() -> None:
-    by_default, by_choice = dist.new_group([0]), dist.new_group([0], timeout=timedelta(seconds=7))
-    set_timeouts(timedelta(seconds=900))
-    assert set(timeouts(by_default)) == {timedelta(seconds=900)}
-    assert set(timeouts(by_choice)) == {timedelta(seconds=7)}
-
-
 class Timed(pl.Callback):
     """Stores the time-outs of the process groups in a metric that no other callback has: seconds, by group."""
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        found = [seconds for group in _world.pg_map for seconds in timeouts(group)]
+        backends = [group._get_backend(torch.device("cpu")) for group in _world.pg_map]
+        found = [backend.options._timeout for backend in backends]
         trainer.logger.log_metrics({f"timeout_{n}": one.total_seconds() for n, one in enumerate(found)})
 
 
@@ -117,8 +97,7 @@ FITS = {  # and at least how many groups it has
 }
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("strategy", FITS)
+@pytest.mark.parametrize("strategy", ["fsdp_hybrid", *at_night("ddp", "fsdp_tp", "DeepSpeed")])
 def test_a_strategys_groups_have_its_time_out(strategy: str, fits: Fits) -> None:
     fit, groups = FITS[strategy]
     run = fits(replace(fit, steps=1, callbacks=(Timed,)), 2)[0]

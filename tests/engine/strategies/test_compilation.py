@@ -7,21 +7,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 
 import lightswitch
-from lightswitch.hooked_strategy import hooked
 from lightswitch.preflight import devices
-from lightswitch.strategies.callbacks import StrategyCallback
-from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.units import Compilation, CompiledForward
-from tests.engine.conftest import PLAIN, Finished, Train, runs_in
+from tests.engine.conftest import Finished, Train, runs_in
 from tests.engine.fits import LANGUAGE as LANGUAGE_FIT
 from tests.engine.fits import Fits
-from tests.engine.plain import PlainData, PlainModel
 from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
 from tests.engine.ways import WAYS
 from tests.night import at_night
@@ -33,7 +28,7 @@ ON_GPU = (*STEPS, "trainer.accelerator=gpu")
 
 
 AOT = partial(Compilation, backend="aot_eager")
-WHOLE = partial(Compilation, scope="whole", backend="aot_eager")
+WHOLE = partial(Compilation, units=[], backend="aot_eager")
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo makes what FSDP and DeepSpeed have made for autograd alone
@@ -43,13 +38,6 @@ def test_a_compiled_run_is_the_eager_one(strategy: str, fits: Fits) -> None:
     assert "compiles   2 Block by aot_eager" in run.told
     for metric in ("train/loss", "val/loss", "test/loss"):
         assert largest_difference(run, eager, metric) <= 1e-5, metric
-
-
-def test_units_that_zero_3_would_leave_empty_are_refused(train: Train) -> None:
-    compiled = ("strategy=deepspeed_stage_3", "compile=true", "compile.backend=aot_eager", "trainer.accelerator=cpu")
-    run = train(*PLAIN, *compiled, ranks=2, check=False)
-    assert run.returncode == 2
-    assert "error: compile=true: net.0 is a Linear, which has direct parameters" in run.err
 
 
 @pytest.mark.nightly
@@ -79,68 +67,7 @@ def test_inductor_keeps_the_curve_on_a_gpu(strategy: str, train: Train) -> None:
     assert largest_difference(train(*run, "compile=true"), train(*run)) <= 1e-4
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("scope", "micro_batch"), [("units", 6), ("whole", 24)])  # accumulated, and a step's only one
-def test_cuda_graphs_keep_the_curve(scope: str, micro_batch: int, train: Train) -> None:
-    run = (*LANGUAGE, *ON_GPU, "strategy=single", f"micro_batch_size={micro_batch}")
-    graphs = ("compile=true", "compile.mode=reduce-overhead", f"compile.scope={scope}")
-    assert largest_difference(train(*run, *graphs), train(*run)) <= 1e-4
-
-
-@pytest.mark.gpu
-def test_cuda_graphs_evaluate_in_a_start_of_their_own(train: Train) -> None:
-    graphs = (*LANGUAGE, "strategy=single", "trainer.accelerator=gpu", "compile=true", "compile.mode=reduce-overhead")
-    fitted = train(*graphs, "trainer.max_steps=4", "trainer.val_check_interval=4")
-    checkpoint = f"ckpt_path={fitted.run_dir}/checkpoints/last.ckpt"
-    evaluated, expected = train(*graphs, "mode=validate", checkpoint).column("val/loss"), fitted.column("val/loss")
-    assert [*evaluated.values()] == pytest.approx([*expected.values()], abs=1e-4)
-
-
 # The pieces
-
-
-class Generations(pl.Callback):
-    """Notes in which generation of CUDA graphs each batch is; one may overwrite what those before it have returned."""
-
-    def __init__(self) -> None:
-        from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
-
-        self._generation = CUDAGraphTreeManager.get_curr_generation
-        self.trained: list[int] = []
-        self.evaluated: list[int] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.trained.append(self._generation())
-
-    def on_validation_batch_start(self, *_: Any) -> None:
-        self.evaluated.append(self._generation())
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's import
-@pytest.mark.parametrize(
-    ("every_n_batches", "validations"),
-    [*at_night((2, 2)), (3, 0)],  # between steps; and within one, whose gradients are still needed
-)
-def test_cuda_graphs_keep_what_a_step_still_needs(every_n_batches: int, validations: int) -> None:
-    noted = Generations()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=hooked(Single()),
-        callbacks=[StrategyCallback(compilation=Compilation(backend="eager", mode="reduce-overhead")), noted],
-        accumulate_grad_batches=2,
-        max_steps=2,
-        val_check_interval=every_n_batches,
-        limit_val_batches=2,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    with torch.compiler.set_stance("force_eager"):  # when a generation begins is all that matters
-        trainer.fit(PlainModel(), PlainData())
-    first, same, second, also_same = noted.trained
-    assert first == same != second == also_same
-    assert len({*noted.evaluated} - {*noted.trained}) == validations
 
 
 class Doubling(nn.Module):
@@ -159,12 +86,6 @@ def test_a_copy_of_a_compiled_module_has_its_own_forward_pass() -> None:
     copied.factor.data.fill_(3.0)
     one = torch.ones(())
     assert (module(one).item(), copied(one).item()) == (2.0, 3.0)
-
-
-@pytest.mark.nightly
-def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"compile.backend=inducter: torch has no such backend. Did you mean induc"):
-        Compilation(backend="inducter")
 
 
 def test_a_missing_compiler_is_named_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ class DropsGradients(PlainModel):
 
 
 UNUSED = replace(SHORT, module=WithUnused)
-OPTIONS = ("find_unused_parameters=true bucket_cap_mb=0.01", "gradient_as_bucket_view=true", "static_graph=true")
+OPTIONS = ("find_unused_parameters=true bucket_cap_mb=0.01", "gradient_as_bucket_view=true")
 
 
 @pytest.mark.nightly
@@ -105,9 +105,8 @@ def test_gradients_that_the_module_drops_itself_are_no_unused_ones(fits: Fits) -
     assert largest_difference(fits(replace(dropping, strategy="ddp"), 2)[0], fits(dropping)[0]) <= 1e-5
 
 
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_unused_parameters_are_found_where_that_is_asked_for(option: str, fits: Fits) -> None:
-    run = fits(replace(UNUSED, strategy=f"ddp {option}=true"), 2)[0]
+def test_unused_parameters_are_found_where_that_is_asked_for(fits: Fits) -> None:
+    run = fits(replace(UNUSED, strategy="ddp find_unused_parameters=true"), 2)[0]
     assert list(map(math.isfinite, run.column("train/loss").values())) == [True, True, True]
 
 
@@ -155,7 +154,8 @@ def on_a_stream() -> str:
     strategy = DDP()
     strategy.parallel_devices = [torch.device("cuda", 0)]
     try:
-        strategy._wrapped(nn.Linear(1, 1))
+        strategy.connect(PlainModel())
+        strategy.configure_ddp()
     except ValueError as error:
         return str(error)
     return ""
@@ -238,10 +238,4 @@ def test_reentrant_checkpoints_are_refused_with_what_helps(fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
         fits(replace(SHORT, module=Reentrant, strategy="ddp"), 2)
     assert isinstance(failed.value.error, Refused)
-    assert "with use_reentrant=False, or type trainer.strategy.static_graph=true" in str(failed.value.error)
-
-
-def test_reentrant_checkpoints_train_with_a_static_graph(fits: Fits) -> None:
-    one = replace(SHORT, module=Reentrant, micro_batch=None)
-    static = replace(one, strategy="ddp static_graph=true")
-    assert largest_difference(fits(static, 2)[0], fits(one)[0]) <= 1e-5
+    assert str(failed.value.error).endswith("with use_reentrant=False")

@@ -222,9 +222,8 @@ def _request(ranks: int = 4, precision: str = "32-true", **strategy: object) -> 
         (_request(**HYBRID, shard_size=3), "shard_size=3 does not divide 4 devices; use one of 1, 2, 4"),
         (_request(param_dtype="bfloat16", precision="bf16-mixed"), "both set the dtype to compute in"),
         (_request(param_dtype="float32", precision="bf16-true"), "both set the dtype to compute in"),
-        (_request(accumulate_gradients="within_replica"), ".accumulate_gradients=within_replica needs HYBRID_SHARD"),
     ],
-    ids=["shard_size", "uneven", "two precisions", "also two", "within_replica"],
+    ids=["shard_size", "uneven", "two precisions", "also two"],
 )
 def test_what_it_can_not_do_is_told_before_a_process_is_started(request_: Request, line: str) -> None:
     (problem,) = problems(request_)
@@ -234,7 +233,6 @@ def test_what_it_can_not_do_is_told_before_a_process_is_started(request_: Reques
 def test_what_it_can_do_is_not_refused() -> None:
     for precision in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"):
         assert not list(problems(_request(**HYBRID, precision=precision)))
-    assert not list(problems(_request(accumulate_gradients="unsharded")))
     for precision in ("bf16-mixed", "16-mixed"):
         assert not list(problems(_request(param_dtype="float32", precision=precision)))
 
@@ -387,14 +385,7 @@ def test_a_replicated_parameter_that_one_rank_alone_uses_is_averaged(fits: Fits)
     assert largest_difference(fits(replace(used, strategy="fsdp"), 2)[0], alike) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [
-        ("fsdp", 2),
-        *at_night(("fsdp accumulate_gradients=unsharded", 2)),
-        *at_night(("fsdp_hybrid shard_size=2 accumulate_gradients=within_replica", 4)),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), *at_night(("fsdp_hybrid shard_size=2", 4))])
 def test_sharded_parameters_that_one_rank_alone_uses_have_zero_gradients_on_others(
     strategy: str, ranks: int, fits: Fits
 ) -> None:

@@ -28,10 +28,3 @@ def test_another_word_is_refused(train: Train) -> None:
     run = train(*SHORT, "matmul_precision=tf32", check=False)
     assert run.returncode == 2
     assert "matmul_precision=tf32: use one of highest, high, medium" in run.err
-
-
-@pytest.mark.gpu
-def test_a_gpu_says_once_what_it_would_gain(train: Train) -> None:
-    told = "matmul_precision=high uses TF32"
-    assert train(*SHORT, "trainer.accelerator=gpu").out.count(told) == (torch.cuda.get_device_capability() >= (8, 0))
-    assert told not in train(*SHORT, "trainer.accelerator=gpu", "matmul_precision=high").out

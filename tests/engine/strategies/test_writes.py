@@ -67,12 +67,18 @@ def test_what_is_written_is_as_in_one_process(idiom: str, strategy: str, fits: F
     assert distance(ranks[1].end, ranks[0].end) == 0
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+BOUNDED = {
+    "ddp": "rows.weight of rank 1 differs from rank 0 after step 1",
+    "fsdp": "rows.weight is written in a step where fsdp has gathered it, so the write would be lost",
+}
+
+
+@pytest.mark.parametrize("strategy", BOUNDED)
 def test_an_embedding_that_bounds_the_rows_it_reads_is_refused(strategy: str, fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
-        fits(fit("BoundedEmbedding", strategy), 2)
+        fits(fit("BoundedEmbedding", strategy, agrees=True), 2)
     assert isinstance(failed.value.error, Refused)
-    assert str(failed.value.error).startswith("rows has a max_norm: its forward pass scales the rows that the rank's")
+    assert str(failed.value.error).startswith(BOUNDED[strategy])
 
 
 def test_so_is_what_a_callback_writes(fits: Fits) -> None:
@@ -120,7 +126,7 @@ def test_a_run_whose_first_step_was_made_in_one_process_goes_on_on_several(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("way", ["fsdp", "fsdp gather=parts", "fsdp gather=parts accumulate_gradients=unsharded"])
+@pytest.mark.parametrize("way", ["fsdp", "fsdp gather=parts"])
 def test_accumulation_and_mixed_precision_keep_what_is_written(way: str, fits: Fits) -> None:
     plain = {"micro_batch": 6, "arguments": "gradient_clip_val=0.5 precision=bf16-mixed"}
     replicated, run = (fits(fit("Clamped", one, **plain), 2)[0] for one in ("ddp", way))
@@ -189,7 +195,7 @@ FAILING = {
         "PastTheWrapper",
         "deepspeed_stage_2",
     ): "PastTheWrapper fails in its first steps under DeepSpeed, which shards parameters over",
-    ("SharpnessAware", "deepspeed_stage_2"): "object has no attribute 'first_step'; use strategy=ddp, which does not",
+    ("SharpnessAware", "deepspeed_stage_2"): "SAM(SGD) has an inner optimizer, whose state DeepSpeed does not save",
 }
 
 
@@ -229,7 +235,7 @@ def test_what_begins_to_be_written_later_is_refused_in_the_next_epoch(strategy: 
     assert str(failed.value.error).startswith(COPIES[strategy])
 
 
-@pytest.mark.parametrize("strategy", COPIES)
+@pytest.mark.parametrize("strategy", [UNITS, *at_night("deepspeed_stage_2")])
 def test_or_after_the_next_save(strategy: str, pool: Pool, tmp_path: Path) -> None:
     arguments = f"gradient_clip_val=null default_root_dir={tmp_path}"
     late = fit("Clamped", strategy, arguments, module=partial(WritesLate, 0, 5))
@@ -238,28 +244,6 @@ def test_or_after_the_next_save(strategy: str, pool: Pool, tmp_path: Path) -> No
     assert isinstance(failed.value.error, Refused)
     assert str(failed.value.error).startswith(COPIES[strategy])
     assert [path.name for path in tmp_path.glob("step_*.ckpt")] == ["step_6.ckpt"]
-
-
-class Kernel(nn.Module):
-    """Changes a weight in its first forward pass, and notes that in a buffer, as S4 does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
-        self.register_buffer("length", torch.tensor(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.length.item() == 0:
-            with torch.no_grad():
-                self.weight.copy_(self.weight * 0.5 + 0.1)
-            self.length = self.length + 8
-        return x @ self.weight
-
-
-class WrittenByTheSanityCheck(writing.PlainModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 16), Kernel(), nn.Tanh(), nn.Linear(16, 4))
 
 
 class Merged(nn.Linear):
@@ -302,11 +286,8 @@ def curve_with_validations(fit: Fit) -> dict[int, float]:
     return curve.columns["train/loss"]
 
 
-@pytest.mark.parametrize(("module"), [WrittenByTheSanityCheck, MergesInEvaluation])
-def test_a_write_in_an_evaluation_or_in_the_step_after_it_is_carried_or_refused(
-    module: type[pl.LightningModule], pool: Pool
-) -> None:
-    one = replace(PLAIN, module=module, micro_batch=None, steps=12, arguments="gradient_clip_val=null")
+def test_a_write_in_an_evaluation_or_in_the_step_after_it_is_carried_or_refused(pool: Pool) -> None:
+    one = replace(PLAIN, module=MergesInEvaluation, micro_batch=None, steps=12, arguments="gradient_clip_val=null")
     (alone,) = pool(1)(curve_with_validations, one)
     try:
         run = pool(2)(curve_with_validations, replace(one, strategy="fsdp"))[0]

@@ -133,12 +133,6 @@ class Compiled(Plain):
         self.net = torch.compile(self.net, backend="eager")
 
 
-class CompiledBlocks(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in self.net.blocks)
-
-
 class Buffers(Plain):
     """Of every kind, two of which training changes."""
 
@@ -159,17 +153,6 @@ class Buffers(Plain):
         self.steps.fill_(self.global_step)
         self.halves = self.halves + 0.0 * self.steps
         return super().training_step(batch, batch_idx) + 0.01 * self.steps
-
-
-class Shorts(Plain):
-    """A table of a dtype that neither gloo nor NCCL knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.arange(WORDS, dtype=torch.int16))
-
-    def forward(self, words: Tensor) -> Tensor:
-        return super().forward(words) + self.table / WORDS
 
 
 class Branch(Plain):
@@ -200,38 +183,6 @@ class Unused(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.spare = nn.Linear(WORDS, WORDS)
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), Block())
-        self.gate = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x) * self.gate(x).sigmoid()
-
-
-class Nested(Plain):
-    """Blocks inside of blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.blocks = nn.ModuleList(Pair() for _ in range(2))
-
-
-class Groups(Plain):
-    """Decay for matrices alone, and a learning rate of its own for the head."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        head = {id(parameter) for parameter in self.net.head.parameters()}
-        others = [parameter for parameter in self.parameters() if id(parameter) not in head]
-        groups = [
-            {"params": [p for p in others if p.ndim > 1], "weight_decay": 0.1},
-            {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
-            {"params": list(self.net.head.parameters()), "lr": 0.03, "betas": (0.8, 0.9)},
-        ]
-        return torch.optim.AdamW(groups, lr=0.01, eps=1e-5)
 
 
 class Complex(Plain):
@@ -291,16 +242,6 @@ class Parametrized(Plain):
         for block in self.net.blocks:
             torch.nn.utils.parametrizations.weight_norm(block.up)
         torch.nn.utils.parametrizations.orthogonal(self.net.head)
-
-
-class Containers(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shifts = nn.ParameterList(torch.randn(WORDS) / 4 for _ in range(3))
-        self.scales = nn.ParameterDict({"first": torch.ones(WORDS), "second": torch.full((WORDS,), 0.5)})
-
-    def forward(self, words: Tensor) -> Tensor:
-        return super().forward(words) * self.scales["first"] * self.scales["second"] + sum(self.shifts)
 
 
 class Versioned(Plain):
