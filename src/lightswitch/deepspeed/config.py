@@ -1,11 +1,9 @@
-"""DeepSpeed configs and operators: checks, and values of the run filled into a user's config. Imports no torch."""
+"""DeepSpeed configs: checks, and values of the run filled into a user's config. Imports no torch."""
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,22 +156,6 @@ def precision_blocks(config: dict[str, Any], precision: str) -> dict[str, dict[s
     return {}
 
 
-def other_precision(full: dict[str, Any], precision: str) -> str | None:
-    """Return a warning about a precision that differs from that of other strategies, or None.
-
-    Args:
-        full: a config that `resolved` has returned.
-    """
-    kind = next((name for name in ("fp16", "bf16") if full.get(name, {}).get("enabled")), None)
-    if kind and precision.endswith("mixed"):
-        return f"DeepSpeed's {kind} stores the weights in 16 bits, and 32-bit copies for the optimizer"
-    if kind and not full[kind].get("bf16_master_weights_and_grads"):
-        return (
-            f"DeepSpeed's {kind} stores 32-bit copies of the weights for the optimizer: more precise than {precision}"
-        )
-    return None
-
-
 def of_any_run(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config without values that a run decides, for DeepSpeed to check the others."""
     decided = {"train_batch_size", "gradient_accumulation_steps", "gradient_clipping"}
@@ -184,26 +166,3 @@ def of_any_run(config: dict[str, Any]) -> dict[str, Any]:
 def _without_auto(node: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in node.items() if value != _AUTO}
     return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in kept.items()}
-
-
-_BUILDERS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder"}
-
-
-def operator_problems(op: str, purpose: str) -> Iterator[str]:
-    """Yield why a run can't start that needs an operator which is neither in torch's cache nor in the package.
-
-    Runs do not build operators, because each process would build silently for minutes.
-
-    Args:
-        op: DeepSpeed's name of the operator: cpu_adam or fused_adam.
-        purpose: what needs the operator; the message begins with it.
-    """
-    cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
-    extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions"))
-    spec = importlib.util.find_spec("deepspeed")
-    package = [Path(spec.origin).parent / "ops"] if spec is not None and spec.origin else []
-    if not any(found for folder in (extensions, *package) for found in folder.glob(f"**/{op}*.so")):
-        yield (
-            f"{purpose} needs DeepSpeed's {op}, which is not built here; build it once, which takes minutes: "
-            f"python -c 'from deepspeed.ops.op_builder import {_BUILDERS[op]} as B; B().load()'"
-        )

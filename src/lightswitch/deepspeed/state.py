@@ -7,7 +7,6 @@ parameter that does not divide evenly over the ranks at stage 3 (0.19). Therefor
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +23,6 @@ from lightswitch.checkpoints.finetuning import LEFT_OUT
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.shards import Piece, Stored
 from lightswitch.errors import Refused
-
-log = logging.getLogger(__name__)
 
 LOSS_SCALE = "MixedPrecision"  # Lightning's checkpoint key for the state of the GradScaler
 
@@ -224,13 +221,16 @@ class PortableDeepSpeed(PortableCheckpoints):
     _states: dict[str, dict[str, Stored]]
 
     def remember_groups(self, optimizer: Optimizer) -> None:
-        """Store the parameter names of an optimizer's groups, before DeepSpeed flattens the groups."""
+        """Store the parameter names of an optimizer's groups, before DeepSpeed flattens the groups.
+
+        Raises:
+            Refused: a resumed run would begin the state of an inner optimizer, as of Lookahead, from scratch.
+        """
         assert self.lightning_module is not None
-        if (message := optimizers.described(optimizer)) != _class(optimizer) and self.is_global_zero:
-            log.warning(
-                "checkpoints under DeepSpeed omit the state of the inner optimizer of %s: a resumed run starts it from "
-                "scratch; use strategy=ddp or fsdp", message,
-            )  # fmt: skip
+        if (described := optimizers.described(optimizer)) != _class(optimizer):
+            raise Refused(
+                f"{described} has an inner optimizer, whose state DeepSpeed does not save; use strategy=ddp or fsdp"
+            )
         self._group_names = [group["params"] for group in optimizers.groups_of(optimizer, self.lightning_module)]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -342,7 +342,6 @@ def loss_scale_of(scaler: Any) -> dict[str, Any]:
         "backoff_factor": 1 / scaler.scale_factor,
         "growth_interval": scaler.scale_window,
         "_growth_tracker": (good_steps - 1) % scaler.scale_window if good_steps else -1,
-        "hysteresis": scaler.cur_hysteresis,  # overflows tolerated before the scale falls; GradScaler tolerates none
     }
 
 
@@ -354,4 +353,3 @@ def resume_loss_scale(scaler: Any, state: dict[str, Any]) -> None:
     if state and getattr(scaler, "dynamic", False):
         scaler.cur_scale = state["scale"]
         scaler.last_overflow_iter = scaler.cur_iter - 2 - state["_growth_tracker"]
-        scaler.cur_hysteresis = state.get("hysteresis", scaler.cur_hysteresis)

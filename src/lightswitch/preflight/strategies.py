@@ -14,7 +14,6 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.cluster.placement import Placement
 from lightswitch.config import aliases
 from lightswitch.deepspeed import config as zero_config
-from lightswitch.deepspeed.config import operator_problems
 from lightswitch.errors import BatchError, nearest
 from lightswitch.preflight import devices
 from lightswitch.preflight.targets import as_typed, parameters
@@ -111,8 +110,6 @@ def _sharded(request: Request) -> Iterator[str]:
     elif shard_size is not None and (shard_size < 1 or ranks % shard_size):
         sizes = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
         yield f"trainer.strategy.shard_size={shard_size} does not divide {ranks} devices; use one of {sizes}"
-    if options.get("accumulate_gradients") == "within_replica" and not is_hybrid:
-        yield "trainer.strategy.accumulate_gradients=within_replica needs HYBRID_SHARD; use unsharded, or leave it out"
     asked = options.get("param_dtype")
     if asked and precision != "32-true" and not (asked == "float32" and precision in ("bf16-mixed", "16-mixed")):
         found = f"trainer.strategy.param_dtype and precision={precision} both set the dtype to compute in"
@@ -141,7 +138,7 @@ def _deepspeed(request: Request) -> Iterator[str]:
         yield "strategy=deepspeed… needs deepspeed, which is not installed; type DS_BUILD_OPS=0 pip install deepspeed"
         return
     options, trainer, precision = request.strategy, request.trainer, request.precision
-    named, node = devices.indices(trainer["devices"]), request.model.get("optimizer")
+    named = devices.indices(trainer["devices"])
     if named is not None and named != list(range(len(named))):  # it uses LOCAL_RANK as the GPU's index (0.19)
         yield (
             f"trainer.devices={trainer['devices']}: DeepSpeed uses the first visible GPUs; "
@@ -161,9 +158,6 @@ def _deepspeed(request: Request) -> Iterator[str]:
     for key in ("offload_optimizer_device", "offload_params_device"):
         if options.get(key) == "nvme":
             yield f"trainer.strategy.{key}=nvme: {zero_config.NO_DISK}; use strategy=deepspeed_stage_3_offload"
-    for name, op in (("DeepSpeedCPUAdam", "cpu_adam"), ("FusedAdam", "fused_adam")):
-        if isinstance(node, dict) and node.get("_target_") == f"deepspeed.ops.adam.{name}":
-            yield from operator_problems(op, f"optimizer {name}")
 
 
 def _deepspeed_file(request: Request) -> Iterator[str]:
