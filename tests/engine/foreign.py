@@ -81,9 +81,8 @@ class Encoder(Classifier):
 class Late(Classifier):
     """Built in `configure_model`, of everything that a module can be made of."""
 
-    def __init__(self, stray: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.stray = stray
         self.early = nn.Linear(8, 16)
         self.late: nn.ModuleList | None = None
 
@@ -104,8 +103,6 @@ class Late(Classifier):
         self.head = nn.Linear(16, 10)
         self.built_on = self.head.weight.device.type
         self.accuracy = MulticlassAccuracy(10)
-        if self.stray:
-            self.offset = torch.zeros(16)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.early(images.squeeze(1))

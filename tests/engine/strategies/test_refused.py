@@ -44,8 +44,6 @@ MODULES = {
     "OwnSharding fsdp": "OwnSharding shards itself in configure_model; leave fully_shard and parallelize_module to the "
     "strategy",
     "NothingToShard fsdp": "there is nothing to shard in NothingToShard; use strategy=ddp",
-    "Late fsdp model.stray=true": "offset: a tensor made in configure_model that is neither parameter nor buffer has "
-    "no values on ranks other than 0; use register_buffer",
     "Lazy fsdp model.is_asked=false": "net.1.weight, net.1.bias: a lazy layer (LazyLinear, or -1 channels) has no "
     "shape before its first forward pass, but an optimizer and checkpoints need one; call the module on a batch, under "
     "torch.no_grad(), at the end of its constructor or in setup, or give the layer its number of inputs",
