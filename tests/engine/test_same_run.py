@@ -27,10 +27,7 @@ RUN = (
     *RECORD,
 )
 SWITCHES = {  # words, and the ranks that are started
-    "two devices": (("strategy=ddp",), 2),
     "three devices": (("strategy=ddp",), 3),
-    "three spawned": (("strategy=ddp_spawn", "trainer.devices=3"), 0),
-    "accumulation": (("strategy=single", "micro_batch_size=6"), 0),
     "accumulation and two devices": (("strategy=ddp", "micro_batch_size=4"), 2),
     "loader workers": (("strategy=single", "data.workers=2"), 0),
 }
@@ -43,7 +40,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.mark.parametrize(
     "switch",
-    ["accumulation and two devices", "loader workers", *at_night(*list(SWITCHES)[:4])],
+    ["accumulation and two devices", "loader workers", *at_night("three devices")],
 )
 def test_a_switch_keeps_samples_losses_metrics_and_weights(switch: str, alone: Finished, train: Train) -> None:
     words, ranks = SWITCHES[switch]
@@ -66,12 +63,7 @@ def test_an_epoch_reads_each_sample_once(alone: Finished) -> None:
     for epoch in epochs[:-1]:
         assert epoch == Counter(range(200))  # 8 full batches of 24 and one of 8
     assert alone.column("samples")[8] == 200
-
-
-def test_epochs_are_shuffled_differently(alone: Finished) -> None:
-    steps = _samples_of_steps(alone.run_dir)
-    assert steps[0, 0] != steps[1, 9]
-    assert steps[0, 0] != tuple(range(24))
+    assert tuple(range(24)) != steps[0, 0] != steps[1, 9], "each epoch has an order of its own"
 
 
 @pytest.mark.nightly
