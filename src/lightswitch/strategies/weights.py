@@ -298,17 +298,11 @@ class GatheredCopies:
         """Check that nothing was written to gathered parameters, in a step that is examined. Collective.
 
         Raises:
-            Refused: something was, or a parameter was frozen or unfrozen, which its shard is not told of.
+            Refused: something was.
         """
         if not self._strategy.is_examined:
             return
         gathered = {name: one for name, one in self._units[module].items() if one.sharded_state.name == "UNSHARDED"}
-        trained = {name: one.sharded_param.requires_grad for name, one in gathered.items()}
-        if changed := [name for name, one in gathered.items() if one._unsharded_param.requires_grad != trained[name]]:
-            raise Refused(
-                f"requires_grad of {listed(changed, 'parameters')} is changed within a step, where fsdp has gathered "
-                "it; set it in on_train_batch_start, at the step's first batch"
-            )
         differ = _differ(gathered.values()) if gathered else []
         if written := [name for name, differs in zip(gathered, differ, strict=True) if differs]:
             raise Refused(

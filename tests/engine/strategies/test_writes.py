@@ -297,7 +297,7 @@ def test_a_write_in_an_evaluation_or_in_the_step_after_it_is_carried_or_refused(
         assert run == pytest.approx(alone, rel=1e-4)
 
 
-# Layers that are frozen while a step is under way are refused
+# Layers that are frozen while a step is under way
 
 
 class FrozenInMidStep(PlainModel):
@@ -314,19 +314,30 @@ class FrozenInStep(PlainModel):
         return super().training_step(batch, batch_idx)
 
 
-OF_THE_ROOT = "fsdp units=[net.3]"  # the root gathers net.0 for the whole step
-WITHIN_STEP = {
-    OF_THE_ROOT: "requires_grad of net.0.weight, net.0.bias is changed within a step, where fsdp has gathered it",
-    "ddp": "net.0.weight, net.0.bias did not contribute to the loss, but ddp waits for every gradient",
-}
+class UnfrozenInStep(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.net[0].requires_grad_(self.global_step >= 2)
+        return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize(
-    ("module", "strategy"), [(FrozenInStep, OF_THE_ROOT), (FrozenInMidStep, "ddp"), *at_night((FrozenInStep, "ddp"))]
+    ("module", "strategy"), [(UnfrozenInStep, "fsdp units=[net.3]"), *at_night((FrozenInStep, "fsdp"))]
 )
-def test_what_is_frozen_within_a_step_is_refused(module: type[PlainModel], strategy: str, fits: Fits) -> None:
+def test_fsdp_freezes_within_a_step_as_one_process(module: type[PlainModel], strategy: str, fits: Fits) -> None:
+    (alone,), run = fits(fit("Clamped", module=module)), fits(fit("Clamped", strategy, module=module), 2)[0]
+    assert largest_difference(run, alone) <= 1e-5
+    assert distance(run.end, alone.end) <= 1e-5
+
+
+@pytest.mark.parametrize("module", [FrozenInMidStep, *at_night(FrozenInStep)])
+def test_ddp_refuses_what_is_frozen_within_a_step(module: type[PlainModel], fits: Fits) -> None:
     micro_batch = None if module is FrozenInStep else PLAIN.micro_batch
     with pytest.raises(RankFailed) as failed:
-        fits(replace(PLAIN, module=module, micro_batch=micro_batch, strategy=strategy), 2)
+        fits(replace(PLAIN, module=module, micro_batch=micro_batch, strategy="ddp"), 2)
     assert isinstance(failed.value.error, Refused)
-    assert str(failed.value.error).startswith(WITHIN_STEP[strategy])
+    told = "net.0.weight, net.0.bias did not contribute to the loss, but ddp waits for every gradient"
+    assert str(failed.value.error).startswith(told)
