@@ -71,7 +71,7 @@ class GlobalBatch(Callback):
         self._last_values: dict[str, float] = {}  # of the Trainer's callback metrics in the checkpoint
         self._drawn = torch.random.get_rng_state()  # random state after model, data, callbacks and loggers are created
 
-    # Changes to strategy and module, in every process, from setup to teardown
+    # Changes to the strategy, in every process
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = HookedStrategy.of(trainer)
@@ -89,12 +89,6 @@ class GlobalBatch(Callback):
         gather_lists_whole()
         self._logs = LogsOfRanks.of(trainer)
         self._logs.combine(self.plan.replicas / trainer.world_size)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        strategy = HookedStrategy.of(trainer)
-        strategy.share = strategy.on_loaders = strategy.on_batch = strategy.on_output = strategy.loss_weight = None
-        strategy.on_start = None
-        self._logs.combine(None)
 
     # Training
 

@@ -49,7 +49,7 @@ class LogsOfRanks(Mixin, _LoggerConnector):
         patches.replace(trainer, "_logger_connector", connector)
         return connector
 
-    def combine(self, share: float | None) -> None:
+    def combine(self, share: float) -> None:
         """Combine values from now on.
 
         Args:
