@@ -41,13 +41,6 @@ class WatchdogMember(Protocol):
         """End all ranks by the signal that ends this rank, which may be the only one that received it."""
 
 
-class Meeting(Protocol):
-    """A meeting of the processes of a run that share no launcher, before they know the run's id."""
-
-    def part(self) -> None:
-        """Wait for a moment until the other processes know the run's id."""
-
-
 class Process:
     """The state of one process, created once per process.
 
@@ -56,7 +49,6 @@ class Process:
         watchdog: the connection to the watchdog, once the ranks form a group; `is_watched` is set then.
         has_failed: set once the run has failed and all ranks know the failure; each ends with its exit code.
         steps_have_begun: set at the first step; a later error is a bug, not a problem of the request.
-        meeting: at which the processes have agreed on the run's id, until they meet again; None without one.
         refusal: why this start may not write its run directory; sent to the other ranks when they connect.
         locks: closed when this process ends, to release its locks on run directories.
         hosts: the host of each node, in the order of ranks, once the ranks have connected.
@@ -71,7 +63,6 @@ class Process:
         self.is_watched = threading.Event()
         self.has_failed = threading.Event()
         self.steps_have_begun = threading.Event()
-        self.meeting: Meeting | None = None
         self.refusal = ""
         self.locks = contextlib.ExitStack()
         self.hosts: list[str] = []
@@ -94,11 +85,6 @@ class Process:
             self.watchdog.leave()
         self.watchdog = None
         self.is_watched.clear()
-
-    def take_meeting(self) -> Meeting | None:
-        """Return the meeting at which the processes have agreed on the run's id, for them to go on with; once."""
-        met, self.meeting = self.meeting, None
-        return met
 
     def stop_all_ranks(self, stopped: Stopped) -> None:
         """Make the watchdog, if there is one, end the other ranks by the signal that ends this rank."""

@@ -64,8 +64,6 @@ def answer(error: BaseException, cfg: DictConfig, run: RunContext) -> NoReturn:
     if isinstance(error, BrokenPipeError):
         leave_stdout()
     ignore_signals()  # from the launcher, which ends the remaining ranks when one has ended
-    if process.meeting is not None:
-        process.meeting.part()
     process.end_ranks()
     process.locks.close()
     claim.remove_if_empty(run.run_dir)  # Hydra creates it before all checks

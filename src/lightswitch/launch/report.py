@@ -102,7 +102,7 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
     for what, text in (next_steps | _profiles(trainer)).items():
         log.info("%-10s %s", what, text)
     if has_ended:
-        resume.write_end(cfg, run.run_dir, trainer.global_step, go_on, stopped_early=trainer.should_stop)
+        resume.write_end(cfg, run.run_dir, trainer.global_step, go_on)
 
 
 def _told(run: RunContext, go_on: str | None, mode: str | None) -> dict[str, str]:

@@ -23,11 +23,10 @@ from lightswitch import versions
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints import directory
-from lightswitch.checkpoints.last import later_than
 from lightswitch.config.confidential import is_of_environment, masked, masked_override, public
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
-from lightswitch.errors import Refused, shown
+from lightswitch.errors import Refused
 from lightswitch.mixins import callbacks_of
 from lightswitch.monitoring.metrics import WORLD, purge
 from lightswitch.monitoring.notices import Notices
@@ -196,7 +195,8 @@ class RunRecord(Callback):
             for path, text in files.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.with_name(f"{path.name}.partial").write_text(text)
-            self._set_aside(trainer)
+            if self.start_at == "never":
+                self._set_aside(trainer)
             for path in files:
                 path.with_name(f"{path.name}.partial").replace(path)
         except OSError as error:
@@ -205,18 +205,12 @@ class RunRecord(Callback):
             directory.finish_changes(self.run_dir / "checkpoints")
 
     def _set_aside(self, trainer: Trainer) -> None:
-        """Move checkpoints that are not of the training that this start goes on with: a later one would resume them.
-
-        A start anew has none of the earlier metrics either, of any logger that writes to the run directory.
-        """
-        if self.start_at == "never":
-            folders = [Path(logger.log_dir) for logger in trainer.loggers if logger.log_dir]
-            inside = [folder for folder in folders if self.run_dir.absolute() in folder.absolute().parents]
-            for path in {self.run_dir / "checkpoints", self.run_dir / "metrics.csv", *inside}:
-                if path.exists():
-                    path.rename(_vacant(path))
-        elif self.mode == "fit" and self.start_at not in ("auto", "last"):
-            _set_others_aside(self.run_dir, Path(str(trainer.ckpt_path)), trainer.global_step)
+        """Move the checkpoints and metrics of an earlier training, of which a start anew has none."""
+        folders = [Path(logger.log_dir) for logger in trainer.loggers if logger.log_dir]
+        inside = [folder for folder in folders if self.run_dir.absolute() in folder.absolute().parents]
+        for path in {self.run_dir / "checkpoints", self.run_dir / "metrics.csv", *inside}:
+            if path.exists():
+                path.rename(_vacant(path))
 
     def _begin_log(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
@@ -296,24 +290,6 @@ def _origin(run: RunContext) -> Origin:
 
 def _yaml(plain: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(plain))
-
-
-def _set_others_aside(run_dir: Path, start: Path, step: int) -> None:
-    """Move the checkpoints that are not of the training that a start goes on with: all, or those of later steps.
-
-    Args:
-        start: the checkpoint that it resumes.
-        step: where that is in training.
-    """
-    is_own = run_dir.resolve() in start.resolve().parents
-    others = later_than(step if is_own else -1, run_dir)
-    if not others:
-        return
-    folder = _vacant(run_dir / "checkpoints")
-    folder.mkdir()
-    for path in others:
-        path.rename(folder / path.name)
-    log.info("aside      %s: what was saved %s", shown(folder), f"after step {step}" if is_own else "before")
 
 
 def git_of_code(*arguments: str) -> str | None:

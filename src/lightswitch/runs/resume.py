@@ -50,10 +50,10 @@ def find(cfg: DictConfig, run: RunContext) -> Beginning:
     """Find the checkpoint to start from: the newest of a run that is resumed, or the one to evaluate.
 
     Raises:
-        Refused: the checkpoint can't be read or has no position, or the run that saved it had another seed or global
-            batch size.
+        Refused: the checkpoint can't be read or has no position, the run that saved it had another seed or global
+            batch size, or this run has saved later ones.
     """
-    from lightswitch.checkpoints.last import newest, position_of  # imports torch
+    from lightswitch.checkpoints.last import later_than, newest, position_of  # imports torch
 
     def read(path: Path) -> Beginning:
         return Beginning(path, position_of(path))
@@ -82,6 +82,12 @@ def find(cfg: DictConfig, run: RunContext) -> Beginning:
         raise Refused(
             f"{path} can't be resumed: {lost}; start anew with resume=never or another run_id, "
             f"or from its weights alone with init_from={path} and another run_id"
+        )
+    is_own = found.path is not None and run.run_dir.resolve() in found.path.resolve().parents
+    if position and (later := later_than(position.global_step if is_own else -1, run.run_dir)):
+        raise Refused(
+            f"{path} can't be resumed in {shown(run.run_dir)}, which has {later[0].name}: a restart would resume that; "
+            "leave out the path to go on from it, or give this run another run_id"
         )
     return found
 
@@ -166,7 +172,7 @@ class End:
 
     Args:
         step: number of optimizer steps that were trained.
-        limits: the Trainer's `max_steps`, `max_epochs` and `max_time` when the run ended; `patience` if that ended it.
+        limits: the Trainer's `max_steps`, `max_epochs` and `max_time` when the run ended.
         go_on: command that continues the run under higher limits; null if there is no checkpoint.
     """
 
@@ -183,7 +189,7 @@ def is_finished(cfg: DictConfig, run: RunContext) -> bool:
     end = ended(run.run_dir)
     if cfg.mode != "fit" or cfg.resume != "auto" or end is None:
         return False
-    if _exceed(_limits(cfg) | {"patience": _patience(cfg)}, end.limits):
+    if _exceed(_limits(cfg), end.limits):
         return False
     if run.is_first:
         changed = changes_since(run.run_dir, cfg)
@@ -196,15 +202,14 @@ def is_finished(cfg: DictConfig, run: RunContext) -> bool:
     return True
 
 
-def write_end(cfg: DictConfig, run_dir: Path, step: int, go_on: str | None, stopped_early: bool = False) -> None:
+def write_end(cfg: DictConfig, run_dir: Path, step: int, go_on: str | None) -> None:
     """Add the end of a run, with its limits, to its record.
 
     Args:
         go_on: command that continues the run under higher limits.
-        stopped_early: whether a callback has ended it, so that more patience is a higher limit, too.
     """
-    limits = _limits(cfg) | ({"patience": _patience(cfg)} if stopped_early else {})
-    regular_files.write_json(run_dir / RECORD, {**_record(run_dir), "ended": asdict(End(step, limits, go_on))})
+    end = End(step, _limits(cfg), go_on)
+    regular_files.write_json(run_dir / RECORD, {**_record(run_dir), "ended": asdict(end)})
 
 
 def ended(run_dir: Path) -> End | None:
@@ -239,14 +244,7 @@ def _limits(cfg: DictConfig) -> dict[str, int | str | None]:
 def _exceed(limits: dict[str, Any], others: dict[str, Any]) -> bool:
     if limits["max_time"] != others.get("max_time"):
         return True
-    counts = ("max_steps", "max_epochs", "patience")
-    return any(_count(limits[name]) > _count(others[name]) for name in counts if name in others)
-
-
-def _patience(cfg: DictConfig) -> int | None:
-    """Return the least patience of the callbacks that stop a run early; None if there is none."""
-    nodes = [node for node in (cfg.get("callbacks") or {}).values() if isinstance(node, DictConfig)]
-    return min((node.patience for node in nodes if isinstance(node.get("patience"), int)), default=None)
+    return any(_count(limits[name]) > _count(others[name]) for name in ("max_steps", "max_epochs") if name in others)
 
 
 def _count(limit: int | None) -> float:

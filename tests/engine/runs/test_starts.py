@@ -17,7 +17,6 @@ from lightswitch.process import Process
 from lightswitch.runs import claim, resume
 from lightswitch.runs.resume import Start
 from tests.engine.conftest import PLAIN, Finished, Train, once
-from tests.night import at_night
 
 FOUR = Start(0, ["a", "b", "c", "d"], 2)
 
@@ -55,14 +54,12 @@ def test_a_damaged_record_has_no_starts(tmp_path: Path) -> None:
         assert resume.starts(tmp_path) == []
 
 
-# A command that says where to begin, started again by its launcher; and a run that goes back to an earlier step
+# A command that says where to begin, started again by its launcher; and a checkpoint that is not the run's newest
 
 RUN = (*PLAIN, "name=plain", "run_id=mine", "trainer.accelerator=cpu", "trainer.val_check_interval=2")
 RUN += ("callbacks.last_checkpoint.every_n_steps=2", "callbacks.last_checkpoint.keep=9")
 SLURM = {"ENVIRONMENT": "BATCH", "SLURM_JOB_ID": "17"}
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "night"}
-SEVERAL = TORCHRUN | {"LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
-SEVERAL |= {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +69,6 @@ SEVERAL |= {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
         (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}, "torchrun night", True),
         (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0"}, "torchrun night", False),  # typed again
         (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_JOB_ID": "17"}, "torchrun night", False),  # in a shell
-        (SEVERAL, "torchrun at a:29500", False),
         ({}, None, False),
     ],
 )
@@ -101,8 +97,8 @@ def copied(earlier: Finished, tmp_path: Path) -> Path:
     return Path(shutil.copytree(earlier.folder, tmp_path / "copied", symlinks=True))
 
 
-@pytest.mark.parametrize("how", ["resume=never", *at_night("resume=runs/plain/mine/checkpoints/step_2.ckpt")])
-def test_where_a_job_begins_is_for_its_first_start(how: str, copied: Path, train: Train) -> None:
+def test_where_a_job_begins_is_for_its_first_start(copied: Path, train: Train) -> None:
+    how = "resume=never"
     first = train(*RUN, how, "trainer.max_steps=4", folder=copied, environment=SLURM)
     assert "restart " not in first.out
     again = train(*RUN, how, "trainer.max_steps=5", folder=copied, environment=SLURM)
@@ -112,22 +108,17 @@ def test_where_a_job_begins_is_for_its_first_start(how: str, copied: Path, train
     assert "resumes " not in typed.out
 
 
-def test_what_a_run_had_trained_after_the_step_that_it_goes_back_to_is_not_resumed(copied: Path, train: Train) -> None:
-    back = "resume=runs/plain/mine/checkpoints/step_2.ckpt"
-    gone_back = train(*RUN, back, "trainer.max_steps=3", folder=copied)
-    run_dir = gone_back.run_dir
-    assert "aside      runs/plain/mine/checkpoints_1: what was saved after step 2" in gone_back.out
-    assert {"step_4.ckpt", "step_6.ckpt"} <= {path.name for path in (run_dir / "checkpoints_1").iterdir()}
-    resumed = train(*RUN, "trainer.max_steps=4", folder=copied)
-    assert "resumes    runs/plain/mine/checkpoints/step_3.ckpt, at step 3" in resumed.out
-
-
-def test_what_a_run_had_saved_is_not_resumed_after_it_has_begun_with_another_ones(copied: Path, train: Train) -> None:
-    other = copied / "other.ckpt"
-    shutil.copytree(copied / "runs/plain/mine/checkpoints/step_2.ckpt", other)
-    begun = train(*RUN, f"resume={other}", "trainer.max_steps=3", folder=copied)
-    assert "aside      runs/plain/mine/checkpoints_1: what was saved before" in begun.out
-    assert sorted(path.name for path in (begun.run_dir / "checkpoints").glob("step_*")) == ["step_3.ckpt"]
+def test_a_checkpoint_is_refused_where_a_restart_would_resume_a_later_one(copied: Path, train: Train) -> None:
+    own, other = "runs/plain/mine/checkpoints/step_2.ckpt", "other.ckpt"
+    shutil.copytree(copied / own, copied / other)
+    for path in (own, other):
+        refused = train(*RUN, f"resume={path}", "trainer.max_steps=3", folder=copied, check=False)
+        assert refused.refusal == (
+            f"{path} can't be resumed in runs/plain/mine, which has step_6.ckpt: a restart would resume that; "
+            "leave out the path to go on from it, or give this run another run_id"
+        )
+    begun = train(*RUN, f"resume={own}", "run_id=another", "trainer.max_steps=3", folder=copied)
+    assert f"resumes    {own}, at step 2" in begun.out
 
 
 # What a run is told that was there before: what it has otherwise, and that it has ended
@@ -193,16 +184,6 @@ def test_a_run_that_goes_on_says_what_it_has_otherwise(train: Train) -> None:
     resumes = "resumes    runs/plainmodel/mine/checkpoints/step_2.ckpt, at step 2"
     assert f"{resumes}, with model.lr=0.01 (was 0.05), trainer.max_steps=4 (was 2)\n" in gone_on.out
     assert f"{resumes}, with" in (first.run_dir / "train.log").read_text()
-
-
-def test_a_run_that_was_stopped_early_goes_on_with_more_patience(train: Train) -> None:
-    run = (*PLAIN, "run_id=mine", "trainer.val_check_interval=1", "trainer.max_steps=9")
-    run += ("callbacks=[default,early_stopping]", "callbacks.early_stopping.min_delta=100")  # which none improves by
-    first = train(*run, "callbacks.early_stopping.patience=2")
-    again = train(*run, "callbacks.early_stopping.patience=2", folder=first.folder)
-    assert again.out.startswith("finished   fit and test have ended at step 3; ")
-    gone_on = train(*run, "callbacks.early_stopping.patience=4", folder=first.folder)
-    assert {*gone_on.column("val/loss")} == {*range(5)}
 
 
 # A run that has ended, and what tells so
