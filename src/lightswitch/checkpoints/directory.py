@@ -29,7 +29,6 @@ from lightswitch.regular_files import is_link, is_own_tree, linked, make_tree, r
 
 log = logging.getLogger(__name__)
 
-REPLACED = "a run in progress replaced or removed it during the read; try again"
 _LEFT = re.compile(r"(?P<name>.+\.ckpt)\.(?P<what>partial|previous)", re.DOTALL)
 
 
@@ -138,13 +137,6 @@ def identity(path: Path) -> bytes | None:
         return (path / SUMS).read_bytes()
     except OSError:
         return None
-
-
-def replaced(path: Path, before: bytes | None) -> str | None:
-    """Return a message if a run replaced or removed a checkpoint since it had the identity ``before``, else None."""
-    now = identity(path)
-    is_being_exchanged = now is None and os.path.lexists(beside_of(path, "previous"))
-    return REPLACED if now != before or is_being_exchanged else None
 
 
 def finish_changes(folder: Path) -> None:

@@ -9,40 +9,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, LambdaLR, MultiplicativeLR, OneCycleLR
 
 from lightswitch import patches
 from lightswitch.batches.plan import Position
 from lightswitch.checkpoints import names
-from lightswitch.errors import Refused
 from lightswitch.mixins import callbacks_of
-
-# torch's schedules that fail in their next step after a group is added
-_BY_GROUP = (LambdaLR, MultiplicativeLR, CosineAnnealingWarmRestarts, CyclicLR, OneCycleLR)
 
 
 def follow_strategy(callbacks: Iterable[Callback]) -> None:
     """Patch BaseFinetuning so that it unfreezes layers of sharded modules."""
     if any(isinstance(callback, BaseFinetuning) for callback in callbacks):
         patches.replace(BaseFinetuning, "filter_on_optimizer", staticmethod(_absent))
-
-
-def refuse_rates_by_group(trainer: Trainer, callback: BaseFinetuning) -> None:
-    """Check that the schedules support the groups that a callback adds to an optimizer.
-
-    Raises:
-        Refused: a schedule has a list with one entry for each group that the optimizer began with.
-    """
-    schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-    inner = [part for schedule in schedules for part in getattr(schedule, "_schedulers", ())]  # of a SequentialLR
-    for schedule in (*schedules, *inner):
-        if isinstance(schedule, _BY_GROUP):
-            raise Refused(
-                f"{type(schedule).__name__} has one learning rate for each initial parameter group of the optimizer, "
-                f"but {type(callback).__name__} adds a group; use another schedule (scheduler=constant, "
-                "CosineAnnealingLR, StepLR), or put the layers into a group in configure_optimizers, and unfreeze them "
-                "in on_train_epoch_start"
-            )
 
 
 def _absent(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:

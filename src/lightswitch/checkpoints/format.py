@@ -17,7 +17,7 @@ import os
 import pickle
 import re
 import warnings
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
@@ -261,20 +261,14 @@ def load(path: Path, mapped: bool = False) -> Any:
     """
     try:
         with path.open("rb") as file:
-            begin = file.read(512)
-        return torch.load(path, map_location="cpu", mmap=mapped and begin[:4] == b"PK\x03\x04", weights_only=True)
+            is_zip = file.read(4) == b"PK\x03\x04"
+        return torch.load(path, map_location="cpu", mmap=mapped and is_zip, weights_only=True)
     except OSError as error:
         raise _unread(path.name, error) from error
     except Exception as error:  # torch raises many kinds of errors for a file that is not its own, or truncated
         if named := named_code(error):
             raise Damaged(f"{path.name} {named}") from error
-        if not any(begin):  # torch takes it for an empty archive
-            reason = "begins with zeros: it is empty, or a crash of the machine has damaged it"
-        elif "legacy .tar format" in str(error) or "TorchScript" in str(error):
-            reason = "is in a format that can't be read without running code; save it with torch.save"
-        else:
-            reason = "is damaged, or was not written by torch.save"
-        raise Damaged(f"{path.name} {reason}") from error
+        raise Damaged(f"{path.name} is damaged, or was not written by torch.save") from error
 
 
 def named_code(error: BaseException) -> str | None:
@@ -285,14 +279,7 @@ def named_code(error: BaseException) -> str | None:
 
 KIND = "lightswitch.kind"  # key of a dict that stands for a value of another type
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device))
-_FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set)}
-_OF_KIND: dict[str, Callable[..., Any]] = {
-    "array": torch.Tensor.numpy,
-    "deque": deque,
-    "defaultdict": lambda value, factory: defaultdict(_FACTORIES[factory], value),
-    "Counter": Counter,
-    "frozenset": frozenset,
-}
+_OF_KIND: dict[str, Callable[..., Any]] = {"array": torch.Tensor.numpy, "deque": deque}
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _ABSENT = object()
 
@@ -300,9 +287,9 @@ _ABSENT = object()
 class PlainTypes:
     """Conversion of a state to types that `load` reads, and a copy of it: training may change it during the write.
 
-    An array, a deque and the like become a dict with their kind, from which `restored` makes them again; a subclass of
-    a plain type becomes that type. Collective: a DTensor, such as a parameter's copy in a callback under fsdp, becomes
-    whole, as only rank 0's state is written.
+    An array or a deque becomes a dict with its kind, from which `restored` makes it again; a subclass of a plain type
+    becomes that type, a frozenset a tuple. Collective: a DTensor, such as a parameter's copy in a callback under fsdp,
+    becomes whole, as only rank 0's state is written.
 
     Args:
         keeps_kinds: whether values have their kind again once they are read.
@@ -354,18 +341,11 @@ class PlainTypes:
 
     def _mapping(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
         items: dict[Any, Any] = {}
-        keys = PlainTypes(keeps_kinds=False)
-        keys.left_out = self.left_out
         for key, item in value.items():
-            plain_key = keys.of(key, path)
+            plain_key = self.of(key, path)
             if plain_key is not _ABSENT and not isinstance(plain_key, list | dict | set):
                 plain = self.of(item, (*path, plain_key))
                 items |= {plain_key: plain} if plain is not _ABSENT else {}
-        if isinstance(value, Counter):
-            return self._marked("Counter", items)
-        factory = value.default_factory if isinstance(value, defaultdict) else None
-        if factory in _FACTORIES.values():
-            return self._marked("defaultdict", items, factory=getattr(factory, "__name__", ""))
         return items
 
     def _collection(self, value: Any, path: tuple[Any, ...]) -> Any:
@@ -376,11 +356,9 @@ class PlainTypes:
             items = [item for item in plain if item is not _ABSENT]
         if isinstance(value, deque):
             return self._marked("deque", items, maxlen=value.maxlen)
-        if isinstance(value, frozenset):
-            return self._marked("frozenset", tuple(items))
         if isinstance(value, set) and not any(isinstance(item, list | dict | set) for item in items):
             return set(items)
-        return tuple(items) if isinstance(value, tuple) else items
+        return tuple(items) if isinstance(value, tuple | frozenset) else items
 
     def _marked(self, kind: str, value: Any, **arguments: Any) -> Any:
         return {KIND: kind, "value": value, **arguments} if self._keeps_kinds else value

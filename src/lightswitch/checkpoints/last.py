@@ -28,9 +28,8 @@ from lightswitch.checkpoints import directory, names
 from lightswitch.checkpoints.format import PlainTypes
 from lightswitch.checkpoints.optimizers import options_of
 from lightswitch.checkpoints.reading import BUFFERS, Reader, is_foreign, is_hub, read_foreign, unreadable, why
-from lightswitch.checkpoints.shards import local
 from lightswitch.checkpoints.writing import describe_failure
-from lightswitch.errors import Refused, UnfitCheckpoint, UnwrittenCheckpoint, listed, shown
+from lightswitch.errors import Refused, UnfitCheckpoint, UnwrittenCheckpoint, shown
 from lightswitch.mixins import callbacks_of
 from lightswitch.regular_files import linked, write_link
 
@@ -38,7 +37,6 @@ log = logging.getLogger(__name__)
 
 _FROZEN = "frozen_since"  # in a checkpoint: whether a parameter is frozen, for those that changed since the run began
 _CONFIGURED = "configured"  # in a checkpoint: options of optimizers and states of schedules at the start of the run
-_SAMPLED_ELEMENTS = 64  # of each parameter, compared over the hooks on_train_start
 
 
 class StepBoundary(Callback):
@@ -71,7 +69,6 @@ class StepBoundary(Callback):
         self._frozen: dict[str, bool] = {}  # at the start of the run, as the next two
         self._buffers: dict[str, int] = {}  # checksums
         self._configured: dict[str, Any] = {}
-        self._resumed: dict[str, Tensor] | None = None  # some elements of each weight, until the first step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -113,26 +110,13 @@ class StepBoundary(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoints)]
         self._puts_off = True
-        self._resumed = _sampled(pl_module) if trainer.ckpt_path is not None else None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._refuse_set_weights(pl_module)
         self._save_and_go_on(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._refuse_set_weights(pl_module)  # a run that is resumed within an epoch does not start it
         if batch_idx and batch_idx % trainer.accumulate_grad_batches == 0:
             self._save_and_go_on(trainer)
-
-    def _refuse_set_weights(self, pl_module: LightningModule) -> None:
-        if (before := self._resumed) is not None:
-            self._resumed = None
-            changed = [name for name, one in _sampled(pl_module).items() if not torch.equal(one, before[name])]
-            if changed:
-                raise Refused(
-                    f"on_train_start has set {listed(changed, 'parameters')}, but the run is resumed, with the weights "
-                    "of its checkpoint; set initial weights in the constructor, or only if self.global_step == 0"
-                )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():  # a limit has cut the epoch short
@@ -179,14 +163,6 @@ def _frozen(module: LightningModule) -> dict[str, bool]:
 def _checksum(buffer: Tensor) -> int:
     values = buffer.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
     return zlib.crc32(values.view(torch.uint8).numpy().tobytes(), zlib.crc32(repr(buffer.shape).encode()))
-
-
-@torch.no_grad()
-def _sampled(module: LightningModule) -> dict[str, Tensor]:
-    return {
-        name: local(parameter).flatten()[:_SAMPLED_ELEMENTS].cpu().clone()
-        for name, parameter in names.parameters(module).items()
-    }
 
 
 def _configured(trainer: Trainer) -> dict[str, Any]:
@@ -272,14 +248,11 @@ class LastCheckpoints(Checkpoint):
         self.keep_every_n_steps = keep_every_n_steps
         self._counted_step = 0  # start of the current interval: the step of the last save, or of the start
         self._is_saved = True  # whether this folder has the checkpoint of that step
-        self._removed: set[Path] = set()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         own, resumed = self._path(trainer), linked(Path(trainer.ckpt_path)) if trainer.ckpt_path is not None else None
         is_own = resumed is not None and resumed.resolve() == own.resolve()
-        # of this step another checkpoint of the run was written, such as the best, before it was killed
-        is_due = not is_own and resumed is not None and resumed.resolve().parent == self.folder.resolve()
-        self._counted_step = trainer.global_step - is_due
+        self._counted_step = trainer.global_step
         self._is_saved = is_own or resumed is None
         if is_own and trainer.is_global_zero:
             self._point_to(own)  # a run killed between saving and linking left last.ckpt at the previous checkpoint
@@ -315,7 +288,6 @@ class LastCheckpoints(Checkpoint):
             message = describe_failure(error, rank=0)
             raise UnwrittenCheckpoint(f"last.ckpt could not be made to point to {path.name}: {message}") from error
         for old in self._outdated(path):
-            self._removed.add(old)  # otherwise a checkpoint that can't be removed would be reported at each save
             directory.remove(old)
 
     def _outdated(self, newest: Path) -> list[Path]:
@@ -325,7 +297,7 @@ class LastCheckpoints(Checkpoint):
         steps = {path: step for path in self.folder.iterdir() if (step := _step(path)) is not None}
         older = sorted((path for path, step in steps.items() if step <= newest_step), key=lambda path: steps[path])
         every = self.keep_every_n_steps or newest_step + 1
-        return [path for path in older[: -self.keep] if steps[path] % every and path not in self._removed]
+        return [path for path in older[: -self.keep] if steps[path] % every]
 
 
 def _step(path: Path) -> int | None:
@@ -371,15 +343,6 @@ def later_than(step: int, run_dir: Path) -> list[Path]:
     return [path for path, position in _found(run_dir)[0] if position.global_step > step]
 
 
-def is_up_to(path: Path, position: Position | None) -> bool:
-    """Return whether a checkpoint is there and was saved no later in training than a position, if it has one."""
-    try:
-        found = position_of(path if path.exists() else directory.beside_of(path, "previous"))
-    except UnfitCheckpoint:
-        return False
-    return found is None or position is None or found.global_step <= position.global_step
-
-
 def first_whole(
     candidates: list[Path], group: dist.ProcessGroup | None, live: Mapping[str, nn.Parameter] | None = None
 ) -> Reader:
@@ -412,7 +375,6 @@ def position_of(path: Path) -> Position | None:
         UnfitCheckpoint: it can't be read. Its tensors are not checked.
     """
     path = linked(path)
-    before = directory.identity(path)
     try:
         if is_foreign(path):
             if path.is_file() and not is_hub(path):
@@ -421,7 +383,7 @@ def position_of(path: Path) -> Position | None:
         directory.read_index(path, _NO_TENSORS)
         return saved_position(directory.read_state(path))
     except Exception as error:  # torch raises many kinds of errors for a file that is not a checkpoint, or truncated
-        raise unreadable(path, directory.replaced(path, before) or why(error)) from error
+        raise unreadable(path, why(error)) from error
 
 
 def _found(run_dir: Path) -> tuple[list[tuple[Path, Position]], list[UnfitCheckpoint]]:

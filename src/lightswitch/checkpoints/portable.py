@@ -28,12 +28,12 @@ from lightswitch.batches.plan import saved_position
 from lightswitch.checkpoints import directory, names, optimizers
 from lightswitch.checkpoints.finetuning import LEFT_OUT, unfreeze_again
 from lightswitch.checkpoints.format import PlainTypes
-from lightswitch.checkpoints.last import checkpoints_up_to, first_whole, is_up_to
+from lightswitch.checkpoints.last import checkpoints_up_to, first_whole
 from lightswitch.checkpoints.optimizers import Groups
 from lightswitch.checkpoints.reading import Reader
 from lightswitch.checkpoints.shards import Stored
 from lightswitch.checkpoints.writing import Ranks, Writer, replicas_of, share, together
-from lightswitch.errors import LostRank, Refused, UnfitCheckpoint, UnwrittenCheckpoint, listed, shown
+from lightswitch.errors import LostRank, Refused, UnfitCheckpoint, listed, shown
 from lightswitch.mixins import callbacks_of
 
 log = logging.getLogger(__name__)
@@ -109,17 +109,7 @@ class PortableCheckpoints(Strategy):
         if self.is_global_zero:
             with contextlib.suppress(OSError):  # the write makes it again, and raises the error
                 path.parent.mkdir(parents=True, exist_ok=True)  # Lightning links to it before it is written
-        staged, ranks = self.stage(own), self._ranks
-
-        def write() -> None:
-            try:
-                return directory.write(path, staged, state, ranks)
-            except UnwrittenCheckpoint as error:  # on every rank; retried once, as the error may be transient
-                if self.is_global_zero:
-                    log.warning("%s; retrying once", error)
-            directory.write(path, staged, state, ranks)
-
-        self._writer.write(write)
+        self._writer.write(partial(directory.write, path, self.stage(own), state, self._ranks))
 
     def _split(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]]:
         """Split Lightning's checkpoint into the tensors of model and optimizers by name, and the rest. Collective.
@@ -265,11 +255,6 @@ class PortableCheckpoints(Strategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.finish_saving()
-        assert self.lightning_module is not None
-        run_dir = Path(self.lightning_module.trainer.default_root_dir)
-        for folder in self._folders() if self.is_global_zero else ():
-            if _is_within(folder / "_", run_dir):  # other runs may write to any other folder
-                directory.finish_changes(folder)  # for checkpoints that could not be removed earlier
 
     def teardown(self) -> None:
         assert self.lightning_module is not None
@@ -333,13 +318,10 @@ class PortableCheckpoints(Strategy):
             advice = "use the model arguments that it was saved with"
             self._reader = Reader(self.broadcast(path), self.checkpoint_group, advice, parameters)
         state = {**self._reader.state, "state_dict": self._reader.weights()}  # for hooks; see `load_model_state_dict`
-        position, is_of_run = saved_position(state), _is_within(self._reader.path, run_dir)
+        is_of_run = _is_within(self._reader.path, run_dir)
         for callback in callbacks_of(trainer):
             if isinstance(callback, ModelCheckpoint) and (found := state.get("callbacks", {}).get(callback.state_key)):
-                best = _best_of(callback, found, is_of_run)
-                if best["best_model_path"] and not is_up_to(Path(best["best_model_path"]), position):
-                    best = _best_of(callback, found, is_of_run=False)
-                state["callbacks"] = {**state["callbacks"], callback.state_key: best}
+                state["callbacks"] = {**state["callbacks"], callback.state_key: _best_of(callback, found, is_of_run)}
         return state
 
     def start_from(self, path: Path, renamed: Mapping[str, str] | None) -> None:

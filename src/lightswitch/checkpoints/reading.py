@@ -24,6 +24,7 @@ from lightswitch.errors import UnfitCheckpoint, listed, shown
 from lightswitch.hooked_strategy import of_ranks
 
 BUFFERS = "buffers"  # in a checkpoint's state: non-persistent buffers that training has changed, by name
+_REPLACED = "a run in progress replaced or removed it during the read; try again"
 _BRINGS = "the module brings these weights itself, set self.strict_loading = False in it"
 _OF_A_RESUME = "use the model arguments that it was saved with, or start a new run with another run_id"
 
@@ -90,7 +91,7 @@ class Reader:
         return is_hub(self.path)
 
     def _replaced(self) -> str | None:
-        return directory.replaced(self._files, self._identity)
+        return None if directory.identity(self._files) == self._identity else _REPLACED
 
     def rename(self, renamed: Callable[[str], str]) -> None:
         """Give the weights other names, by a function of their names; other tensors keep theirs."""

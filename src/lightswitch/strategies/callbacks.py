@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BackboneFinetuning, Timer
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightswitch.checkpoints.finetuning import follow_strategy, refuse_rates_by_group
+from lightswitch.checkpoints.finetuning import follow_strategy
 from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.mixins import Mixin, callbacks_of, with_mixin
 from lightswitch.strategies import ema
@@ -88,9 +88,6 @@ class StrategyCallback(Callback):
         """Adapt to the strategy, which has placed the parameters. No optimizer state is read before: fused steps need
         it on the device."""
         use_fused_steps(trainer)
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, BackboneFinetuning):  # no other callback may add groups
-                refuse_rates_by_group(trainer, callback)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Check that a run whose checkpoint holds averages resumes with them.

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
 from torchmetrics import SumMetric
 
 import lightswitch
@@ -214,19 +213,7 @@ class ChangesOnce(pl.LightningModule):
         return torch.utils.data.DataLoader(torch.ones(2, 4), batch_size=1)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.head.parameters() if self.last_of_head == -2 else self.parameters(), lr=0.1)
-
-
-class Scheduled(ChangesOnce):
-    def __init__(self, schedule: Any) -> None:
-        super().__init__(last_of_head=-2)
-        self.schedule = schedule
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        return [optimizer], [self.schedule(optimizer)]
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_what_was_unfrozen_once_is_trained_after_a_resume(tmp_path: Path) -> None:
@@ -247,28 +234,6 @@ def test_a_resumed_run_may_freeze_what_the_run_before_trained(tmp_path: Path) ->
 def test_a_loss_of_nothing_that_is_trained_is_told(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"^the loss of step 2 depends on no trainable parameter: .*"):
         _fitted(ChangesOnce(last_of_head=2), tmp_path, steps=4)
-
-
-def _by_steps(optimizer: Any) -> LambdaLR:
-    return LambdaLR(optimizer, lambda step: 0.9**step)
-
-
-def _in_turn(optimizer: Any) -> SequentialLR:
-    return SequentialLR(optimizer, [_by_steps(optimizer), CosineAnnealingLR(optimizer, 4)], [2])
-
-
-@pytest.mark.parametrize("schedule", [_by_steps, _in_turn])
-def test_a_schedule_with_a_rate_for_each_group_is_refused_where_groups_are_added(schedule: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        Refused, match="LambdaLR has one learning rate for each initial parameter group of the optimizer, but B"
-    ):
-        _fitted(Scheduled(schedule), tmp_path, 1, callbacks=[BackboneFinetuning(9)])  # before it adds one
-
-
-def test_another_schedule_goes_on_where_groups_are_added(tmp_path: Path) -> None:
-    module = Scheduled(lambda optimizer: CosineAnnealingLR(optimizer, 9))
-    trained = _fitted(module, tmp_path, 4, callbacks=[BackboneFinetuning(1, verbose=False)])
-    assert not torch.equal(trained.backbone.weight, ChangesOnce().backbone.weight)
 
 
 def _fitted(
