@@ -225,42 +225,6 @@ PATCHES = (
     ),
 )  # fmt: skip
 
-# Methods that the engine's classes override, where the method or its class is private: if a library renamed one, ours
-# would never be called.
-_PL = "lightning.pytorch"
-OVERRIDES = {
-    "hydra._internal.hydra.Hydra": ("compose_config", "get_mode", "multirun"),
-    f"{_PL}.callbacks.ModelCheckpoint": ("_update_best_and_save",),
-    f"{_PL}.loops._FitLoop": (
-        "setup_data",
-        "skip",
-    ),
-    f"{_PL}.loops._TrainingEpochLoop": (
-        "_should_accumulate",
-        "advance",
-        "global_step",
-        "on_advance_end",
-        "on_run_start",
-        "update_lr_schedulers",
-    ),
-    f"{_PL}.loops.optimization.manual._ManualOptimization": ("run",),
-    f"{_PL}.strategies.DeepSpeedStrategy": ("_format_config", "_load_config"),
-    f"{_PL}.strategies.ModelParallelStrategy": ("_get_process_group_backend",),
-    f"{_PL}.strategies.launchers._SubprocessScriptLauncher": ("_call_children_scripts", "launch"),
-    f"{_PL}.trainer.connectors.logger_connector.logger_connector._LoggerConnector": (
-        "epoch_end_reached",
-        "metrics",
-        "on_epoch_end",
-        "reset_results",
-        "should_update_logs",
-        "update_eval_step_metrics",
-        "update_train_step_metrics",
-    ),
-    f"{_PL}.trainer.connectors.logger_connector.result._ResultCollection": ("metrics", "update_metrics"),
-    f"{_PL}.trainer.connectors.logger_connector.result._ResultMetric": ("to", "update"),
-    "torch.amp.GradScaler": ("_unscale_grads_",),
-}
-
 
 def replace(target: Any, name: str, value: object) -> None:
     """Set a library attribute that PATCHES lists, on an object, a class or a module.
@@ -341,15 +305,12 @@ def _complaint(patch: Patch, found: str) -> str:
 
 
 def table() -> str:
-    """Return PATCHES as a Markdown table, followed by OVERRIDES as a list."""
+    """Return PATCHES as a Markdown table."""
     lines = ["| package | attribute | on | expected | why |", "| --- | --- | --- | --- | --- |"]
     for patch in PATCHES:
         on = "process" if patch.for_process else "object"
         expected = patch.expected.replace("|", "or")
         lines.append(f"| {patch.package} | `{patch.owner}.{patch.name}` | {on} | `{expected}` | {patch.why} |")
-    lines += ["", "Methods that a class of the engine overrides, where the method or its class is private:", ""]
-    for owner, names in OVERRIDES.items():
-        lines.append(f"- `{owner}`: {', '.join(f'`{name}`' for name in names)}")
     return "\n".join([*lines, ""])
 
 

@@ -10,8 +10,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its types do not
 from omegaconf import OmegaConf
@@ -19,7 +18,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.errors import Refused
 
-_LINK = "lightswitch link to "  # begins a file that stands for a symbolic link
 _UNSYNCED = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)  # fsync of a directory; POSIX allows the first
 Kind = TypeVar("Kind")
 
@@ -37,38 +35,15 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_link(path: Path, target: str) -> None:
-    """Write a symbolic link, or, on a file system without them, a small file that `linked` follows.
-
-    It replaces an earlier one in one step.
+    """Write a symbolic link in place of an earlier one, in one step.
 
     Raises:
-        OSError: neither can be written, or a directory is in the way.
+        OSError: it can't be written, or a directory is in the way.
     """
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)
-    try:
-        partial.symlink_to(target)
-    except OSError:
-        partial.write_text(f"{_LINK}{target}\n")
+    partial.symlink_to(target)
     partial.replace(path)
-
-
-def linked(path: Path) -> Path:
-    """Return the path that a file of `write_link` points to; any other path unchanged."""
-    target = _target_of(path)
-    return path if target is None else path.resolve().parent / target
-
-
-def is_link(path: Path) -> bool:
-    """Return whether a path is a symbolic link or a file of `write_link`."""
-    return path.is_symlink() or _target_of(path) is not None
-
-
-def _target_of(path: Path) -> str | None:
-    if not path.is_file() or path.stat().st_size > os.pathconf("/", "PC_PATH_MAX"):
-        return None
-    found = path.read_bytes()
-    return os.fsdecode(found[len(_LINK) :]).strip() if found.startswith(_LINK.encode()) else None
 
 
 def to_disk(path: Path) -> None:
@@ -124,29 +99,12 @@ def as_record(found: Any, kind: type[Kind]) -> Kind:
     """Return a dataclass instance made from a mapping.
 
     Raises:
-        ValueError: a field is unknown, missing, or of another type.
+        ValueError: it is no mapping, or a field is unknown or missing.
     """
-    hints = get_type_hints(kind)
-    if not isinstance(found, dict) or not all(
-        name in hints and _is_a(value, hints[name]) for name, value in found.items()
-    ):
-        raise ValueError(f"expected the fields of a {kind.__name__}")
     try:
         return kind(**found)
-    except TypeError as error:  # a field is missing
-        raise ValueError(str(error)) from error
-
-
-def _is_a(value: Any, hint: Any) -> bool:
-    """Return whether a JSON value has a type: a class, a list or a dict of a type, or a union of these."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return any(_is_a(value, one) for one in inner)
-    if origin is list:
-        return isinstance(value, list) and all(_is_a(item, inner[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_is_a(item, inner[1]) for item in value.values())
-    return type(value) is hint or (type(value) is int and hint is float)
+    except TypeError as error:
+        raise ValueError(f"expected the fields of a {kind.__name__}") from error
 
 
 MARK = ".lightswitch"  # an empty file in each directory that `make_tree` makes

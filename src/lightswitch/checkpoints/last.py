@@ -31,7 +31,7 @@ from lightswitch.checkpoints.reading import BUFFERS, Reader, is_foreign, is_hub,
 from lightswitch.checkpoints.writing import describe_failure
 from lightswitch.errors import Refused, UnfitCheckpoint, UnwrittenCheckpoint, shown
 from lightswitch.mixins import callbacks_of
-from lightswitch.regular_files import linked, write_link
+from lightswitch.regular_files import write_link
 
 log = logging.getLogger(__name__)
 
@@ -250,8 +250,8 @@ class LastCheckpoints(Checkpoint):
         self._is_saved = True  # whether this folder has the checkpoint of that step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        own, resumed = self._path(trainer), linked(Path(trainer.ckpt_path)) if trainer.ckpt_path is not None else None
-        is_own = resumed is not None and resumed.resolve() == own.resolve()
+        own, resumed = self._path(trainer), trainer.ckpt_path
+        is_own = resumed is not None and Path(resumed).resolve() == own.resolve()
         self._counted_step = trainer.global_step
         self._is_saved = is_own or resumed is None
         if is_own and trainer.is_global_zero:
@@ -374,7 +374,6 @@ def position_of(path: Path) -> Position | None:
     Raises:
         UnfitCheckpoint: it can't be read. Its tensors are not checked.
     """
-    path = linked(path)
     try:
         if is_foreign(path):
             if path.is_file() and not is_hub(path):

@@ -192,7 +192,7 @@ def _refuse(number: int, *_: object, **__: object) -> None:
 
 def test_a_file_of_zeros_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "x.ckpt").write_bytes(bytes(20_000))
-    with pytest.raises(UnfitCheckpoint, match="x.ckpt is damaged"):
+    with pytest.raises(UnfitCheckpoint, match=r"x\.ckpt is damaged"):
         Reader(tmp_path / "x.ckpt", group=None)
 
 
