@@ -75,11 +75,3 @@ def test_a_checkpoint_is_whole_or_gone_however_far_its_removal_has_come(
     assert len(seen) >= len(files) - 1
     assert all(seen)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_checkpoint_that_is_being_exchanged_is_to_be_tried_again(tmp_path: Path) -> None:
-    path = tmp_path / "best.ckpt"
-    _write(path, 1.0)
-    path.rename(directory.beside_of(path, "previous"))
-    with pytest.raises(UnfitCheckpoint, match="try again"):
-        Weights(path)
