@@ -1,6 +1,6 @@
 """Weights of a checkpoint, exported to files that safetensors, torch or Lightning load without lightswitch.
 
-gpt.safetensors        or gpt-00001-of-00003.safetensors, … and gpt.safetensors.index.json, as from Hugging Face
+gpt.safetensors        one file, whatever the size
 gpt.safetensors.yaml   the config of the model
 gpt.pt, gpt.pt.yaml    the same as a state dict, for `torch.load` and `load_state_dict`
 gpt.ckpt, …            the same as a Lightning checkpoint, for `load_from_checkpoint`
@@ -8,7 +8,6 @@ gpt.ckpt, …            the same as a Lightning checkpoint, for `load_from_chec
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +28,6 @@ from lightswitch.regular_files import MARK, remove_tree
 
 FOLDER_STEM = "model"  # of the files in a folder, if only the folder is named
 OF_RUN = "model.ckpt"  # in the directory of a run that has ended: its best weights, else its last
-SHARD_BYTES = 5 * 10**9
 OF_TORCH = (".pt", ".ckpt")  # suffixes of files that `torch.save` writes
 _ARGUMENTS = "hyper_parameters"
 _OF_TRAINING = {
@@ -39,20 +37,13 @@ _OF_TRAINING = {
 _PREFIX = "model."
 
 
-def write(
-    weights: Weights,
-    config: dict[str, Any],
-    file: Path,
-    dtype: torch.dtype | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> list[Path]:
-    """Write weights to a temporary folder, and move the files into place.
+def write(weights: Weights, config: dict[str, Any], file: Path, dtype: torch.dtype | None = None) -> list[Path]:
+    """Write weights to a temporary folder, and move the files into place. All weights are in memory at once.
 
     Args:
         config: the model's config node, written beside the weights.
         file: the path to write, with the suffix .safetensors, .pt or .ckpt.
         dtype: the dtype to round floating-point tensors to; None for their own.
-        shard_bytes: maximum size of one safetensors file, unless a single tensor is larger. It bounds memory use.
 
     Returns:
         the files, sorted by name.
@@ -64,25 +55,20 @@ def write(
     if weights.extra_state and file.suffix == ".safetensors":
         first = next(iter(weights.extra_state))
         raise Refused(f"{first} is not a dense tensor, and safetensors can store only those; use -o NAME.pt")
-    shards = _shards(weights, dtype, shard_bytes) if file.suffix == ".safetensors" else [list(weights.like)]
-    names = _file_names(file, len(shards))
+    tensors = weights.read(weights.like, dtype)
+    _check_range(weights, tensors)
+    state: dict[str, Any] = tensors
+    if file.suffix != ".safetensors":
+        others = {other: tensors[first] for other, first in weights.first_names.items()}
+        state = {**tensors, **others, **weights.extra_state}
+    if file.suffix == ".ckpt":
+        state = _as_lightning(state, weights, config)
     with _beside(file) as partial:
         OmegaConf.save(OmegaConf.create(config), partial / config_of(file).name)
-        for name, shard in zip(names, shards, strict=True):
-            tensors = weights.read(shard, dtype)
-            _check_range(weights, tensors)
-            if file.suffix == ".safetensors":
-                _save(partial / name, tensors)
-            else:
-                others = {other: tensors[first] for other, first in weights.first_names.items()}
-                state = {**tensors, **others, **weights.extra_state}
-                _save(partial / name, state if file.suffix == ".pt" else _as_lightning(state, weights, config))
-            with suppress(OSError):  # safetensors makes it owner-readable only; the file system may have no modes
-                shutil.copymode(partial / config_of(file).name, partial / name)
-        if len(shards) > 1:
-            index_of(partial / file.name).write_text(_index(weights, dtype, dict(zip(names, shards, strict=True))))
-        written = sorted(path.name for path in partial.iterdir() if path.name != MARK)
-    return [file.with_name(name) for name in written]
+        _save(partial / file.name, state)
+        with suppress(OSError):  # safetensors makes it owner-readable only; the file system may have no modes
+            shutil.copymode(partial / config_of(file).name, partial / file.name)
+    return sorted((file, config_of(file)))
 
 
 def read(path: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -140,35 +126,6 @@ def config_of(file: Path) -> Path:
 def index_of(file: Path) -> Path:
     """Return the path of the index of shards for a weight file."""
     return file.with_name(f"{file.name}.index.json")
-
-
-def _shards(weights: Weights, dtype: torch.dtype | None, shard_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    room = shard_bytes
-    for name in weights.like:
-        needed = _bytes_of(weights, name, dtype)
-        if shards[-1] and needed > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(name)
-        room -= needed
-    return shards
-
-
-def _bytes_of(weights: Weights, name: str, dtype: torch.dtype | None) -> int:
-    return weights.like[name].numel() * weights.dtype(name, dtype).itemsize
-
-
-def _file_names(file: Path, count: int) -> list[str]:
-    if count == 1:
-        return [file.name]
-    return [f"{file.stem}-{number:05}-of-{count:05}{file.suffix}" for number in range(1, count + 1)]
-
-
-def _index(weights: Weights, dtype: torch.dtype | None, shards: Mapping[str, list[str]]) -> str:
-    in_file = {name: file for file, names in shards.items() for name in names}
-    size = sum(_bytes_of(weights, name, dtype) for name in in_file)
-    return json.dumps({"metadata": {"total_size": size}, "weight_map": in_file}, indent=2) + "\n"
 
 
 @contextmanager

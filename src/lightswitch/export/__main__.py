@@ -3,14 +3,13 @@
 python -m lightswitch.export runs/NAME/RUN_ID -o model.safetensors
 python -m lightswitch.export runs/NAME/RUN_ID/checkpoints/last.ckpt -o model.pt --dtype bfloat16
 python -m lightswitch.export runs/NAME/RUN_ID -o model.ckpt
-python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --shard-size 500MB
+python -m lightswitch.export runs/NAME/RUN_ID -o exports/model
 python -m lightswitch.export runs/NAME/RUN_ID -o exports/model --format hf --push-to-hub USER/MODEL
 python -m lightswitch.export runs/NAME/RUN_ID -o exports/adapters --format peft
 
 -o names a .safetensors file, a .pt file, a .ckpt file for Lightning's load_from_checkpoint, or a folder, in which
 model.safetensors is written. The model's config is written beside it as FILE.yaml, so that
-lightswitch.load("model.safetensors") returns the model. Safetensors above the shard size are split into several files
-with an index, as Hugging Face does; memory holds one of them at a time. A .pt or .ckpt file is held in memory whole.
+lightswitch.load("model.safetensors") returns the model. The weights are held in memory whole.
 --format hf writes a folder for transformers' from_pretrained, with adapters merged into the weights, and --format peft
 one of the adapters alone; the model must have a method to_hf, or to_peft. --push-to-hub also uploads that folder, to a
 repository that it makes private if there is none.
@@ -19,8 +18,6 @@ repository that it makes private if there is none.
 from __future__ import annotations
 
 import argparse
-import glob
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,9 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--push-to-hub", metavar="REPO", help="upload the folder of --format to the Hugging Face hub")
     parser.add_argument("--dtype", choices=DTYPES, help="type of all floating-point tensors; default: as saved")
-    parser.add_argument(
-        "--shard-size", type=_bytes, default="5GB", metavar="SIZE", help="maximum size of a file; default: 5GB"
-    )
     return parser
 
 
@@ -81,16 +75,8 @@ def _file(text: str) -> Path:
     return path
 
 
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(MB|GB)", text)
-    if found is None or float(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a size; write it as 500MB or 5GB")
-    return int(float(found[1]) * {"MB": 10**6, "GB": 10**9}[found[2]])
-
-
 def _refuse_to_replace(file: Path) -> None:
-    parts = file.parent.glob(f"{glob.escape(file.stem)}-*-of-*{file.suffix}")
-    for path in (file, *(file.with_name(file.name + end) for end in (".yaml", ".index.json")), *parts):
+    for path in (file, *(file.with_name(file.name + end) for end in (".yaml", ".index.json"))):
         if path.exists():
             raise Refused(f"{path} exists already; remove it, or name another file")
 
@@ -108,7 +94,7 @@ def _export(arguments: argparse.Namespace) -> None:
     weights = Weights(checkpoint)
     file: Path = arguments.output
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    written = weight_files.write(weights, config.node, file, dtype, arguments.shard_size)
+    written = weight_files.write(weights, config.node, file, dtype)
     for path in written:
         print(f"written    {path}")
     print(f"compared   {sum(path.stat().st_size for path in written) / 1e6:.2f} MB against the checkpoint")
@@ -141,7 +127,7 @@ def _export_to_hub(arguments: argparse.Namespace) -> None:
     model, *companions = _parts(checkpoint, arguments.format, arguments.dtype)
     partial = directory.make_empty(folder.with_name(f"{folder.name}.partial"))
     try:
-        model.save_pretrained(partial, max_shard_size=arguments.shard_size)
+        model.save_pretrained(partial)
         for part in companions:
             part.save_pretrained(partial)
         read = type(model).from_pretrained(partial, local_files_only=True).state_dict()

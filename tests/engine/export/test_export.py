@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from random import Random
 
@@ -25,7 +23,7 @@ from lightswitch.errors import UnfitCheckpoint
 from lightswitch.export.__main__ import main
 from lightswitch.launch import report
 from tests.engine.checkpoints.damages import Damage, flip, truncate
-from tests.engine.conftest import PLAIN_DATA, Train, context, runs_in
+from tests.engine.conftest import PLAIN_DATA, Train, runs_in
 from tests.engine.export.models import Versioned, question
 from tests.engine.foreign import Late
 from tests.engine.models.language import LanguageModel
@@ -150,20 +148,6 @@ def test_lightning_loads_a_ckpt_file_as_its_own_and_a_run_that_has_ended_has_one
     assert not list(run_dir.glob("*.partial"))
 
 
-def test_safetensors_are_cut_by_size_with_an_index(run_of: RunOf, tmp_path: Path) -> None:
-    run_dir = run_of("language", "single")
-    export(run_dir / "checkpoints" / "last.ckpt", "-o", tmp_path, "--shard-size", "0.04MB")
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    shards = sorted(tmp_path.glob("model-*-of-*.safetensors"))
-    held = {name: (value, path.name) for path in shards for name, value in load_file(path).items()}
-    assert len(shards) > 2
-    assert all(sum(value.nbytes for value in load_file(path).values()) <= 40_000 for path in shards)
-    assert index["weight_map"] == {name: file for name, (_, file) in held.items()}
-    assert index["metadata"]["total_size"] == sum(value.nbytes for value, _ in held.values())
-    model = lightswitch.load(tmp_path)
-    assert torch.equal(model(question(model)), torch.load(run_dir / "logits.pt"))
-
-
 def test_of_a_run_directory_the_best_is_taken_or_else_the_last(
     run_of: RunOf, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +207,6 @@ NO_CHECKPOINT = "can't be read as a checkpoint"
         (Path.exists, "metrics.csv -o out.pt", f"metrics.csv {NO_CHECKPOINT}"),
         (Path.exists, "checkpoints -o out.pt", f"checkpoints {NO_CHECKPOINT}: it has no SHA256SUMS"),
         (Path.exists, f"{LAST} --dtype int8", "argument --dtype: invalid choice: 'int8'"),
-        (Path.exists, f"{LAST} --shard-size 5", "argument --shard-size: 5 is not a size; write it as 500MB or 5GB"),
         (Path.exists, ". -o out.bin", "argument -o/--output: out.bin: end it with .safetensors, .pt or .ckpt"),
         (Path.exists, ". -o metrics.csv/out.pt", "Not a directory"),
     ],
@@ -293,27 +276,6 @@ def test_a_value_beyond_the_range_of_float16_is_refused_and_an_infinity_kept(
 
 
 # By night
-
-
-@pytest.mark.nightly
-def test_memory_holds_one_shard(tmp_path: Path) -> None:
-    """Of 204 MB in shards of 68 MB, against a run of 8 numbers; a tensor of 34 MB is on its way into the shard.
-
-    Tensors above 32 MiB: freed ones that are smaller, the C library may keep for a while.
-    """
-    large = {f"layer{number}": torch.rand(8_500_000) for number in range(6)}
-    peaks_mb = {}
-    for name, tensors in (("small", {"a": torch.zeros(8)}), ("large", large)):
-        with ProcessPoolExecutor(1, context) as process:  # a new one, forked from one that has imported torch
-            words = [str(run_with(tmp_path / name, tensors)), "-o", str(tmp_path / f"{name}.safetensors")]
-            peaks_mb[name] = process.submit(peak_mb, [*words, "--shard-size", "68MB"]).result()
-    assert len(list(tmp_path.glob("large-*-of-00003.safetensors"))) == 3
-    assert peaks_mb["large"] - peaks_mb["small"] < 68 + 34 + 20
-
-
-def peak_mb(words: list[str]) -> float:
-    main(words)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
 
 
 @pytest.mark.nightly

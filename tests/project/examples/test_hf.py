@@ -213,10 +213,7 @@ def test_a_tuned_model_is_killed_resumed_under_other_strategies_and_given_back(
     assert list(other.column("train/loss").values()) == pytest.approx(losses, abs=1e-4)
     stored = other.run_dir / "checkpoints" / "step_16.ckpt"
     assert all(".lora_" in name for name in Weights(stored).like)
-    main([str(stored), "--format", "hf", "-o", str(tmp_path / "given"), "--shard-size", "0.05MB"])
-    shards = json.loads((tmp_path / "given" / "model.safetensors.index.json").read_text())["weight_map"]
-    assert len(set(shards.values())) == len(list((tmp_path / "given").glob("*.safetensors"))) > 2
-    assert all((tmp_path / "given" / file).stat().st_size < 60_000 for file in shards.values())
+    main([str(stored), "--format", "hf", "-o", str(tmp_path / "given")])
     assert torch.allclose(logits(reread(tmp_path / "given")), logits(lightswitch.load(stored)), atol=1e-5)
     assert not torch.allclose(logits(reread(tmp_path / "given")), logits(reread(pretrained)), atol=1e-2)
     from peft import PeftModel
