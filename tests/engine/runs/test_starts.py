@@ -186,6 +186,16 @@ def test_a_run_that_goes_on_says_what_it_has_otherwise(train: Train) -> None:
     assert f"{resumes}, with" in (first.run_dir / "train.log").read_text()
 
 
+def test_a_run_that_was_stopped_early_goes_on_with_more_patience(train: Train) -> None:
+    run = (*PLAIN, "run_id=mine", "trainer.val_check_interval=1", "trainer.max_steps=9")
+    run += ("callbacks=[default,early_stopping]", "callbacks.early_stopping.min_delta=100")  # which none improves by
+    first = train(*run, "callbacks.early_stopping.patience=2")
+    again = train(*run, "callbacks.early_stopping.patience=4", folder=first.folder)
+    assert again.out.startswith("finished   fit and test have ended at step 3; ")
+    gone_on = train(*run, "callbacks.early_stopping.patience=4", "resume=last", folder=first.folder)
+    assert {*gone_on.column("val/loss")} == {*range(5)}
+
+
 # A run that has ended, and what tells so
 
 SHORT = (
