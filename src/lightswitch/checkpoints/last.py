@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 import re
 import warnings
@@ -183,7 +182,6 @@ def reconfigure(trainer: Trainer, checkpoint: dict[str, Any], was: Mapping[str, 
         now: that of this run.
     """
     saved = [group for optimizer in checkpoint["optimizer_states"] for group in optimizer["param_groups"]]
-    rates = [group.get("lr") for group in saved]
     of_was, of_now = ([group for groups in one["groups"] for group in groups] for one in (was, now))
     for group, before, today in zip(saved, of_was, of_now, strict=False):
         group.update({key: today[key] for key in today if key != "lr" and key in before and today[key] != before[key]})
@@ -207,10 +205,6 @@ def reconfigure(trainer: Trainer, checkpoint: dict[str, Any], was: Mapping[str, 
         of_optimizer = checkpoint["optimizer_states"][optimizer]["param_groups"]
         for group, stepped in zip(of_optimizer, schedule.optimizer.param_groups, strict=False):
             group.update({key: stepped[key] for key in ("lr", "momentum", "betas") if key in stepped})
-    changes = [(old, group["lr"]) for old, group in zip(rates, saved, strict=True) if old is not None]
-    if trainer.is_global_zero and (other := [one for one in changes if not math.isclose(*one, rel_tol=1e-6)]):
-        log.info("rate       %.3g, and %.3g in the checkpoint: the run's length, schedule or optimizer is another",
-                 *reversed(other[0]))  # fmt: skip
     for callback in callbacks_of(trainer):
         if isinstance(callback, EarlyStopping) and callback.state_key in checkpoint["callbacks"]:
             checkpoint["callbacks"][callback.state_key]["patience"] = callback.patience

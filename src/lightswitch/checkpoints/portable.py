@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -212,22 +213,8 @@ class PortableCheckpoints(Strategy):
             raise failure
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint of this run. Other paths are not removed: one from a foreign checkpoint may lead
-        anywhere."""
-        if not self.is_global_zero:
-            return
-        path = Path(filepath)
-        if any(_is_within(path.parent / "_", folder) for folder in self._folders()):
-            self.once_saved(lambda: directory.remove(path))
-        else:
-            log.warning("%s is not removed: it is not a checkpoint of this run", path)
-
-    def _folders(self) -> list[Path]:
-        """Return the folders in which this run stores checkpoints."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        named = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        return [Path(folder) for folder in (trainer.default_root_dir, *named) if folder is not None]
+        if self.is_global_zero:
+            self.once_saved(partial(directory.remove, Path(filepath)))
 
     def on_train_start(self) -> None:
         """Connect the ranks, and check the optimizers before training instead of at the first save.
@@ -461,15 +448,17 @@ def _is_within(path: Path, folder: Path) -> bool:
 def _best_of(callback: ModelCheckpoint, state: Mapping[str, Any], is_of_run: bool) -> dict[str, Any]:
     """Return a callback's state with its folder of this run, which may have been moved since; another run's is empty.
 
-    Lightning would remove and read the files of its former folder.
+    Lightning would read and remove the files of its former folder, and whatever other paths a checkpoint from elsewhere
+    names: those are left out.
     """
     before, now = str(state.get("dirpath")), callback.dirpath
     if not is_of_run or now is None:
         return {"dirpath": now, "best_model_score": None, "best_model_path": ""}
 
     def moved(path: str) -> str:
-        return str(Path(now, Path(path).relative_to(before))) if Path(before) in Path(path).parents else path
+        is_inside = Path(before) in Path(os.path.normpath(path)).parents
+        return str(Path(now, os.path.relpath(path, before))) if is_inside else ""
 
     named = {name: moved(path) for name, path in state.items() if name.endswith("model_path")}
-    best = {moved(path): score for path, score in state.get("best_k_models", {}).items()}
+    best = {moved(path): score for path, score in state.get("best_k_models", {}).items() if moved(path)}
     return {**state, **named, "best_k_models": best, "dirpath": now}

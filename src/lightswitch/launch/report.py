@@ -16,7 +16,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch import regular_files, versions
+from lightswitch import regular_files
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints import weight_files
 from lightswitch.checkpoints.last import best_or_last, position_of
@@ -49,8 +49,6 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
     if isinstance(trainer.accelerator, CUDAAccelerator) and "trainer.devices" not in typed_keys(run.hydra):
         for message in devices.idle(trainer.num_devices, run.placement):
             log.warning("advice     %s", message)
-    for message in versions.beyond_bounds():
-        log.warning("advice     found %s; type pip install -e . in the folder of train.py", message)
     if shards_itself(cfg):
         log.info("batch      of each device's data loader × accumulation %d", plan.accumulation)
     else:

@@ -296,10 +296,8 @@ def changes_since(run_dir: Path, cfg: DictConfig) -> str:
     if strategies[0] != strategies[1]:  # the arguments of another class are not compared
         before["trainer"]["strategy"], now["trainer"]["strategy"] = strategies
     then, today = (dict(_leaves(config)) for config in (before, now))
-    interpolated = tuple(f"{key}." for key, value in today.items() if "${" in str(value))  # they follow other keys
-    removed = [key for key in then if key not in today and not key.startswith(interpolated)]
-    changes = [_change(key, then.get(key, _ABSENT), today.get(key, _ABSENT)) for key in (*today, *removed)]
-    return listed(sorted(filter(None, changes), key=lambda change: change.lstrip("~").startswith("trainer.")))
+    changes = [_change(key, then.get(key, _ABSENT), value) for key, value in today.items()]
+    return listed(sorted(filter(None, changes), key=lambda change: change.startswith("trainer.")))
 
 
 def _class(strategy: Any) -> str:
@@ -317,8 +315,6 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _change(key: str, before: Any, now: Any) -> str | None:
-    if now is _ABSENT:
-        return f"~{key} (was {_text(before)})"
     if "${" in str(now) or str(before) == str(now):
         return None
     return f"{key}={_text(now)} (was {'not set' if before is _ABSENT else _text(before)})"
