@@ -49,6 +49,7 @@ class Process:
         watchdog: the connection to the watchdog, once the ranks form a group; `is_watched` is set then.
         has_failed: set once the run has failed and all ranks know the failure; each ends with its exit code.
         steps_have_begun: set at the first step; a later error is a bug, not a problem of the request.
+        meeting: at which the processes have agreed on the run's id, and where they meet again; None without one.
         refusal: why this start may not write its run directory; sent to the other ranks when they connect.
         locks: closed when this process ends, to release its locks on run directories.
         hosts: the host of each node, in the order of ranks, once the ranks have connected.
@@ -63,6 +64,7 @@ class Process:
         self.is_watched = threading.Event()
         self.has_failed = threading.Event()
         self.steps_have_begun = threading.Event()
+        self.meeting: object | None = None
         self.refusal = ""
         self.locks = contextlib.ExitStack()
         self.hosts: list[str] = []

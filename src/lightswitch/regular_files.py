@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.errors import Refused
 
+_LINK = "lightswitch link to "  # begins a file that stands for a symbolic link
 _UNSYNCED = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)  # fsync of a directory; POSIX allows the first
 Kind = TypeVar("Kind")
 
@@ -35,15 +36,38 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_link(path: Path, target: str) -> None:
-    """Write a symbolic link in place of an earlier one, in one step.
+    """Write a symbolic link, or, on a file system without them, a small file that `linked` follows.
+
+    It replaces an earlier one in one step.
 
     Raises:
-        OSError: it can't be written, or a directory is in the way.
+        OSError: neither can be written, or a directory is in the way.
     """
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)
-    partial.symlink_to(target)
+    try:
+        partial.symlink_to(target)
+    except OSError:
+        partial.write_text(f"{_LINK}{target}\n")
     partial.replace(path)
+
+
+def linked(path: Path) -> Path:
+    """Return the path that a file of `write_link` points to; any other path unchanged."""
+    target = _target_of(path)
+    return path if target is None else path.resolve().parent / target
+
+
+def is_link(path: Path) -> bool:
+    """Return whether a path is a symbolic link or a file of `write_link`."""
+    return path.is_symlink() or _target_of(path) is not None
+
+
+def _target_of(path: Path) -> str | None:
+    if not path.is_file() or path.stat().st_size > os.pathconf("/", "PC_PATH_MAX"):
+        return None
+    found = path.read_bytes()
+    return os.fsdecode(found[len(_LINK) :]).strip() if found.startswith(_LINK.encode()) else None
 
 
 def to_disk(path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from lightswitch import regular_files
-from lightswitch.checkpoints.directory import try_out
 from lightswitch.errors import Refused, printable
 from lightswitch.regular_files import make_tree, remove_tree
 
@@ -32,22 +31,23 @@ def test_so_is_what_is_no_json(text: str, tmp_path: Path) -> None:
         regular_files.read_json(tmp_path / "x.json")
 
 
-def test_a_link_is_replaced_at_once(tmp_path: Path) -> None:
-    for target in ("one", "two"):
-        (tmp_path / target).mkdir()
-        regular_files.write_link(tmp_path / "last", target)
-        assert (tmp_path / "last").resolve() == tmp_path / target
-    assert sorted(os.listdir(tmp_path)) == ["last", "one", "two"]
-
-
-def test_a_disk_without_symbolic_links_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_link_is_replaced_at_once_and_followed_also_without_symbolic_links(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_links(path: Path, target: str) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(Path, "symlink_to", no_links)
-    with pytest.raises(Refused, match=r"Operation not permitted; choose a folder on another disk by hydra\.run\.dir="):
-        try_out(tmp_path / "checkpoints")
-    assert os.listdir(tmp_path) == []
+    if not has_links:
+        monkeypatch.setattr(Path, "symlink_to", no_links)
+    for target in ("one", "two"):
+        (tmp_path / target).mkdir()
+        regular_files.write_link(tmp_path / "last", target)
+        assert regular_files.is_link(tmp_path / "last")
+        assert regular_files.linked(tmp_path / "last").resolve() == tmp_path / target
+    assert sorted(os.listdir(tmp_path)) == ["last", "one", "two"]
+    assert (tmp_path / "last").is_symlink() == has_links
+    assert not regular_files.is_link(tmp_path / "one")
 
 
 @dataclass(frozen=True)

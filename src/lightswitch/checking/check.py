@@ -14,6 +14,7 @@ from lightswitch.checking.probe import FORWARD
 from lightswitch.checking.runs import ShortRun, export_problem
 from lightswitch.errors import listed
 from lightswitch.monitoring.display import aligned
+from lightswitch.regular_files import linked
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +207,7 @@ class Check:
         if not checkpoint.exists():
             lost = Cell("failed", "the killed run saved no checkpoint")
             return {STARTS: starts, RESUMED: lost, IN_ONE: Cell("none")}
-        resume = f"resume='{checkpoint.resolve()}'"
+        resume = f"resume='{linked(checkpoint).resolve()}'"
         run = self.run(way, "resumed", resume)
         resumed = Cell("failed", run.problem) if run.code else _cell(self._comparison.again(run.states, whole))
         if way == SINGLE:

@@ -25,7 +25,7 @@ from lightswitch.checkpoints.format import INDEX, STATE, SUMS, Damaged, Index
 from lightswitch.checkpoints.shards import Stored
 from lightswitch.checkpoints.writing import Ranks, together
 from lightswitch.errors import LostRank, Refused, UnwrittenCheckpoint, shown
-from lightswitch.regular_files import is_own_tree, make_tree, remove_tree, to_disk, write_link
+from lightswitch.regular_files import is_link, is_own_tree, linked, make_tree, remove_tree, to_disk, write_link
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def read_state(path: Path, shard: Callable[[str, Tensor], Any] = lambda name, wh
     Raises:
         ValueError: the file is damaged, or would run code.
     """
-    found = format.load(path / STATE)
+    found = format.load(linked(path) / STATE)
     if not isinstance(found, dict):
         raise Damaged(f"{STATE} does not contain the state of a run")
     state: dict[str, Any] = format.restored(found, shard)
@@ -146,7 +146,7 @@ def finish_changes(folder: Path) -> None:
     else remove it. Leave anything that the engine has not made.
     """
     for path in sorted(folder.glob("*.ckpt.*")):
-        if not (left := _LEFT.fullmatch(path.name)) or not (path.is_symlink() or is_own_tree(path)):
+        if not (left := _LEFT.fullmatch(path.name)) or not (is_link(path) or is_own_tree(path)):
             continue
         whole = folder / left["name"]
         if left["what"] == "previous" and path.is_dir() and not os.path.lexists(whole):
@@ -198,7 +198,7 @@ def remove(path: Path) -> None:
     A checkpoint is renamed first, so that readers, and a start after a kill, find it complete or not at all.
     """
     try:
-        if path.is_symlink():
+        if is_link(path):
             path.unlink()
         elif os.path.lexists(path):
             aside = path if _LEFT.fullmatch(path.name) or not is_own_tree(path) else beside_of(path, "partial")

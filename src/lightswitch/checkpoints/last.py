@@ -27,14 +27,16 @@ from lightswitch.checkpoints import directory, names
 from lightswitch.checkpoints.format import PlainTypes
 from lightswitch.checkpoints.optimizers import options_of
 from lightswitch.checkpoints.reading import BUFFERS, Reader, is_foreign, is_hub, read_foreign, unreadable, why
+from lightswitch.checkpoints.shards import local
 from lightswitch.checkpoints.writing import describe_failure
-from lightswitch.errors import Refused, UnfitCheckpoint, UnwrittenCheckpoint, shown
+from lightswitch.errors import Refused, UnfitCheckpoint, UnwrittenCheckpoint, listed, shown
 from lightswitch.mixins import callbacks_of
-from lightswitch.regular_files import write_link
+from lightswitch.regular_files import linked, write_link
 
 log = logging.getLogger(__name__)
 
 _FROZEN = "frozen_since"  # in a checkpoint: whether a parameter is frozen, for those that changed since the run began
+_SAMPLED_ELEMENTS = 64  # of each parameter, compared over the hooks on_train_start of a resumed run
 _CONFIGURED = "configured"  # in a checkpoint: options of optimizers and states of schedules at the start of the run
 
 
@@ -68,6 +70,7 @@ class StepBoundary(Callback):
         self._frozen: dict[str, bool] = {}  # at the start of the run, as the next two
         self._buffers: dict[str, int] = {}  # checksums
         self._configured: dict[str, Any] = {}
+        self._resumed: dict[str, Tensor] = {}  # some elements of each weight of a checkpoint, until the first step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -109,6 +112,7 @@ class StepBoundary(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoints)]
         self._puts_off = True
+        self._resumed = _sampled(pl_module) if trainer.ckpt_path is not None else {}
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save_and_go_on(trainer)
@@ -134,11 +138,21 @@ class StepBoundary(Callback):
         patches.restore(trainer, "save_checkpoint")
 
     def _save_and_go_on(self, trainer: Trainer) -> None:
+        self._refuse_set_weights(trainer.lightning_module)
         self._take_put_off()
         for last in self._last:
             last.save_if_due(trainer)
         self.end_if_asked(trainer)
         self._puts_off = True
+
+    def _refuse_set_weights(self, module: LightningModule) -> None:
+        now = _sampled(module) if self._resumed else {}
+        if changed := [name for name, one in self._resumed.items() if not torch.equal(one, now[name])]:
+            raise Refused(
+                f"on_train_start has set {listed(changed, 'parameters')}, but the run is resumed, with the weights of "
+                "its checkpoint; set initial weights in the constructor, or only if self.global_step == 0"
+            )
+        self._resumed = {}
 
     def end_if_asked(self, trainer: Trainer) -> None:
         """End training here if it is asked to; subclasses know by whom."""
@@ -162,6 +176,12 @@ def _frozen(module: LightningModule) -> dict[str, bool]:
 def _checksum(buffer: Tensor) -> int:
     values = buffer.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
     return zlib.crc32(values.view(torch.uint8).numpy().tobytes(), zlib.crc32(repr(buffer.shape).encode()))
+
+
+@torch.no_grad()
+def _sampled(module: LightningModule) -> dict[str, Tensor]:
+    parts = {name: local(parameter) for name, parameter in names.parameters(module).items()}
+    return {name: part.flatten()[:_SAMPLED_ELEMENTS].cpu().clone() for name, part in parts.items()}
 
 
 def _configured(trainer: Trainer) -> dict[str, Any]:
@@ -244,8 +264,8 @@ class LastCheckpoints(Checkpoint):
         self._is_saved = True  # whether this folder has the checkpoint of that step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        own, resumed = self._path(trainer), trainer.ckpt_path
-        is_own = resumed is not None and Path(resumed).resolve() == own.resolve()
+        own, resumed = self._path(trainer), linked(Path(trainer.ckpt_path)) if trainer.ckpt_path is not None else None
+        is_own = resumed is not None and resumed.resolve() == own.resolve()
         self._counted_step = trainer.global_step
         self._is_saved = is_own or resumed is None
         if is_own and trainer.is_global_zero:
@@ -368,6 +388,7 @@ def position_of(path: Path) -> Position | None:
     Raises:
         UnfitCheckpoint: it can't be read. Its tensors are not checked.
     """
+    path = linked(path)
     try:
         if is_foreign(path):
             if path.is_file() and not is_hub(path):

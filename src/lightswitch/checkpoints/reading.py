@@ -57,7 +57,7 @@ class Reader:
         advice: str = _OF_A_RESUME,
         live: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        self.path = path
+        self.path = path = regular_files.linked(path)
         self.advice = advice
         self._live = live or {}
         self._files = path.resolve()  # a link such as last.ckpt may change during the read

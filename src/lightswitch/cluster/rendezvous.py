@@ -36,6 +36,7 @@ _POLL_SECONDS = 0.01
 _NOTICE_SECONDS = 30.0
 _JUDGING_SECONDS = 60.0  # added to the store's timeout: rank 0 may start last, and waits as long
 _LAG_SECONDS = 10.0  # until a shared file system shows a file that another node wrote
+_NAMED_SECONDS = 15.0  # for ranks that were started later to learn the id of a run that rank 0 is about to end
 _PARTING_SECONDS = 30.0  # for live ranks to read the verdict, before this process ends, and the store with it
 _FIX = "check the address and port of this process, and that rank 0 is running"
 
@@ -59,20 +60,57 @@ class MeetingPoint:
         return f"{self.address}:{self.port}"
 
 
-def open_store(point: MeetingPoint, purpose: str) -> PrefixStore:
+@dataclass(frozen=True)
+class Meeting:
+    """The store by which the processes of a run have agreed on its id, and in which they go on to meet."""
+
+    store: PrefixStore
+    point: MeetingPoint
+
+    def part(self) -> None:
+        """Wait for a moment, in rank 0, until the others have the id: they report for themselves what ends the run."""
+        if self.point.rank == 0:
+            _wait_until(lambda: self.store.add("named", 0) + 1 >= self.point.world_size, _NAMED_SECONDS)
+
+
+def agree_on_id(point: MeetingPoint, own: str) -> tuple[str, Meeting | None]:
+    """Return the id of the run, which is that of rank 0, and the meeting to go on with.
+
+    Args:
+        own: the id that this process gives the run if it is rank 0.
+
+    Raises:
+        Refused: the port is in use, the store can't be reached, or is that of another run.
+    """
+    if _has_agent_store():  # the agents' store is there before every rank, and outlives them: a restart has the same id
+        return PrefixStore("run", _joined(point)).compare_set("id", "", own).decode(), None
+    store = open_store(point, "run")
+    if point.rank == 0:
+        store.set("id", own)
+    found = store.get("id").decode()
+    store.add("named", int(point.rank > 0))
+    return found, Meeting(store, point)
+
+
+def _has_agent_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def open_store(point: MeetingPoint, purpose: str, met: Meeting | None = None) -> PrefixStore:
     """Open the store: serve it in rank 0, connect to it in every other rank.
 
     A process group can be formed at the same address while the store is in use.
 
     Args:
         purpose: the prefix of all keys.
+        met: an earlier meeting of these processes, whose store is used again.
 
     Raises:
         Refused: the port is in use, the store can't be reached, or is that of another run.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if _has_agent_store():
         return PrefixStore(purpose, _served_anew(point) if point.rank == 0 else _joined_anew(point))
-    served = _served(point) if point.rank == 0 else _joined(point)
+    served = met.store.underlying_store if met else _served(point) if point.rank == 0 else _joined(point)
     store = PrefixStore(purpose, served)
     if point.rank == 0:
         store.set("world", str(point.world_size))

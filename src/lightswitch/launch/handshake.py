@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from torch._C._distributed_c10d import Store
 
 from lightswitch.cluster import rendezvous
-from lightswitch.cluster.rendezvous import Evidence, MeetingPoint
+from lightswitch.cluster.rendezvous import Evidence, Meeting, MeetingPoint
 from lightswitch.config import confidential
 from lightswitch.context import RunContext
 from lightswitch.errors import LostRank, Refused, ReportedElsewhere
@@ -88,7 +88,8 @@ class Handshake:
 
     def _compare(self) -> Store:
         point = self._meeting_point()
-        store = rendezvous.open_store(point, "meeting")
+        met = self.run.process.meeting
+        store = rendezvous.open_store(point, "meeting", met if isinstance(met, Meeting) else None)
         verdict = rendezvous.compare(store, point, self.evidence, self.run.run_dir, self.run.process.refusal)
         if verdict:
             raise ReportedElsewhere(verdict) if self._shares_a_terminal(point.rank) else Refused(verdict)

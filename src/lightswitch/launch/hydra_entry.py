@@ -95,7 +95,7 @@ class Entry:
         devices.check_environment()
         found = placement.detect()
         self.signals.catch(is_first=found.rank == 0)
-        register_resolvers(found)
+        register_resolvers(found, self.process)
         if found.launcher == "local" and placement.is_child():
             self.process.follow_parent(is_child=True)
         if found.launcher == "torchrun" or sys._xoptions.get("follows") == str(os.getppid()):
@@ -213,10 +213,10 @@ def _beside_one_another(cfg: DictConfig, folder: Path) -> Iterator[str]:
         yield from page.of_sweep(folder)
 
 
-def register_resolvers(placement: Placement) -> None:
+def register_resolvers(placement: Placement, process: Process | None = None) -> None:
     """Register OmegaConf resolvers for a process with this placement."""
     resolvers: dict[str, Callable[..., object]] = {
-        "new_run_id": _RunId(),
+        "new_run_id": _RunId(process or Process()),
         "run_name": _run_name,
         "launched_devices": lambda: placement.devices_per_node or 1,
         "launched_nodes": lambda: placement.nodes,
@@ -231,12 +231,13 @@ def register_resolvers(placement: Placement) -> None:
 class _RunId:
     """The run id of this process, determined once, because a config is resolved several times."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: Process) -> None:
+        self._process = process
         self._found: str | None = None
 
     def __call__(self, *, _root_: DictConfig) -> str:
         if self._found is None:
-            self._found = claim.new_run_id(cfg=_root_)
+            self._found = claim.new_run_id(cfg=_root_, process=self._process)
         return self._found
 
 

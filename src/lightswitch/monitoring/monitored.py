@@ -136,7 +136,7 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
         """Let best.ckpt, from which runs are evaluated and exported, be a link to the best checkpoint."""
         of_run = Path(trainer.default_root_dir, "checkpoints")
         link = (of_run if of_run.is_dir() else Path(best).parent) / f"best{self.FILE_EXTENSION}"
-        if not self._is_first or link == Path(best) or (link.exists() and not link.is_symlink()):
+        if not self._is_first or link == Path(best) or (link.exists() and not regular_files.is_link(link)):
             return
         try:
             regular_files.write_link(link, os.path.relpath(best, link.parent))

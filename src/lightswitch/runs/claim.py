@@ -31,6 +31,7 @@ _PATIENCE_SECONDS = 120.0  # for what a dead process has forked, and for an earl
 _POLL_SECONDS = 0.1
 _CLOCK = "%Y-%m-%d_%H-%M-%S"
 _ALONE = ("plan", "dry_run", "check")  # modes of one process, whatever number of nodes it reckons with
+_MEET_SECONDS = 300.0  # where the config has no meet_timeout_seconds
 
 
 def take(cfg: DictConfig, run: RunContext) -> None:
@@ -194,52 +195,32 @@ def remove_if_empty(folder: Path) -> None:
             path.rmdir()
 
 
-def new_run_id(environ: Mapping[str, str] = os.environ, cfg: DictConfig | None = None) -> str:
+def new_run_id(
+    environ: Mapping[str, str] = os.environ, cfg: DictConfig | None = None, process: Process | None = None
+) -> str:
     """Return Slurm's job id in a job's script or step, torchrun's run id, or a name made of the start time.
 
+    Processes on several nodes, and those that were started one by one, meet to take the name that rank 0 makes.
+
     Args:
-        cfg: the config, which may say that several nodes start a process each; None for none.
+        cfg: the config, which may say where the processes meet; None for none.
+        process: keeps the meeting.
 
     Raises:
-        RefusedRequest: the processes share no launcher that could give each the same name, or give it again when it
-            starts them again.
+        RefusedRequest: the processes can't meet, or are elastic, so that rank 0 may be lost, and its name with it.
     """
     if (job := _of_slurm(environ)) is not None:
         return job
     found = placement.detect(environ)
     if found.launcher == "torchrun" and environ["TORCHELASTIC_RUN_ID"] != "none":  # torchrun's default for --rdzv-id
         return environ["TORCHELASTIC_RUN_ID"]
+    own = f"{time.strftime(_CLOCK)}_{secrets.token_hex(3)}"  # two runs may start in one second
     if found.launcher == "torchrun":
-        if found.nodes > 1 or placement.elastic_nodes(environ):
-            raise RefusedRequest([_WITHOUT_RDZV_ID])
-        return _of_agent()
-    if _is_one_of_several(found, environ, cfg):
-        raise RefusedRequest([_WITHOUT_RUN_ID])
-    return f"{time.strftime(_CLOCK)}_{secrets.token_hex(3)}"  # two runs may start in one second
-
-
-_WITHOUT_RDZV_ID = (
-    "torchrun without --rdzv-id: its nodes, and its restarts, would not find the run; type --rdzv-id=NAME, or give "
-    "each process the same run_id=NAME"
-)
-_WITHOUT_RUN_ID = (
-    "the processes of this run are started one by one, and each would name it by its own clock; give each process the "
-    "same run_id=NAME"
-)
-
-
-def _is_one_of_several(found: placement.Placement, environ: Mapping[str, str], cfg: DictConfig | None) -> bool:
-    """Return whether other processes of the run are started elsewhere.
-
-    The numbers in the config are not checked yet: for values that preflight will report, the result is False.
-    """
-    if found.launcher == "env":
-        return environ["WORLD_SIZE"] != "1"
-    if found.is_external or cfg is None or cfg.get("mode") in _ALONE:
-        return False
-    nodes = OmegaConf.select(cfg, "trainer.num_nodes")
-    is_placed = "main_address" in (cfg.get("cluster") or {}) or {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys()
-    return isinstance(nodes, int) and nodes > 1 and is_placed
+        if placement.elastic_nodes(environ) or not _outlives_restarts(found, environ):
+            raise RefusedRequest([_WITHOUT_ID])
+        own = _of_agent() if found.nodes == 1 else own
+    place = meeting_place(found, environ, cfg)
+    return own if place is None else _of_rank_0(place, own, cfg, process or Process())
 
 
 def job(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -298,3 +279,55 @@ def _of_agent() -> str:
     agent = psutil.Process().parent()
     assert agent is not None
     return f"{time.strftime(_CLOCK, time.localtime(agent.create_time()))}_{agent.pid}"
+
+
+_WITHOUT_ID = (
+    "torchrun without --rdzv-id: the run could not be found again when torchrun starts its processes again; type "
+    "--rdzv-id=NAME, or give each process the same run_id=NAME"
+)
+
+
+def _outlives_restarts(found: placement.Placement, environ: Mapping[str, str]) -> bool:
+    """Return whether torchrun has a store by which its nodes agree, and which it keeps when it restarts processes."""
+    return found.nodes == 1 or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def meeting_place(
+    found: placement.Placement, environ: Mapping[str, str], cfg: DictConfig | None
+) -> tuple[str, int, int, int] | None:
+    """Return where processes that share no launcher meet: address, port, number of this one, how many they are.
+
+    Of processes that start the other ranks of their node, one of each node comes. The numbers in the config are not
+    checked yet: for values that preflight will report, the result is None.
+    """
+    if found.launcher in ("torchrun", "env"):
+        is_alone = found.nodes == 1 if found.launcher == "torchrun" else environ["WORLD_SIZE"] == "1"
+        if is_alone:
+            return None
+        return environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), found.rank, int(environ["WORLD_SIZE"])
+    if cfg is None or found.is_external or cfg.get("mode") in _ALONE:
+        return None
+    nodes, cluster = OmegaConf.select(cfg, "trainer.num_nodes"), cfg.get("cluster") or {}
+    address, port, node = (
+        OmegaConf.select(cfg, f"cluster.{key}", throw_on_missing=False)
+        for key in ("main_address", "main_port", "node_rank")
+    )
+    if "main_address" not in cluster and {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():  # Lightning's own way
+        address, port, node = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), int(environ.get("NODE_RANK", 0))
+    is_placed = isinstance(address, str) and all(type(number) is int for number in (nodes, port, node))
+    return (address, port, node, nodes) if is_placed and nodes > 1 else None
+
+
+def _of_rank_0(place: tuple[str, int, int, int], own: str, cfg: DictConfig | None, process: Process) -> str:
+    from lightswitch.cluster import rendezvous  # imports torch
+
+    seconds = OmegaConf.select(cfg, "meet_timeout_seconds") if cfg is not None else None
+    point = rendezvous.MeetingPoint(*place, seconds if isinstance(seconds, int | float) else _MEET_SECONDS)
+    try:
+        name, meeting = rendezvous.agree_on_id(point, own)
+    except Refused as refusal:
+        raise RefusedRequest([str(refusal)]) from refusal
+    if meeting is not None:
+        process.meeting = meeting
+        process.locks.callback(meeting.part)  # before this process ends, and the store with it
+    return name

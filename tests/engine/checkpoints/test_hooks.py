@@ -214,3 +214,28 @@ def ended(run: Finished) -> dict[str, Any]:
         "early": (early["wait_count"], round(early["best_score"].item(), 5)),
         "schedule": (schedule["num_bad_epochs"], schedule["_last_lr"]),
     }
+
+
+class DrawsAtStart(PlainModel):
+    """Draws its weights when training starts, as rectools' transformers do."""
+
+    def on_train_start(self) -> None:
+        for parameter in self.net.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.xavier_normal_(parameter.data)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("fsdp", 2), *at_night(("single", 0), ("ddp", 3))],
+)
+def test_a_resumed_run_whose_hooks_set_weights_again_is_refused(strategy: str, ranks: int, train: Train) -> None:
+    run = (f"model._target_={HERE}.DrawsAtStart", PLAIN_DATA, "trainer.accelerator=cpu", "trainer.max_steps=5")
+    run = (*run, "callbacks.last_checkpoint.every_n_steps=2", "callbacks.last_checkpoint.keep=9")
+    run = (*run, "trainer.log_every_n_steps=1")
+    whole = train(*run, "strategy=single")
+    assert "on_train_start has set" not in whole.out + whole.err
+    step_2 = f"resume={whole.run_dir}/checkpoints/step_2.ckpt"
+    refused = train(*run, f"strategy={strategy}", step_2, ranks=ranks, check=False)
+    assert refused.returncode == 2, refused.err
+    assert "on_train_start has set net.0.weight, net.3.weight, but the run is resumed" in refused.err

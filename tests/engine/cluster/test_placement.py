@@ -14,9 +14,9 @@ from torch.distributed import TCPStore
 
 from lightswitch.cluster.environments import LocalEnvironment
 from lightswitch.cluster.placement import Placement, detect
-from lightswitch.cluster.rendezvous import MeetingPoint, difference, digests, open_store
-from lightswitch.errors import Refused, RefusedRequest
-from lightswitch.runs.claim import new_run_id
+from lightswitch.cluster.rendezvous import MeetingPoint, agree_on_id, difference, digests, open_store
+from lightswitch.errors import Refused
+from lightswitch.runs.claim import meeting_place
 
 TABLES = yaml.safe_load((Path(__file__).parent / "placements.yaml").read_text())
 LAUNCHERS: dict[str, dict[str, str]] = TABLES["launchers"]
@@ -60,32 +60,29 @@ def test_a_port_that_was_given_is_not_another(local: LocalEnvironment, monkeypat
     assert local.main_port == 29511
 
 
-def test_the_store_of_another_run_or_program_is_reported(port: str) -> None:
+def test_processes_meet_to_take_the_id_of_rank_0(port: str) -> None:
     first = MeetingPoint("localhost", int(port), 0, 2, timeout_seconds=5)
     second, where = replace(first, rank=1), f"localhost:{port}"
-    served = open_store(first, "meeting")
-    assert open_store(second, "meeting").get("world") == served.get("world") == b"2"
+    named, meeting = agree_on_id(first, "of rank 0")
+    assert (named, agree_on_id(second, "of rank 1")[0]) == ("of rank 0", "of rank 0")
     with pytest.raises(Refused, match=f"is one of 3, but rank 0 at {where} is one of 2; .*set another port"):
-        open_store(replace(second, world_size=3), "meeting")
+        agree_on_id(replace(second, world_size=3), "of another run")
     with pytest.raises(Refused, match=f"port {port} of .* is in use"):
-        open_store(first, "meeting")
+        agree_on_id(first, "of another run")
+    assert open_store(first, "meeting", meeting).get("world") == b"2"  # where the process group is formed later
 
 
 def test_a_store_of_another_program_is_told(port: str) -> None:
     other = TCPStore("localhost", int(port), is_master=True, wait_for_workers=False)
     with pytest.raises(Refused, match=f"rank 1 on .* could not reach .*:{port} in 0.5 s: the server there is not"):
-        open_store(MeetingPoint("localhost", other.port, 1, 2, timeout_seconds=0.5), "meeting")
+        agree_on_id(MeetingPoint("localhost", other.port, 1, 2, timeout_seconds=0.5), "of rank 1")
 
 
-@pytest.mark.parametrize("case", TABLES["names"])
-def test_processes_that_share_no_launcher_have_to_be_given_the_name_of_their_run(case: str) -> None:
-    row = TABLES["names"][case]
-    environ, cfg = row.get("environ", {}), OmegaConf.create(row.get("cfg", {}))
-    if row["told"]:
-        with pytest.raises(RefusedRequest, match=row["told"]):
-            new_run_id(environ, cfg)
-    else:
-        assert new_run_id(environ, cfg)
+@pytest.mark.parametrize("case", TABLES["meetings"])
+def test_the_place_to_meet_is_that_of_the_launcher_or_of_cluster_manual(case: str) -> None:
+    row = TABLES["meetings"][case]
+    found = meeting_place(detect(row["environ"]), row["environ"], OmegaConf.create(row.get("cfg", {})))
+    assert found == (row["meets"] and tuple(row["meets"]))
 
 
 # Processes that were given different things, and what they are told

@@ -3,7 +3,7 @@
 python -m tests.engine.faults fsdp:kill:meet:30          # 30 of some 800 operations of two processes
 python -m tests.engine.faults single:ENOSPC:miss:0 ddp:tear:stop:9 --seed 3   # every operation; and nine
 python -m tests.engine.faults single:EIO:meet:symlink      # every symbolic link
-python -m tests.engine.faults single:lacks:meet:syncs      # a disk without syncs of directories
+python -m tests.engine.faults single:lacks:meet:both       # a disk without symbolic links and syncs of directories
 """
 
 from __future__ import annotations

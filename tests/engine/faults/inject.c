@@ -2,7 +2,7 @@
  *
  * FAULT_UNDER  operations on files below this directory are counted, from 1, in each process
  * FAULT_AT     the number of the operation that fails; none where it is not set
- * FAULT_LACKS  "syncs": all fsyncs of directories fail with EINVAL
+ * FAULT_LACKS  "links" or "syncs": all symbolic links fail with EPERM, all fsyncs of directories with EINVAL; "both"
  * FAULT_HOW    "kill", "tear" (half of what is written reaches the file, then the process is killed) or an errno
  * FAULT_RANK   the RANK, or the SLURM_PROCID, of the process that is meant; any where it is not set
  * FAULT_LOG    a file outside of that directory, to which "<rank> <number> <operation> <path>" is appended
@@ -54,7 +54,10 @@ static int meet(const char *operation, const char *path) {
     if (rank && own && strcmp(rank, own) != 0) return 0;
     const char *lacks = getenv("FAULT_LACKS");
     struct stat found;
-    if (lacks && strcmp(operation, "fsync") == 0 && stat(path, &found) == 0 && S_ISDIR(found.st_mode)) return EINVAL;
+    if (lacks && strcmp(lacks, "syncs") != 0 && strcmp(operation, "symlink") == 0) return EPERM;
+    if (lacks && strcmp(lacks, "links") != 0 && strcmp(operation, "fsync") == 0 && stat(path, &found) == 0 &&
+        S_ISDIR(found.st_mode))
+        return EINVAL;
     int number = ++count, saved = errno;
     const char *log = getenv("FAULT_LOG"), *at = getenv("FAULT_AT"), *how = getenv("FAULT_HOW");
     if (log) {

@@ -20,7 +20,7 @@ from tests.night import at_night
 # python -m tests.engine.faults single:kill:meet:0
 FAULTS = [
     "single:kill:meet:2",
-    *at_night("single:lacks:meet:syncs", "single:EIO:meet:symlink"),
+    *at_night("single:lacks:meet:both", "single:EIO:meet:symlink", "fsdp:lacks:miss:both"),
 ]
 
 

@@ -100,8 +100,8 @@ TORCHRUN = (
 REFUSED = {  # what launchers have exported and what is typed, and the line
     SLURM: "slurm started 2 nodes × 1 process, but the trainer has num_nodes=2, devices=2; start it with "
     "--ntasks-per-node=2, or leave both out to train on what was started",
-    TORCHRUN: "torchrun without --rdzv-id: its nodes, and its restarts, would not find the run; type --rdzv-id=NAME, "
-    "or give each process the same run_id=NAME",
+    TORCHRUN: "torchrun without --rdzv-id: the run could not be found again when torchrun starts its processes again; "
+    "type --rdzv-id=NAME, or give each process the same run_id=NAME",
     UNEVEN: "WORLD_SIZE=3: env started different numbers of processes on the nodes; start each node with the same "
     "LOCAL_WORLD_SIZE=N",
 }
@@ -114,7 +114,7 @@ def test_processes_that_make_no_run_are_refused_in_a_line(typed: str, train: Tra
     assert train(*words, *RUN, environment=exported, check=False).err == f"error: {REFUSED[typed]}\n"
 
 
-BY_HAND = (*RUN, "run_id=mine", "strategy=ddp", "num_nodes=2", "cluster=manual", "cluster.main_address=localhost")
+BY_HAND = (*RUN, "strategy=ddp", "num_nodes=2", "cluster=manual", "cluster.main_address=localhost")
 UNMET = {  # by the number of the node that is started alone
     0: "error: rank 1 of 2 did not connect to localhost:{port} in 1 s; check that all",
     1: "rank 1 on {host} could not reach rank 0 at localhost:{port} in 1 s: ",
@@ -123,7 +123,7 @@ UNMET = {  # by the number of the node that is started alone
 
 @pytest.mark.parametrize("node", [0, *at_night(1)])
 def test_ranks_that_do_not_meet_are_named(node: int, train: Train, port: str) -> None:
-    place = (f"cluster.node_rank={node}", f"cluster.main_port={port}", "meet_timeout_seconds=1")
+    place = (f"cluster.node_rank={node}", f"cluster.main_port={port}", "meet_timeout_seconds=1", "run_id=mine")
     alone = train(*BY_HAND, *place, check=False)
     assert alone.returncode == 2
     assert UNMET[node].format(port=port, host=socket.gethostname()) in alone.err
@@ -154,7 +154,7 @@ def test_two_machines_can_be_started_by_hand(way: str, train: Train, tmp_path: P
     def of(node: int) -> tuple[tuple[str, ...], dict[str, str]]:
         if way == "manual":
             return (*BY_HAND, f"cluster.main_port={port}", f"cluster.node_rank={node}"), {}
-        words = (*RUN, "run_id=mine", "strategy=ddp", "num_nodes=2", "trainer.devices=1")
+        words = (*RUN, "strategy=ddp", "num_nodes=2", "trainer.devices=1")
         return words, {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "NODE_RANK": str(node)}
 
     both = started_in_two(train, tmp_path, of(0), of(1))
@@ -168,7 +168,7 @@ def test_two_machines_can_be_started_by_hand(way: str, train: Train, tmp_path: P
 @pytest.mark.nightly
 def test_processes_can_be_started_one_by_one(train: Train, tmp_path: Path, port: str) -> None:
     meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    both = started_in_two(train, tmp_path, *(((*RUN, "run_id=mine"), {**meet, "RANK": rank}) for rank in "01"))
+    both = started_in_two(train, tmp_path, *((RUN, {**meet, "RANK": rank}) for rank in "01"))
     seen = witnesses(the_run(tmp_path))
     assert [(place["world_size"], place["local_rank"], place["strategy"]) for place in seen] == [
         (2, 0, "DDP"),
@@ -196,9 +196,7 @@ def test_a_refused_start_prints_its_line_in_each_terminal(
     words: tuple[str, ...], line: str, train: Train, tmp_path: Path, port: str
 ) -> None:
     meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    typed = (
-        ((*RUN, "run_id=mine", *(word.format(rank=rank) for word in words)), {**meet, "RANK": rank}) for rank in "01"
-    )
+    typed = (((*RUN, *(word.format(rank=rank) for word in words)), {**meet, "RANK": rank}) for rank in "01")
     both = started_in_two(train, tmp_path, *typed)
     assert both[0].refusal == both[1].refusal
     assert both[0].refusal.startswith(line.format(host=socket.gethostname()))
@@ -275,8 +273,10 @@ COMMAND = ("python", "-m", "torch.distributed.run")
 def test_a_run_that_agents_restart_goes_on_where_it_stood(
     nodes: int, start: Start, train: Train, tmp_path: Path, port: str
 ) -> None:
+    """Agents of two nodes, which are given no id of the run, or one of both processes."""
     place = (f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}")
-    place += ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--max-restarts=1", "--rdzv-id=mine")
+    place += ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--max-restarts=1")
+    place += ("--rdzv-id=mine",) if nodes == 1 else ()
     run = (*RUN, "trainer.max_steps=8", "trainer.log_every_n_steps=1")
     fails = (FAILS_ONCE, "callbacks.fails.step=5")
     agents = [start(*COMMAND, *place, TRAIN_PY, *run, *fails) for _ in range(nodes)]

@@ -145,8 +145,8 @@ def test_the_processes_of_one_torchrun_agree_by_their_parent() -> None:
     assert len({new_run_id({}) for _ in range(100)}) == 100  # of one second
 
 
-def test_torchrun_that_may_lose_a_node_needs_an_id() -> None:
-    for nodes in ("1:2", "2"):
+def test_torchrun_that_would_name_a_run_anew_when_it_restarts_it_needs_an_id() -> None:
+    for nodes in ("1:2", "2"):  # elastic; without a store that outlives a restart
         with pytest.raises(RefusedRequest, match=r"torchrun without --rdzv-id: .*type --rdzv-id=NAME"):
             new_run_id({**TORCHRUN, "WORLD_SIZE": "4", "PET_NNODES": nodes})
     assert new_run_id({**EXPORTED, "WORLD_SIZE": "1"})  # a single process
