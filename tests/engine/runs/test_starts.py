@@ -205,14 +205,9 @@ SHORT = (
 CFG = OmegaConf.create(
     {"mode": "fit", "resume": "auto", "trainer": {"max_steps": 2, "max_epochs": None, "max_time": None}}
 )
-UNFIT = [
-    '{"ended": {"step": 1, "limits": {"max_steps": 2.5}, "go_on": null}}',
-    '{"ended": {"step": "1", "limits": {"max_steps": 2}, "go_on": null}}',
-    '{"ended": {"step": 1}}',
-]
 
 
-@pytest.mark.parametrize("content", ["", '{"ended": {"step": 2, "lim', "[]", *UNFIT])
+@pytest.mark.parametrize("content", ["", '{"ended": {"step": 2, "lim', "[]", '{"ended": {"step": 1}}'])
 def test_a_damaged_record_has_no_end(content: str, tmp_path: Path) -> None:
     run: Any = SimpleNamespace(run_dir=tmp_path, is_first=True, process=Process())
     resume.write_end(CFG, tmp_path, 2, None)
