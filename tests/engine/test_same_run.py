@@ -14,7 +14,7 @@ import torch
 
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train, runs_in
 from tests.engine.processes import TRAIN_PY
-from tests.engine.tiny import MODELS, RECORD
+from tests.engine.tiny import LANGUAGE, RECORD
 from tests.night import at_night
 from tests.runs import largest_difference
 
@@ -111,7 +111,7 @@ def test_a_loader_that_splits_itself_runs_as_it_is_and_the_run_says_so(train: Tr
 
 @pytest.mark.gpu
 def test_a_deterministic_run_resumes_to_the_bit_on_a_gpu(train: Train) -> None:
-    run = (*MODELS["language"], "scheduler=constant", "trainer.accelerator=gpu", "trainer.deterministic=true")
+    run = (*LANGUAGE, "scheduler=constant", "trainer.accelerator=gpu", "trainer.deterministic=true")
     whole = train(*run, "run_id=whole")
     begun = train(*run, "run_id=begun", "trainer.max_steps=30", "callbacks.last_checkpoint.every_n_steps=30")
     resumed = train(*run, "run_id=begun", folder=begun.folder)

@@ -1,4 +1,4 @@
-"""Two small models with their data, whose runs of 50 steps take seconds: overrides of train.py."""
+"""A small language model with its data, whose runs of 50 steps take seconds: overrides of train.py."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ LANGUAGE_MODEL = (
 )
 TEXT = "data._target_=tests.engine.data.text.Text"
 LANGUAGE = (*LANGUAGE_MODEL, TEXT, *RUN)
-CLASSIFIER = ("model._target_=tests.engine.models.pictures.PatchClassifier", PICTURES, "data.samples=1210", *RUN)
-MODELS = {"language": LANGUAGE, "classifier": CLASSIFIER}
 
 NO_CHECKPOINTS = ("~callbacks.best_checkpoint", "~callbacks.last_checkpoint", "++trainer.enable_checkpointing=false")
 RECORD = ("callbacks.record._target_=tests.engine.plain.Record", "callbacks.record.folder=${hydra:runtime.output_dir}")
