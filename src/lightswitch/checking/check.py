@@ -122,6 +122,7 @@ def as_data(rows: Mapping[str, Row]) -> dict[str, Any]:
     return {"holds": holds(rows), "ways": {way: asdict(row) for way, row in rows.items()}}
 
 
+@dataclass
 class Check:
     """Runs of a module under several ways to train, each started once, when it is first needed.
 
@@ -135,20 +136,14 @@ class Check:
         is_exact: equal starts are bitwise equal on these devices.
     """
 
-    def __init__(
-        self,
-        start: Callable[[Path, Sequence[str]], ShortRun],
-        folder: Path,
-        words: Sequence[str],
-        steps: int,
-        micro_batches: Callable[[int], int],
-        eps: float = EPS_32,
-        is_exact: bool = True,
-    ) -> None:
-        self._start, self._folder, self._words = start, folder, words
-        self._steps, self._micro_batches = steps, micro_batches
-        self._eps, self._is_exact = eps, is_exact
-        self._runs: dict[tuple[Way, str], ShortRun] = {}
+    start: Callable[[Path, Sequence[str]], ShortRun]
+    folder: Path
+    words: Sequence[str]
+    steps: int
+    micro_batches: Callable[[int], int]
+    eps: float = EPS_32
+    is_exact: bool = True
+    _runs: dict[tuple[Way, str], ShortRun] = field(default_factory=dict)
 
     def run(self, way: Way, name: str = "whole", *words: str, **probe: object) -> ShortRun:
         """Return a way's run of a given name, such as the one from start to end; start it if it has not run yet.
@@ -157,14 +152,14 @@ class Check:
             probe: further arguments of the probe.
         """
         if (way, name) not in self._runs:
-            folder = self._folder / way.name / name
-            probe |= {"_target_": "lightswitch.checking.probe.Probe", "folder": f"'{folder}'", "steps": self._steps}
+            folder = self.folder / way.name / name
+            probe |= {"_target_": "lightswitch.checking.probe.Probe", "folder": f"'{folder}'", "steps": self.steps}
             settings: dict[str, object] = {"mode": "fit", "run_id": "check", "hydra.run.dir": f"'{folder / 'run'}'"}
             settings |= {"trainer.num_nodes": 1, "trainer.devices": way.ranks, "trainer.log_every_n_steps": 1}
             settings |= {"trainer.num_sanity_val_steps": 0, "trainer.limit_test_batches": 0}
             settings |= {f"{_OF_PROBE}.{key}": value for key, value in probe.items()}
             typed = [f"{key}={value}" for key, value in settings.items()]
-            self._runs[way, name] = self._start(folder, [*self._words, *way.words, *typed, *words])
+            self._runs[way, name] = self.start(folder, [*self.words, *way.words, *typed, *words])
         return self._runs[way, name]
 
     def row(self, way: Way) -> Row:
@@ -189,14 +184,14 @@ class Check:
         return Comparison(
             whole.states,
             self._killed(SINGLE).states,
-            lambda: self.run(SINGLE, "nudged", nudge=_NUDGE * self._eps).states,
+            lambda: self.run(SINGLE, "nudged", nudge=_NUDGE * self.eps).states,
             whole.moments[0]["parameters"],
-            self._eps,
-            self._is_exact,
+            self.eps,
+            self.is_exact,
         )
 
     def _killed(self, way: Way) -> ShortRun:
-        return self.run(way, "killed", kill_after_step=self._steps // 2 + 1)
+        return self.run(way, "killed", kill_after_step=self.steps // 2 + 1)
 
     def _starts(self, way: Way) -> dict[str, Cell]:
         """Return the cells of a run that kills itself, and of those that go on from its checkpoint."""
@@ -235,8 +230,8 @@ class Check:
 
     def _is_of_micro_batches(self, way: Way) -> bool:
         """Return whether one process with a way's micro-batches gives the way's run."""
-        micro_batch = self._micro_batches(way.ranks)
-        if micro_batch == self._micro_batches(1):
+        micro_batch = self.micro_batches(way.ranks)
+        if micro_batch == self.micro_batches(1):
             return False
         cut = self.run(SINGLE, f"cut_{way.name}", f"micro_batch_size={micro_batch}")
         compared = self._comparison.of_kind("parameters", self.run(way).states, cut.states)

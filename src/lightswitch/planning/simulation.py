@@ -42,7 +42,6 @@ from lightswitch.strategies.sharded import checkpoint_activations, is_mostly_rou
 from lightswitch.strategies.units import find_units
 
 _CPU = torch.device("cpu")  # fake tensors on another device need that device's driver
-_QUIET = ("lightning.pytorch", "lightning.fabric", "lightswitch", "torch.distributed")  # loggers to silence
 
 
 @dataclass(frozen=True)
@@ -307,16 +306,14 @@ def _weights(device: _Device) -> Iterator[Weight]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence libraries and strategies in this context: their messages are meant for real runs."""
-    levels = {name: logging.getLogger(name).level for name in _QUIET}
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
-        finally:
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)
+    finally:
+        logging.disable(before)
 
 
 @dataclass(frozen=True)
