@@ -87,7 +87,7 @@ _WORDS = {
     "strategy=fsdp_grad_op": "strategy=shard_grad_op strategy=ddp_sharded strategy=fairscale",
     "strategy=fsdp_hybrid": "strategy=hsdp strategy=hybrid_shard",
     "strategy=fsdp_offload": "strategy=fsdp_cpu_offload cpu_offload fsdp_offload_params",
-    "leave it out": "cpu_offload=false sync_dist=false",
+    "leave it out": "cpu_offload=false sync_dist=false plan.disk_gb_per_second",
     "strategy=fsdp_tp": "strategy=tp strategy=tensor_parallel",
     "strategy=single": "strategy=none strategy=single_gpu strategy=single_device",
     "trainer.accelerator=gpu or cpu; TPUs are not supported": "strategy=tpu strategy=xla",

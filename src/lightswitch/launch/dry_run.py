@@ -153,7 +153,6 @@ def _files(cfg: DictConfig, run_dir: Path, found: Estimate) -> Iterator[str]:
     every: Any = OmegaConf.to_container(cfg.get("callbacks") or OmegaConf.create())
     saving = [name for name, node in every.items() if node and "Checkpoint" in str(node.get("_target_"))]
     if saving and cfg.trainer.get("enable_checkpointing") is not False:
-        size = f"{report.size(found.checkpoint_bytes)} each, in {found.save_seconds:.3g} s"
-        yield f"checkpoints/, by {', '.join(saving)}: {size}"
+        yield f"checkpoints/, by {', '.join(saving)}: {report.magnitude(found.checkpoint_bytes)} each, over all ranks"
     loggers: Any = OmegaConf.to_container(cfg.get("logger") or OmegaConf.create())
     yield from (f"by logger.{name}: {node.get('_target_')}" for name, node in loggers.items() if node)

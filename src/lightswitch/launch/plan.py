@@ -187,8 +187,8 @@ def at(request: Request, candidate: Candidate, batch: BatchPlan, simulated: int 
     strategy = strategy_of(candidate)
     step, steps = _step(request, candidate, strategy, simulated or batch.micro_batch), cfg.trainer.get("max_steps")
     run = Run(
-        batch.micro_batch, batch.accumulation, world.nodes, world.devices_per_node, precision, cfg.matmul_precision,
-        steps if steps and steps > 0 else None, cfg.plan.tokens_per_sample, cfg.plan.disk_gb_per_second,
+        batch.micro_batch, batch.accumulation, world, precision, cfg.matmul_precision,
+        steps if steps and steps > 0 else None, cfg.plan.tokens_per_sample,
         batch.global_batch,
     )  # fmt: skip
     held = holding(step, strategy, world, not request.device.is_host, precision)

@@ -161,7 +161,7 @@ def what_would_fit(tried: Sequence[Estimate], sharding: Sequence[Estimate], devi
         return f"use micro_batch_size={samples} or less"
     enough = [one.memory.bytes for one in tried if one.memory.fits_host]
     if not enough:
-        needed = min(one.memory.host_bytes * one.run.devices_per_node for one in tried)
+        needed = min(one.memory.host_bytes * one.run.world.devices_per_node for one in tried)
         return f"use more nodes, or nodes with {report.amount(needed)} of free memory"
     found = [count for one in sharding if (count := devices_needed(one)) is not None]
     larger = f"devices of {report.amount(bytes_needed(min(enough), device))}"
@@ -176,7 +176,7 @@ def devices_needed(found: Estimate) -> int | None:
     memory = found.memory
     states = sum(memory.peak.by_kind.get(kind, 0) for kind in STATES)
     room = memory.usable_bytes - (memory.bytes - states)
-    return math.ceil(states * found.run.world_size / room) if room > 0 else None
+    return math.ceil(states * found.run.world.size / room) if room > 0 else None
 
 
 def next_words(

@@ -39,25 +39,17 @@ class Run:
         precision, matmul_precision: as configured.
         steps: optimizer steps of the whole run; None if unlimited.
         tokens_per_sample: None if the data has no tokens.
-        disk_gb_per_second: total write speed of all ranks that write a checkpoint.
         global_batch: samples per optimizer step.
     """
 
     micro_batch: int
     accumulation: int
-    nodes: int
-    devices_per_node: int
+    world: World
     precision: str
     matmul_precision: str
     steps: int | None
     tokens_per_sample: int | None
-    disk_gb_per_second: float
     global_batch: int
-
-    @property
-    def world_size(self) -> int:
-        """Total number of devices."""
-        return self.nodes * self.devices_per_node
 
     @property
     def rounds_weights(self) -> bool:
@@ -426,7 +418,6 @@ class Estimate:
         largest_micro_batch: most samples that fit on the device and the host; None if unknown, 0 if not even one fits.
         flops: floating-point operations of one device in a step.
         seconds: lower bounds of a step's time by resource, each as if all others were infinitely fast.
-        parameters: number of parameters.
         checkpoint_bytes: size of one checkpoint, over all ranks.
         replaced: number of values that a micro-batch reads from tensors, by source line.
     """
@@ -438,7 +429,6 @@ class Estimate:
     flops: float
     traffic: Traffic
     seconds: Mapping[str, float]
-    parameters: int
     checkpoint_bytes: float
     replaced: Mapping[str, int] = field(default_factory=dict)
 
@@ -462,17 +452,12 @@ class Estimate:
         """Return the lower bound of the whole run's time in hours; None if unknown."""
         return self.least_seconds * self.run.steps / 3600 if self.least_seconds and self.run.steps else None
 
-    @property
-    def save_seconds(self) -> float:
-        """Return the seconds that it takes to write a checkpoint."""
-        return self.checkpoint_bytes / (self.run.disk_gb_per_second * 1e9)
-
 
 def estimate(words: tuple[str, ...], step: Simulation, held: Holding, run: Run, device: Device) -> Estimate:
     """Return the estimate of a run under a strategy that holds and sends this."""
     growth = Growth(step, held, run.accumulation)
-    peak, usable = growth.peak(run.micro_batch), device.usable_bytes(run.devices_per_node)
-    host, usable_host = sum(held.host.values()), device.host_bytes(run.devices_per_node)
+    peak, usable = growth.peak(run.micro_batch), device.usable_bytes(run.world.devices_per_node)
+    host, usable_host = sum(held.host.values()), device.host_bytes(run.world.devices_per_node)
     memory = Memory(peak, device.runtime_bytes(peak.bytes, held.groups), usable, host, usable_host)
     most = growth.most(device.tensor_bytes(usable, held.groups)) if memory.fits_host else 0
     flops = step.flops / held.split * run.micro_batch / step.samples[0] * run.accumulation
@@ -498,7 +483,6 @@ def estimate(words: tuple[str, ...], step: Simulation, held: Holding, run: Run, 
         flops,
         sent,
         {name: amount / rate for name, (amount, rate) in rates.items() if rate},
-        sum(one.numel for one in step.weights),
         whole["parameters"] + whole["optimizer"],
         step.replaced,
     )

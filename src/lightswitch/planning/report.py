@@ -65,7 +65,7 @@ def _row(one: Estimate, unit: str, sent_unit: str) -> tuple[str, ...]:
 
 
 def _sent_bytes(one: Estimate) -> float:
-    return one.traffic.of_a_device(one.run.devices_per_node)
+    return one.traffic.of_a_device(one.run.world.devices_per_node)
 
 
 def name(one: Estimate) -> str:
@@ -84,25 +84,22 @@ def answer(best: Estimate, device: Device) -> str:
         if best.run.tokens_per_sample:
             rates.append(f"{compact(rate * best.run.tokens_per_sample)} tokens/s")
     if (hours := best.hours) is not None:
-        rates.append(f"the run at least {clock(3600 * hours)}, {compact(hours * best.run.world_size)} device-hours")
+        rates.append(f"the run at least {clock(3600 * hours)}, {compact(hours * best.run.world.size)} device-hours")
     return ", ".join([took(best, device), *rates])
 
 
 def details(best: Estimate) -> Iterator[tuple[str, str]]:
     """Yield (label, text) pairs with details of the best estimate; plan.json has the details of all estimates."""
-    peak, sent, run = best.memory.peak, best.traffic, best.run
+    peak, sent, world = best.memory.peak, best.traffic, best.run.world
     yield "peak", f"{peak.phase}, at {peak.place}" if peak.place else peak.phase
     if best.memory.host_bytes:
         yield "host", f"{amount(best.memory.host_bytes)} of the host's memory for each device"
     if line := replaced(best):
         yield "replaced", line
-    between = f" and {size(sent.between / run.devices_per_node)} between nodes" if run.nodes > 1 else ""
+    between = f" and {magnitude(sent.between / world.devices_per_node)} between nodes" if world.nodes > 1 else ""
     arithmetic = magnitude(best.flops, "FLOP")
-    yield "step", f"{arithmetic}, {size(sent.within)} sent within the node{between}, per device"
-    yield (
-        "save",
-        f"{amount(best.checkpoint_bytes)}, in {digits(best.save_seconds)} s at {run.disk_gb_per_second:g} GB/s",
-    )
+    yield "step", f"{arithmetic}, {magnitude(sent.within)} sent within the node{between}, per device"
+    yield "save", f"{amount(best.checkpoint_bytes)} in a checkpoint, over all ranks"
 
 
 def replaced(one: Estimate) -> str:
@@ -157,13 +154,8 @@ def digits(number: float) -> str:
     return f"{number:.3g}" if number < 100 else f"{number:.0f}"
 
 
-def size(bytes: float) -> str:
-    """Format bytes with a decimal prefix: 85 B, 1.97 MB, 3.12 GB."""
-    return magnitude(bytes, "B")
-
-
-def magnitude(number: float, unit: str) -> str:
-    """Format a number and its unit with a decimal prefix: 30 TFLOP."""
+def magnitude(number: float, unit: str = "B") -> str:
+    """Format a number and its unit with a decimal prefix: 30 TFLOP, 1.97 MB."""
     text = compact(number)
     shown = text.rstrip("kMGT")
     return f"{shown} {text[len(shown) :]}{unit}"

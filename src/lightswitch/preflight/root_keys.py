@@ -25,7 +25,7 @@ _BY_KINDS: dict[tuple[type, ...], str] = {
     (str, _NULL): "init_from ckpt_path",
     (int,): "seed global_batch_size lr_scaling.reference_batch_size dry_run.steps check.steps check.devices",
     (int, _NULL): "micro_batch_size plan.tokens_per_sample sweep.jobs_at_once sweep.devices_per_job",
-    _NUMBER: "meet_timeout_seconds watch.lost_after_seconds watch.hung_after_seconds plan.disk_gb_per_second",
+    _NUMBER: "meet_timeout_seconds watch.lost_after_seconds watch.hung_after_seconds",
     (*_NUMBER, _NULL): "plan.memory_gib",
     (bool,): "compare plan.deepspeed",
     (list,): "tags",

@@ -42,7 +42,7 @@ def _of(found: Estimate, usable: float) -> Estimate:
     """Of 2 devices, each keeps 6 GiB of states and 2 GiB of activations."""
     peak = Peak({"parameters": 2 * GIB, "optimizer": 4 * GIB, "activations": 2 * GIB})
     memory = Memory(peak, 0, usable * GIB, 0, 0)
-    return replace(found, run=replace(RUN, nodes=1, devices_per_node=2), memory=memory, largest_micro_batch=0)
+    return replace(found, run=replace(RUN, world=World(1, 2)), memory=memory, largest_micro_batch=0)
 
 
 def test_more_devices_share_the_states_alone(found: Estimate) -> None:

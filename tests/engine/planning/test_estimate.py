@@ -193,8 +193,8 @@ DEVICE = Device(
     "X", 10, {"fp32": 10, "bf16": 100}, memory_gb_per_second=1000, link_gb_per_second=100, network_gb_per_second=10
 )
 RUN = Run(
-    micro_batch=2, accumulation=3, nodes=2, devices_per_node=8, precision="bf16-mixed",
-    matmul_precision="highest", steps=1000, tokens_per_sample=512, disk_gb_per_second=2, global_batch=96,
+    micro_batch=2, accumulation=3, world=TWO_NODES, precision="bf16-mixed",
+    matmul_precision="highest", steps=1000, tokens_per_sample=512, global_batch=96,
 )  # fmt: skip
 
 
@@ -270,7 +270,6 @@ def test_no_step_is_shorter_than_its_slowest_part(found: Estimate) -> None:
 
 def test_a_checkpoint_holds_parameters_and_optimizer_state(found: Estimate) -> None:
     assert found.checkpoint_bytes == 12 * 10**9
-    assert found.save_seconds == 6  # at 2 GB/s
 
 
 def test_arithmetic_is_as_fast_as_its_precision() -> None:
@@ -328,7 +327,7 @@ def test_what_is_known_of_the_best_is_told(found: Estimate) -> None:
     assert dict(report.details(found)) == {
         "peak": "forward, at block",
         "step": "30 TFLOP, 3.5 kB sent within the node and 250 B between nodes, per device",
-        "save": "11.2 GiB, in 6 s at 2 GB/s",
+        "save": "11.2 GiB in a checkpoint, over all ranks",
     }
     offloaded = dict(report.details(estimate(("strategy=fsdp",), STEP, OFFLOADED, RUN, DEVICE)))
     assert offloaded["host"] == "6 GiB of the host's memory for each device"
