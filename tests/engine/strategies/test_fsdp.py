@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightswitch.failures.classify import Rank, failure_of
 from lightswitch.preflight.strategies import Request, problems
@@ -253,13 +252,6 @@ def test_an_average_within_a_step_is_told_where_to_make_it(fits: Fits) -> None:
     assert told.endswith("; compute with it in a hook such as on_train_batch_end, or use strategy=ddp")
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", *at_night("ddp", "deepspeed_stage_2", "deepspeed_stage_3")])
-def test_an_average_by_hand_is_that_of_one_process(strategy: str, fits: Fits) -> None:
-    (alone,) = fits(AVERAGED)
-    for rank in fits(replace(AVERAGED, strategy=strategy), 2):
-        torch.testing.assert_close(rank.end["mean"], alone.end["mean"], rtol=0, atol=1e-5)
-
-
 class LooksFirst(LanguageModel):
     """Steps by hand, after a pass in which all is frozen, as GANs toggle their optimizers; not validated before."""
 
@@ -409,11 +401,10 @@ class Branching(nn.Module):
 
 
 class Blocks(PlainModel):
-    """Ranks take the branches of each block in another order; ``checkpoints`` by a backward pass within the other."""
+    """Ranks take the branches of each block in another order."""
 
-    def __init__(self, checkpoints: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.checkpoints = checkpoints
         self.first, self.last = nn.Linear(2, 8), nn.Linear(8, 4)
         self.blocks = nn.ModuleList(Branching() for _ in range(3))
 
@@ -425,8 +416,6 @@ class Blocks(PlainModel):
 
     def _through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         is_one = self.global_rank == 0
-        if self.checkpoints:
-            return checkpoint(block, x, is_one, use_reentrant=True)
         return block(block(x, is_one), not is_one)
 
 
@@ -437,17 +426,9 @@ class OtherBlocks(Blocks):
         return x if block is self.blocks[self.global_rank] else block(x, True)
 
 
-class ByRankOnce(Blocks):
-    def _through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return block(x, self.global_rank == 0)
-
-
-@pytest.mark.parametrize(
-    ("module", "like"), [(Blocks, Blocks), (partial(Blocks, checkpoints=True), ByRankOnce)], ids=["twice", "reentrant"]
-)
-def test_branches_of_a_unit_that_runs_several_times_are_not_mixed(module: Any, like: Any, fits: Fits) -> None:
-    alike = fits(replace(PLAIN, module=like, strategy="ddp find_unused_parameters=true"), 2)[0]
-    sharded = fits(replace(PLAIN, module=module, strategy="fsdp"), 2)[0]
+def test_branches_of_a_unit_that_runs_several_times_are_not_mixed(fits: Fits) -> None:
+    alike = fits(replace(PLAIN, module=Blocks, strategy="ddp find_unused_parameters=true"), 2)[0]
+    sharded = fits(replace(PLAIN, module=Blocks, strategy="fsdp"), 2)[0]
     assert max(float((sharded.end[name] - value).abs().max()) for name, value in alike.end.items()) <= 1e-5
 
 
