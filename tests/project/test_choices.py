@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.cluster.placement import Placement
-from lightswitch.config import aliases
 from lightswitch.launch.hydra_entry import register_resolvers
 from lightswitch.preflight import root_keys, targets
 from lightswitch.preflight.targets import signature
@@ -27,7 +26,7 @@ def test_a_choice_composes_and_names_code_that_is_there(group: str, choice: str)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", overrides=[f"{group}={choice}"])
     for target in _targets(OmegaConf.to_container(cfg, resolve=False)):
-        assert callable(get_object(aliases.MOVED.get(target, target))), target
+        assert callable(get_object(target)), target
 
 
 @pytest.mark.parametrize("model", choices("model"))

@@ -13,8 +13,6 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 
 from lightswitch.cluster import placement
 
-_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-
 
 def detect() -> ClusterEnvironment:
     """Return the environment of the launcher that started this process.
@@ -29,7 +27,7 @@ def detect() -> ClusterEnvironment:
     if found.launcher == "torchrun":
         return TorchElasticEnvironment()
     if found.launcher == "env":
-        return by_environment()
+        return ExportedEnvironment()
     return LocalEnvironment()
 
 
@@ -65,7 +63,7 @@ class LocalEnvironment(LightningEnvironment):
     def main_port(self) -> int:
         if self._main_port == -1 and not os.environ.keys() & {"MASTER_PORT", "STANDALONE_PORT"}:
             held = reserve_port()
-            weakref.finalize(self, held.close)  # not an attribute, as a launcher pickles this object
+            weakref.finalize(self, held.close)
             self._main_port = held.getsockname()[1]
         return super().main_port
 
@@ -81,18 +79,6 @@ def reserve_port() -> socket.socket:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("", 0))
     return held
-
-
-def by_environment() -> ClusterEnvironment:
-    """Return the environment of processes started one by one, with MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK set.
-
-    Raises:
-        ValueError: some of these are not set.
-    """
-    missing = [name for name in _RENDEZVOUS if name not in os.environ]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} not exported; each process needs {', '.join(_RENDEZVOUS)}")
-    return ExportedEnvironment()
 
 
 class ExportedEnvironment(TorchElasticEnvironment):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,12 +92,6 @@ def _from_counts(launcher: str, environ: Mapping[str, str]) -> Placement:
 def _from_slurm(environ: Mapping[str, str]) -> Placement:
     tasks, nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_STEP_NUM_NODES"])
     return Placement("slurm", nodes, tasks // nodes, int(environ["SLURM_PROCID"]))
-
-
-def is_module() -> bool:
-    """Return whether Python runs the script as a module: `python -m train`, but not `python -m cProfile train.py`."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec is not None and spec.origin == os.path.abspath(sys.argv[0])
 
 
 # The environment variables that reports may show: no others, because they may hold passwords.

@@ -258,7 +258,6 @@ _FIXES = {  # by kind: the wording of a value, and what the user can do about a 
     "code": ("another {name}", "use the same code on every node"),
     "config": ("{name}={value}", "give every process the same overrides"),
 }
-_BY_CLOCK = "each process reads its clock, so type the value, or export it and type ${oc.env:NAME}"
 
 
 def compare(store: Store, point: MeetingPoint, own: Evidence, run_dir: Path, refusal: str) -> str:
@@ -336,7 +335,7 @@ def difference(first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) ->
         if kind == "code":
             return f"{who} {theirs} than {of_first}; {fix}"
         of_rank_0 = _listed(form, {name: first[kind].get(name) for name in values})
-        return f"{who} {theirs}, {of_first} has {of_rank_0}; {_BY_CLOCK if '${now:' in theirs else fix}"
+        return f"{who} {theirs}, {of_first} has {of_rank_0}; {fix}"
     blind = [one for one in others if not one["sees_mark"]]
     if not blind:
         return ""

@@ -60,7 +60,6 @@ _WORDS = {
         "init_method dist_url"
     ),
     # Strategies and their options
-    "strategy": "distributed_strategy",
     "strategy=ddp": "ddp distributed strategy=horovod strategy=dist strategy=distributed strategy=ddp2 zero_stage=0",
     "strategy=ddp, which lightswitch.train runs in a notebook, too": "strategy=ddp_notebook",
     "strategy=ddp_spawn": "strategy=mp_spawn strategy=spawn",
@@ -80,8 +79,7 @@ _WORDS = {
     "strategy=ddp trainer.strategy.find_unused_parameters={value}": "find_unused_parameters ddp_find_unused_parameters",
     "strategy=ddp trainer.strategy.broadcast_buffers={value}": "broadcast_buffers ddp_broadcast_buffers",
     "strategy=fsdp": "fsdp strategy=full_shard strategy=fsdp_full strategy=fsdp_native",
-    "strategy=fsdp, torch's successor of FullyShardedDataParallel, which reads its checkpoints": "strategy=fsdp1",
-    "strategy=fsdp, which is FSDP2": "strategy=fsdp2",
+    "strategy=fsdp, which is FSDP2": "strategy=fsdp2 strategy=fsdp1",
     "strategy=fsdp trainer.strategy.sharding_strategy={value}": "sharding_strategy fsdp_sharding_strategy",
     "strategy=fsdp, or strategy=fsdp_tp for tensor parallelism": "strategy=model_parallel",
     "strategy=fsdp_grad_op": "strategy=shard_grad_op strategy=ddp_sharded strategy=fairscale",
@@ -130,7 +128,6 @@ _WORDS = {
     "callbacks=checkpoint": "callbacks=model_checkpoint",
     "callbacks=default, which shows the progress": "callbacks=rich_progress_bar",
     "~callbacks.progress to hide the progress line": "callbacks.rich_progress_bar",
-    "callbacks.lr_monitor.": "callbacks.learning_rate_monitor.",
     "resume": "resume_from resume_from_checkpoint load_checkpoint",
     "run_id=NAME, which goes on from its newest checkpoint each time; or resume={value}": "snapshot_path",
     "ckpt_path": "checkpoint checkpoint_path",
@@ -234,12 +231,3 @@ def choice(group: str, name: str) -> str | None:
     """Return a group's choice for another framework's name; None if there is none."""
     found = re.fullmatch(rf"{group}=([\w.-]+)", _TYPED.get(_word(f"{group}={name}"), ""))
     return found[1] if found else None
-
-
-# Names that classes had in the version before, and have now
-MOVED = {
-    "lightswitch.monitoring.grad_norm.GradNorm": "lightswitch.monitoring.throughput.GradNorm",
-    "lightswitch.monitoring.trackers.MLflowRun": "lightning.pytorch.loggers.MLFlowLogger",
-    "lightswitch.monitoring.trackers.WandbRun": "lightning.pytorch.loggers.WandbLogger",
-    "lightswitch.monitoring.metrics.WandbRun": "lightning.pytorch.loggers.WandbLogger",
-}

@@ -93,20 +93,15 @@ def masked_keys(node: Any) -> list[str]:
 
 
 def values(cfg: DictConfig, without: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return the values of a config as a run writes them, as text by dotted key: none of the environment, no secret.
+    """Return the values of a config as a run writes them, as text by dotted key: none of the environment, no secret,
+    and none of the clock, which each process reads for itself.
 
     Args:
         without: prefixes of keys to leave out.
     """
-    written, times = _flat(public(cfg)), of_the_clock(cfg)
-    texts = {key: f"{leaf} of {times[key]}" if key in times else str(leaf) for key, leaf in written}
-    return {key: text for key, text in texts.items() if not key.startswith(without)}
-
-
-def of_the_clock(cfg: DictConfig) -> dict[str, str]:
-    """Return the values that a config takes from the clock, unresolved, by dotted key: each process has another."""
-    flat = _flat(OmegaConf.to_container(cfg, resolve=False))
-    return {key: leaf for key, leaf in flat if isinstance(leaf, str) and "${now:" in leaf}
+    by_clock = {key for key, leaf in _flat(OmegaConf.to_container(cfg)) if "${now:" in str(leaf)}
+    flat = {key: str(leaf) for key, leaf in _flat(public(cfg)) if key not in by_clock}
+    return {key: text for key, text in flat.items() if not key.startswith(without)}
 
 
 def _is_secret(name: str, value: object) -> bool:

@@ -23,7 +23,7 @@ from omegaconf.errors import (
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]  # PyYAML has no types of its own
 
 from lightswitch.config import aliases
-from lightswitch.config.overrides import CONSTRUCTED, GROUPS, MODES, key_and_value
+from lightswitch.config.overrides import CONSTRUCTED, GROUPS, MODES, key_and_value, raw_keys
 from lightswitch.errors import RefusedRequest, listed, nearest
 
 _KEY = re.compile(r"[+~]*[^\W\d][\w@/-]*(\.[\w@/-]+)*( *=|$)")
@@ -42,12 +42,9 @@ def check_flags(arguments: list[str], typed: list[str]) -> None:
         typed: the words in the order in which they were typed.
 
     Raises:
-        RefusedRequest: a flag does not exist, lacks its value, or would unpickle a file; or a setting has no key.
+        RefusedRequest: a flag does not exist or lacks its value; or a setting has no key.
     """
     found, unknown = _Flags(add_help=False, parents=[get_args_parser()]).parse_known_args(arguments)
-    if found.experimental_rerun is not None:
-        unpickles = "--experimental-rerun unpickles a file, which may run code; type the command from run.json"
-        raise RefusedRequest([unpickles])
     problems = [_unknown_flag(flag, typed) for flag in unknown]
     if problems := problems or [problem for override in found.overrides for problem in _beyond_reading(override)]:
         raise RefusedRequest(problems)
@@ -195,7 +192,7 @@ def _meant(key: str, node: DictConfig) -> str:
     if known:
         meant = aliases.advice(known)
         return f" {meant[0].upper()}{meant[1:]}"
-    if elsewhere := sorted(f"{group}.{name}" for group in root if name in _raw_keys(root._get_node(group))):
+    if elsewhere := sorted(f"{group}.{name}" for group in root if name in raw_keys(root._get_node(group))):
         return f" Did you mean {listed(elsewhere, separator=' or ')}?"
     keys = {*map(str, node), *(() if above else GROUPS)}
     return nearest(name, keys, alike=0.5 if above else 0.65)
@@ -208,11 +205,6 @@ def _of_model(root: Any, key: str) -> str | None:
     if not isinstance(model, DictConfig) or group not in ("optimizer", "scheduler"):
         return None
     if group in model:  # the model's config has such a node
-        return f"model.{key}" if name in _raw_keys(model._get_node(group)) else None
-    own = _raw_keys(model)
+        return f"model.{key}" if name in raw_keys(model._get_node(group)) else None
+    own = raw_keys(model)
     return next((f"model.{one}" for one in (name, *aliases.names(key)) if one in own), None)
-
-
-def _raw_keys(node: Any) -> list[Any]:
-    """Return the keys of a node; none for null, a plain value or an interpolation, which is not resolved."""
-    return list(node) if isinstance(node, DictConfig) and not (node._is_none() or node._is_interpolation()) else []

@@ -54,6 +54,11 @@ def key_and_value(override: str) -> tuple[str, str]:
     return key, value
 
 
+def raw_keys(node: Any) -> list[Any]:
+    """Return the keys of a node; none of null, a plain value or an interpolation, which is not resolved."""
+    return list(node) if isinstance(node, DictConfig) and not (node._is_none() or node._is_interpolation()) else []
+
+
 def asks_for_a_sweep(arguments: list[str]) -> bool:
     """Return whether a command line has the multirun flag, `-m` or `--multirun`."""
     return not _SWEEPS.isdisjoint(arguments)

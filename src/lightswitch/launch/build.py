@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -208,18 +208,18 @@ def _with_scaled_learning_rate(cfg: DictConfig, plan: BatchPlan) -> DictConfig:
 
 
 def _strategy(trainer: DictConfig) -> HookedStrategy:
-    """Return the strategy that the Trainer's config names, by its class or by a name registered in Lightning.
+    """Return the strategy whose class the Trainer's config names.
 
     Raises:
-        Refused: there is no strategy of that name, or its constructor rejects its arguments.
+        Refused: it names no class, or the constructor rejects its arguments.
     """
     named, refusals = trainer.get("strategy", "auto"), list[Refused]()
     if named == "auto":
         return hooked(auto(trainer.accelerator, trainer.devices, trainer.num_nodes))
     if not isinstance(named, DictConfig):
-        if named not in StrategyRegistry:
-            raise Refused(f"trainer.strategy={named}: there is no such strategy; use strategy=auto")
-        return hooked(StrategyRegistry.get(named))
+        raise Refused(
+            f"trainer.strategy={named}: it names no class; type strategy={named}, or trainer.strategy._target_="
+        )
     strategy = instantiated(trainer, "strategy", refusals)
     raise_all(refusals)
     return hooked(strategy)

@@ -64,46 +64,24 @@ def evaluate(checkpoint: str, placement: Placement, mode: str) -> str:
 def planned(placement: Placement, words: list[str]) -> str:
     """Return the command that starts a planned run, with the overrides that the plan recommends."""
     keys = [word.partition("=")[0] for word in words]
-    other = ("trainer.precision",) if "precision" in keys else ()
-    return _again(placement, ("mode", "plan", "run_id", "device", *keys, *other), *words)
+    return _again(placement, ("mode", "plan", "run_id", "device", *keys), *words)
 
 
-_OF_THE_WORLD = (
-    *("mode", "plan", "dry_run", "check", "device", "run_id", "hydra"),
-    *("num_nodes", "trainer.num_nodes", "trainer.devices"),
-)
-
-
-def overrides_of_run(without: tuple[str, ...] = ()) -> list[str]:
-    """Return the command line's overrides without those that choose devices, which launchers do, or plan a run.
-
-    Args:
-        without: further keys to leave out.
-    """
-    return _overrides(without=(*_OF_THE_WORLD, *without))
-
-
-def overrides_below(key: str) -> list[str]:
-    """Return the command line's overrides of the keys below a key."""
-    words = _overrides(without=("hydra",))
-    return [word for word in words if word.lstrip("+~").startswith(f"{key}.")]
+def overrides(without: tuple[str, ...]) -> list[str]:
+    """Return the command line's overrides, except those of some keys and of the keys below them."""
+    typed = list(map(shortened, sys.orig_argv[_script(sys.orig_argv).stop :]))
+    below = tuple(f"{key}{mark}" for key in without for mark in "./@=")
+    return [word for word in typed if not f"{word.lstrip('+~')}=".startswith(below)]
 
 
 def _again(placement: Placement, without: tuple[str, ...], *words: str) -> str:
     """Return the command that starts the script by its launcher, without some overrides and with others."""
-    return _joined([*_program(placement), *_overrides(without=without), *words])
+    return _joined([*_program(placement), *overrides(without), *words])
 
 
 def _joined(words: list[str]) -> str:
     """Return a command to print, in which values that are named like secrets are masked."""
     return shlex.join(map(masked_override, words))
-
-
-def _overrides(without: tuple[str, ...]) -> list[str]:
-    """Return the command line's overrides, except those of some keys and of the keys below them."""
-    typed = list(map(shortened, sys.orig_argv[_script(sys.orig_argv).stop :]))
-    below = tuple(f"{key}{mark}" for key in without for mark in "./@=")
-    return [word for word in typed if not f"{word.lstrip('+~')}=".startswith(below)]
 
 
 def _program(placement: Placement) -> list[str]:
@@ -130,8 +108,6 @@ def _options_of_torchrun(placement: Placement) -> list[str]:
 
 
 def _script(words: list[str]) -> slice:
-    """Return where the script is in a command's words: `train.py`, or `-m train` if Python runs it as a module."""
-    at = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
-    if at is None and "-m" in words:
-        return slice(words.index("-m"), words.index("-m") + 2)
-    return slice(at or 0, (at or 0) + 1)
+    """Return where the script is in a command's words."""
+    at = next((index for index, word in enumerate(words) if word.endswith(".py")), 0)
+    return slice(at, at + 1)

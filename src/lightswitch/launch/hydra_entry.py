@@ -24,14 +24,12 @@ from lightswitch import patches
 from lightswitch.cluster import placement
 from lightswitch.cluster.placement import Placement
 from lightswitch.config import hydra_versions
-from lightswitch.config.confidential import of_the_clock
 from lightswitch.config.hydra_errors import NO_YAML, check_flags, problems_of_composition
 from lightswitch.config.overrides import (
     asks_for_a_sweep,
     asks_for_help,
     check_names,
     normalised,
-    quoted,
 )
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, RefusedRequest, Stopped
@@ -132,10 +130,6 @@ class Entry:
         run = RunContext(folder, str(cfg.get("run_id")), mode, found, hydra, self.process, self.signals)
         if cfg.get("mode") == "fit":
             _resume_restarted(cfg, run)
-        if found.launcher == "local":  # the ranks that this process starts get its time
-            for key in of_the_clock(cfg):
-                OmegaConf.update(cfg, key, time := str(OmegaConf.select(cfg, key)))
-                self.process.decided.append(f"{key}={quoted(time)}")
         if not OmegaConf.is_missing(run.hydra.job, "num") and found.rank == 0:
             from lightswitch.sweeps import job
 
@@ -151,16 +145,8 @@ class Entry:
             run.process.end_ranks()
             raise
         except BaseException as error:  # also a SystemExit raised by the model: the run is not finished
-            ending.answer(_explained(error), cfg, run)
+            ending.answer(error, cfg, run)
         return None
-
-
-def _explained(error: BaseException) -> BaseException:
-    """Return a refusal if a fork's script imports what this version of the engine does not have, else the error."""
-    if not (isinstance(error, ImportError) and (error.name or "").startswith("lightswitch")):
-        return error
-    advice = "in a clone of lightswitch, type python -m lightswitch.fork NAME --since COMMIT > new.diff, and merge it"
-    return RefusedRequest([f"{Path(sys.argv[0]).name} is for another version of lightswitch: {error.msg}; {advice}"])
 
 
 def _resume_restarted(cfg: DictConfig, run: RunContext) -> None:

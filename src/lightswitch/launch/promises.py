@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -29,12 +28,12 @@ from lightswitch.launch import commands
 log = logging.getLogger(__name__)
 
 _OF_RUNS = (  # keys that the check sets for each run, and whose overrides it drops
-    *("strategy", "trainer.strategy", "cluster", "resume", "ckpt_path", "compare"),
+    *("mode", "plan", "dry_run", "check", "device", "run_id", "hydra", "resume", "ckpt_path", "compare"),
+    *("strategy", "trainer.strategy", "cluster", "num_nodes", "trainer.num_nodes", "trainer.devices"),
     *(f"trainer.{key}" for key in ("accelerator", "log_every_n_steps", "num_sanity_val_steps")),
     *("trainer.limit_test_batches", "trainer.enable_checkpointing", "trainer.fast_dev_run"),
 )
 _EPS = {"bf16": 2.0**-7, "16": 2.0**-10}  # machine epsilon, by the first letters of a precision's name
-NEEDS_GPU = re.compile(r"NVIDIA driver|not compiled with CUDA|CUDA (?:device|error|is not|unavailable)|No CUDA|nvcc")
 
 
 def check(cfg: DictConfig, run: RunContext) -> None:
@@ -42,7 +41,7 @@ def check(cfg: DictConfig, run: RunContext) -> None:
 
     Raises:
         Ended: with exit code 1, if a promise does not hold, or the module fails in one process.
-        Refused: the run in one process is refused, takes too few steps, or needs a GPU.
+        Refused: the run in one process is refused, or takes too few steps.
     """
     with tempfile.TemporaryDirectory(dir=run.run_dir, prefix="check_", ignore_cleanup_errors=True) as folder:
         rows = _check(cfg, run, Path(folder))
@@ -74,7 +73,7 @@ def _check(cfg: DictConfig, run: RunContext, folder: Path) -> dict[str, Row]:
     check = Check(
         partial(run_script, environment=environment),
         folder,
-        [*commands.overrides_of_run(without=_OF_RUNS), *(f"{key}={value}" for key, value in settings.items())],
+        [*commands.overrides(_OF_RUNS), *(f"{key}={value}" for key, value in settings.items())],
         cfg.check.steps,
         lambda count: BatchPlan.derive(cfg.global_batch_size, micro_batch, count).micro_batch,
         _eps(str(cfg.trainer.get("precision") or "32")),
@@ -82,7 +81,7 @@ def _check(cfg: DictConfig, run: RunContext, folder: Path) -> dict[str, Row]:
     )
     one = check.run(SINGLE)
     if one.code or one.steps < cfg.check.steps:
-        _refuse(cfg, one, on_gpus)
+        _refuse(cfg, one)
     return {way.name: check.row(way) for way in (SINGLE, *_ways(cfg, run))}
 
 
@@ -111,7 +110,7 @@ def _ways(cfg: DictConfig, run: RunContext) -> Iterator[Way]:
     asked, chosen = cfg.check.strategies, str(run.hydra.runtime.choices.get("strategy"))
     nodes = dict(_nodes(run))
     if asked is None and chosen in nodes:
-        details = commands.overrides_below("trainer.strategy")
+        details = [word for word in commands.overrides(()) if word.lstrip("+~").startswith("trainer.strategy.")]
         yield Way(chosen, (f"strategy={chosen}", *details), cfg.check.devices)
         return
     named = list(nodes) if asked == "all" else [asked] if isinstance(asked, str) else asked
@@ -134,27 +133,20 @@ def _nodes(run: RunContext) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield name, node
 
 
-def _refuse(cfg: DictConfig, one: ShortRun, on_gpus: bool) -> NoReturn:
+def _refuse(cfg: DictConfig, one: ShortRun) -> NoReturn:
     """Report that the module does not train in one process, where no strategy can be the cause.
 
     Raises:
         Ended: with exit code 1, if the run has failed.
-        Refused: the run is refused, takes too few steps, or needs a GPU.
+        Refused: the run is refused, or takes too few steps.
     """
     name = str(cfg.model.get("_target_"))
     if one.is_refused:
         raise RefusedRequest([one.problem])
-    if one.code == 0 and (steps := one.steps):
-        raise Refused(
-            f"{name} ended after {steps} step{'s' if steps > 1 else ''} in one process, and check.steps="
-            f"{cfg.check.steps}; type a smaller check.steps, or a larger trainer.max_steps or trainer.max_epochs"
-        )
     if one.code == 0:
-        raise Refused(f"{name} took no step in one process; give it data of at least one global batch")
-    if not on_gpus and NEEDS_GPU.search(one.output):
         raise Refused(
-            f"{name} needs a GPU, and this machine has fewer than check.devices={cfg.check.devices}: "
-            f"{one.problem}; check it on a machine that has them"
+            f"{name} took {one.steps} steps in one process, and check.steps={cfg.check.steps}; type a smaller "
+            "check.steps, or give it longer data or a larger trainer.max_steps or trainer.max_epochs"
         )
     print(one.output, file=sys.stderr)
     log.error("%s fails in one process, before any strategy is tried: %s", name, one.problem)

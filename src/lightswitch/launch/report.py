@@ -8,13 +8,12 @@ import shlex
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightswitch import regular_files
 from lightswitch.batches.plan import BatchPlan
@@ -29,7 +28,6 @@ from lightswitch.launch.instantiation import shards_itself
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.display import table
 from lightswitch.preflight import devices
-from lightswitch.preflight.targets import own_batch
 from lightswitch.runs import resume
 from lightswitch.runs.resume import Beginning
 
@@ -52,25 +50,13 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
     if shards_itself(cfg):
         log.info("batch      of each device's data loader × accumulation %d", plan.accumulation)
     else:
-        log.info("batch      %s%s", plan, _of_data(cfg, run, plan))
+        log.info("batch      %s", plan)
     log.info("run        %s", shown(run.run_dir))
     if start.path is not None and cfg.mode == "fit":
         changed = resume.changes_since(_run_dir_of(start.path), cfg)
         log.info("resumes    %s%s", start, f", with {changed}" if changed else "")
     elif start.path is not None:
         log.info("reads      %s", start)
-
-
-def _of_data(cfg: DictConfig, run: RunContext, plan: BatchPlan) -> str:
-    """Return a note on a batch size that the data define: it sets the global batch or, if typed, limits evaluation."""
-    own = own_batch(cfg)
-    if own is None:
-        return ""
-    if OmegaConf.is_interpolation(cfg, "global_batch_size"):
-        plain: Any = OmegaConf.to_container(cfg, resolve=False)
-        is_usual = plain["global_batch_size"].endswith(f":{own.size}}}")
-        return "" if is_usual else f", from {own.key}"
-    return f"; {own.key}={own.size} limits the evaluation batch size" if own.key in typed_keys(run.hydra) else ""
 
 
 @rank_zero_only
@@ -97,7 +83,7 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
     is_trial = trainer.fast_dev_run  # type: ignore[attr-defined]  # set past Lightning's declaration
     has_ended = cfg.mode == "fit" and not (trainer.interrupted or is_trial)
     next_steps = _told(run, go_on, _mode_of_evaluation(trainer)) | (_weights(run.run_dir) if has_ended else {})
-    for what, text in (next_steps | _profiles(trainer)).items():
+    for what, text in next_steps.items():
         log.info("%-10s %s", what, text)
     if has_ended:
         resume.write_end(cfg, run.run_dir, trainer.global_step, go_on)
@@ -147,13 +133,6 @@ def _weights(run_dir: Path) -> dict[str, str]:
         log.warning("weights    %s was not written: %s; to write it later, type %s", file.name, error, command)
         return {}
     return {"weights": shown(file)}
-
-
-def _profiles(trainer: Trainer) -> dict[str, str]:
-    """Return the files that the profiler has written, by the label of their line; empty if it has written none."""
-    folder, name = (getattr(getattr(trainer, "profiler", None), key, None) for key in ("dirpath", "filename"))
-    files = sorted(Path(folder).glob(f"*{name}*")) if folder and name else []
-    return {"profile": " ".join(shlex.quote(shown(file)) for file in files)} if files else {}
 
 
 def _mode_of_evaluation(trainer: Trainer) -> str | None:

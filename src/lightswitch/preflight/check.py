@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,8 +15,14 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from lightswitch import versions
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.cluster.placement import Placement
-from lightswitch.config.overrides import AUTO, files_of_group, key_and_value, name_problems, quoted, typed_overrides
+from lightswitch.config.overrides import (
+    AUTO,
+    files_of_group,
+    name_problems,
+    quoted,
+    typed_keys,
+    typed_overrides,
+)
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest
 from lightswitch.preflight import devices, root_keys, strategies, targets
@@ -42,7 +47,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     _raise(config_problems(_resolved(cfg), run.hydra))
     plain = _resolved(cfg)  # with the batch size that the data's constructor has, now that it is imported
     _raise(root_keys.unread_problems(cfg, run.hydra))
-    place, typed = run.placement, typed_overrides(run.hydra)
+    place = run.placement
     of_one_process = plain["mode"] in (*strategies.PLANS, strategies.CHECK)
     if of_one_process:
         _raise(strategies.mode_problems(plain, place, files_of_group(run.hydra, "strategy")))
@@ -50,26 +55,23 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     trainer = plain["trainer"]
     found = versions.of(("torch", "torchvision"))
     _raise(devices.torchvision_problems(found, versions.required_by("torchvision")))  # else lightning can't be imported
-    _raise(
-        devices.accelerate_problems({key_and_value(word)[0] for word in typed}),
-        devices.process_problems(plain, place),
-    )
+    _raise(devices.accelerate_problems(typed_keys(run.hydra)), devices.process_problems(plain, place))
     if (timeout := os.environ.get("NCCL_TIMEOUT")) and run.is_first and "timeout_seconds" not in str(trainer):
         log.info("advice     NCCL_TIMEOUT has no effect; type trainer.strategy.timeout_seconds=%s instead", timeout)
     kind = devices.accelerator(trainer)
     _raise(
-        _batch(plain, place),
+        _batch(plain),
         root_keys.unscaled_rate(cfg, plain),
-        strategies.problems(_request(plain, place, kind)),
+        strategies.problems(_request(plain, kind)),
         strategies.precision_problems(plain, kind),
-        _callbacks(plain, typed),
+        _callbacks(plain),
         _run_directory(run.run_dir),
         _start(plain, run.run_dir),
         () if of_one_process else devices.absent(trainer, place),
         () if of_one_process else devices.compiler_problems(plain.get("compile"), kind),
     )
     _raise(() if of_one_process else devices.node_problems(plain, place))
-    return _plan(plain, place)
+    return _plan(plain)
 
 
 def config_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
@@ -84,8 +86,7 @@ def config_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
         hydra: Hydra's node of the config, with the overrides as typed.
     """
     typed, choices = typed_overrides(hydra), {group: files_of_group(hydra, group) for group in ("callbacks", "logger")}
-    typed_keys = {key_and_value(override)[0] for override in typed}
-    typed_nodes = {key.lstrip("~").partition(".")[0] for key in typed_keys}
+    typed_nodes = {key.lstrip("~").partition(".")[0] for key in typed_keys(hydra)}
     of_tools = set() if cfg["mode"] in strategies.PLANS else {"plan"}  # a run imports none
     return (
         [
@@ -93,7 +94,7 @@ def config_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
             *root_keys.misspelt(cfg, typed),
             *root_keys.wrong(cfg),
             *targets.unnamed(cfg, choices),
-            *strategies.trainer_problems(cfg["trainer"], typed_keys),
+            *strategies.trainer_problems(cfg["trainer"], typed_keys(hydra)),
         ]
         or [*targets.problems(cfg, typed_nodes)]
         or [*targets.problems(cfg, cfg.keys() - typed_nodes - of_tools)]
@@ -127,22 +128,22 @@ def _missing(node: Any, key: str = "") -> Iterator[str]:
             yield from _missing(value, f"{key}.{name}".lstrip("."))
 
 
-def _batch(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
+def _batch(cfg: dict[str, Any]) -> Iterator[str]:
     if (splits := (cfg.get("data") or {}).get("sharded_by")) not in (None, "dataset"):
         yield f"data.sharded_by={splits}: expected dataset, if the dataset splits itself by rank, or null"
     try:
-        _plan(cfg, place)
+        _plan(cfg)
     except BatchError as error:
         yield str(error)
 
 
-def _plan(cfg: dict[str, Any], place: Placement) -> BatchPlan:
-    request = _request(cfg, place, "")
+def _plan(cfg: dict[str, Any]) -> BatchPlan:
+    request = _request(cfg, "")
     together = request.strategy.get("tensor_parallel_size", 1)  # ranks on the same data
     return BatchPlan.derive(*request.batch, max(1, request.world_size // max(1, together)))
 
 
-def _request(cfg: dict[str, Any], place: Placement, accelerator: str) -> strategies.Request:
+def _request(cfg: dict[str, Any], accelerator: str) -> strategies.Request:
     trainer, strategy = cfg["trainer"], cfg["trainer"].get("strategy")
     return strategies.Request(
         strategy if isinstance(strategy, dict) else {"_target_": str(strategy)},
@@ -155,20 +156,13 @@ def _request(cfg: dict[str, Any], place: Placement, accelerator: str) -> strateg
     )
 
 
-def _callbacks(cfg: dict[str, Any], typed: list[str]) -> Iterator[str]:
+def _callbacks(cfg: dict[str, Any]) -> Iterator[str]:
     nodes = {key: str(node.get("_target_")) for key, node in (cfg.get("callbacks") or {}).items() if node}
-    chosen = [
-        value for key, value in map(key_and_value, typed) if key == "callbacks" and re.fullmatch(r"[\w,[\]]+", value)
-    ]
     if cfg["trainer"].get("enable_checkpointing", True) and not any("Checkpoint" in one for one in nodes.values()):
-        if chosen and "default" not in chosen[-1]:
-            found = f"callbacks={(names := chosen[-1].strip('[]'))} leaves out the default callbacks"
-            yield f"{found}, including those that write checkpoints; type callbacks=[default,{names}]"
-        else:
-            yield (
-                "every checkpoint callback was removed, and Lightning would add its default one; "
-                "also set trainer.enable_checkpointing=false to train without checkpoints"
-            )
+        yield (
+            "no callback writes checkpoints, and Lightning would add its own; type callbacks=[default,NAME] to add to "
+            "the default ones, or trainer.enable_checkpointing=false to train without"
+        )
     for name, target in nodes.items() if not any((cfg.get("logger") or {}).values()) else ():
         if target.endswith(("LearningRateMonitor", "DeviceStatsMonitor")):
             yield f"callbacks.{name} writes to a logger, and every logger was removed; also type ~callbacks.{name}"
@@ -176,11 +170,7 @@ def _callbacks(cfg: dict[str, Any], typed: list[str]) -> Iterator[str]:
 
 def _run_directory(run_dir: Path) -> Iterator[str]:
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    if not os.access(existing, os.W_OK):
-        is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
-        why = f"the file system of {existing} is read-only" if is_read_only else f"no permission in {existing}"
-        yield f"the run directory {run_dir} can't be written: {why}"
-    elif (free_bytes := shutil.disk_usage(existing).free) < _LOG_BYTES:
+    if (free_bytes := shutil.disk_usage(existing).free) < _LOG_BYTES:
         yield f"the run directory {run_dir} can't be written: the disk is full, {free_bytes / 1e3:.0f} KB are free"
 
 
@@ -203,9 +193,7 @@ def _start(cfg: dict[str, Any], run_dir: Path) -> Iterator[str]:
         path = checkpoint(name, run_dir)
         folders = (path, path / "checkpoints")
         within = [one for folder in folders for one in sorted(folder.glob("*.ckpt"), key=_last_first)]
-        if not name:
-            yield f"{key} is empty; leave it out, or name a checkpoint"
-        elif "://" in name:
+        if "://" in name:
             yield f"{key}={name}: checkpoints are read from folders; copy it to one, and type its path"
         elif not path.exists() and path != Path(name) and not path.parent.exists():
             run_id = path.parent.parent.name

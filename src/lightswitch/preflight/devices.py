@@ -7,10 +7,8 @@ import os
 import re
 import shutil
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lightswitch.cluster import placement
@@ -62,7 +60,7 @@ LAUNCHERS = {
         "export LOCAL_WORLD_SIZE={} and start that many ranks, or list {} GPUs in CUDA_VISIBLE_DEVICES",
     ),
     "slurm": Launcher(
-        "start it with srun python train.py",
+        "start it with srun --ntasks-per-node=N python train.py",
         ("SLURM_STEP_NUM_TASKS",),
         ("SLURM_STEP_NUM_NODES", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
         "SLURM_STEP_NUM_TASKS",
@@ -71,18 +69,10 @@ LAUNCHERS = {
         "use --ntasks-per-node={}, or --gpus-per-node={} in place of --gpus-per-task",
     ),
 }
-# ranks, and the counts that they must be below
-_BELOW = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE", "GROUP_RANK": "GROUP_WORLD_SIZE"}
-_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
-_COUNTS = (
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
-    *("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"),
+_NUMBERS = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "MASTER_PORT"),
 )
-_NUMBERS = {  # what each variable may be
-    **dict.fromkeys(_RANKS, (range(10**9), "a whole number from 0")),
-    **dict.fromkeys(_COUNTS, (range(1, 10**9), "a whole number from 1")),
-    **dict.fromkeys(("MASTER_PORT", "STANDALONE_PORT"), (range(1, 2**16), "a port from 1 to 65535")),
-}
 
 
 def check_environment(environ: Mapping[str, str] = os.environ) -> None:
@@ -98,61 +88,47 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def _malformed(environ: Mapping[str, str]) -> Iterator[str]:
-    for name, (numbers, expected) in _NUMBERS.items():
-        value = environ.get(name, str(numbers[0]))
-        if not re.fullmatch("[0-9]{1,12}", value) or int(value) not in numbers:
-            yield f"{name}: found {value!r}, expected {expected}; set a valid value, or type unset {name}"
+    for name in _NUMBERS:
+        value, least = environ.get(name, "1"), int(not name.endswith(("RANK", "ID")))
+        most = 65535 if name == "MASTER_PORT" else 10**9
+        if not re.fullmatch("[0-9]{1,12}", value) or not least <= int(value) <= most:
+            yield (
+                f"{name}: found {value!r}, expected a whole number from {least} to {most}; set a valid value, or type "
+                f"unset {name}"
+            )
     if not environ.get("MASTER_ADDR", "localhost").strip():
         yield "MASTER_ADDR: found '', expected a host's name or address; set a valid value, or type unset MASTER_ADDR"
 
 
 def _misplaced(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield contradictions between variables that are each well-formed."""
-    name = placement.launcher(environ)
-    launcher = LAUNCHERS.get(name)
-    yield from (
-        list(_missing(launcher, launcher.needed, environ) if launcher else _ranks_of_nobody(environ))
-        or list(_beyond(name, environ))
-        or list(_out_of_order(name, launcher, environ) if launcher else ())
-    )
-
-
-def _missing(launcher: Launcher, needed: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
-    if missing := [name for name in needed if name not in environ]:
+    launcher = LAUNCHERS.get(placement.launcher(environ))
+    if launcher is None:
+        yield from _ranks_of_nobody(environ)
+    elif missing := [name for name in launcher.needed if name not in environ]:
         found = f"{_set(environ, launcher.signs)}: there is no {', '.join(missing)}"
         yield f"{found}; {launcher.starter}, or type unset {' '.join(launcher.signs)}"
+    else:
+        yield from _out_of_order(launcher, environ)
 
 
-def _beyond(launcher: str, environ: Mapping[str, str]) -> Iterator[str]:
-    counts = {"LOCAL_WORLD_SIZE": environ["WORLD_SIZE"], **environ} if "WORLD_SIZE" in environ else environ
-    for name, count in _BELOW.items():
-        is_read = launcher != "slurm" and name in counts and count in counts
-        if is_read and int(counts[name]) >= int(counts[count]):
-            yield f"{_set(counts, (name, count))}: export a {name} from 0 to {int(counts[count]) - 1}"
-
-
-def _out_of_order(name: str, launcher: Launcher, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield a problem if nodes have different numbers of processes, or if the ranks are not numbered node by node.
+def _out_of_order(launcher: Launcher, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield a problem unless each node has as many processes as the others, and ranks are numbered node by node.
 
     Lightning, and strategies that shard over the devices of a node, rely on that order.
     """
     place = placement.detect(environ)
-    _, node, local = launcher.ordered
     per_node, processes = place.devices_per_node or 1, int(environ[launcher.world_size])
-    if place.nodes * per_node != processes or len({*_tasks_of_nodes(environ)}) > 1:
-        found = f"{launcher.world_size}={processes}: {name} started different numbers of processes on the nodes"
-        yield f"{found}; start each node with the same {launcher.options[1].format('N')}"
-        return
-    number = int(environ.get(node, place.rank // per_node if name == "env" else 0))
-    if number * per_node + int(environ.get(local, place.rank % per_node)) != place.rank:
-        found = _set(environ, [one for one in launcher.ordered if one in environ])
-        whole = f"{per_node} processes on each of {place.nodes} nodes"
-        yield f"{found}: {whole} must be numbered node by node; {launcher.starter}"
-
-
-def _tasks_of_nodes(environ: Mapping[str, str]) -> list[str]:
-    """Return the different numbers of srun's tasks on a node, from a value such as 4(x2),3; else nothing."""
-    return re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    defaults = {"NODE_RANK": place.rank // per_node, "LOCAL_RANK": place.rank % per_node}  # of exported ranks
+    node, local = (int(environ.get(name, defaults.get(name, 0))) for name in launcher.ordered[1:])
+    on_each = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))  # of 4(x2),3
+    is_even = place.nodes * per_node == processes and len({*on_each}) < 2
+    if not is_even or local >= per_node or place.rank >= processes or node * per_node + local != place.rank:
+        found = _set(environ, [one for one in (launcher.world_size, *launcher.ordered) if one in environ])
+        yield (
+            f"{found}: expected {_counted(per_node, 'process')} on each of {_counted(place.nodes, 'node')}, numbered "
+            f"node by node from 0; {launcher.starter}"
+        )
 
 
 def _ranks_of_nobody(environ: Mapping[str, str]) -> Iterator[str]:
@@ -167,41 +143,27 @@ def _ranks_of_nobody(environ: Mapping[str, str]) -> Iterator[str]:
         missing = [name for name in _MEETING if name not in environ]
         mend = f"type unset {' '.join(placed)}, or {LAUNCHERS['env'].starter}"
         yield f"{_set(environ, placed)}: there is no {', '.join(missing)}; {mend}"
-    if int(environ.get("NODE_RANK", 0)) > 0 and not environ.keys() >= {"MASTER_ADDR", "MASTER_PORT"}:
-        found = f"{_set(environ, ('NODE_RANK',))}: there is no MASTER_ADDR, MASTER_PORT"
-        yield f"{found}; export them on each node, or type unset NODE_RANK"
     if int(environ.get("SLURM_PROCID", 0)) > 0:
         yield f"{_set(environ, ('SLURM_PROCID',))}: srun started no other process of this run; type unset SLURM_PROCID"
 
 
 def _set(environ: Mapping[str, str], names: Sequence[str]) -> str:
-    shown = (value if re.fullmatch(r"[\w.:-]+", value := environ[name]) else repr(value) for name in names)
-    return " and ".join(f"{name}={value}" for name, value in zip(names, shown, strict=True))
+    shown = {name: environ[name] if re.fullmatch(r"[\w.:-]+", environ[name]) else repr(environ[name]) for name in names}
+    return " and ".join(f"{name}={value}" for name, value in shown.items())
 
 
-_ACCELERATE = {  # what `accelerate launch` exports, and the key that does the same
-    "ACCELERATE_MIXED_PRECISION": "precision",
-    "ACCELERATE_DYNAMO_BACKEND": "compile",
-    "ACCELERATE_USE_FSDP": "strategy",
+_OF_ACCELERATE = {
+    **{"ACCELERATE_MIXED_PRECISION": "precision", "ACCELERATE_USE_FSDP": "strategy"},
     "ACCELERATE_USE_DEEPSPEED": "strategy",
-    "ACCELERATE_GRADIENT_CLIPPING": "trainer.gradient_clip_val",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "micro_batch_size",
 }
-_ONE_BATCH = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
 
 
 def accelerate_problems(typed: Set[str], environ: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Yield a problem for what `accelerate launch` has exported, and a run would pass over.
-
-    Args:
-        typed: the keys on the command line, which decide.
-    """
-    values = {name: environ.get(name, "no").lower() for name, key in _ACCELERATE.items() if key not in typed}
-    off = ("no", "false", "none", "auto")
-    if asked := [name for name, value in values.items() if value not in off and (name, value) != _ONE_BATCH]:
-        words = " ".join(f"{key}=VALUE" for key in dict.fromkeys(_ACCELERATE[name] for name in asked))
-        found = f"{_set(environ, asked)}: accelerate launch has exported what a run takes from its config"
-        yield f"{found}; type {words}"
+    """Yield a problem for each choice that `accelerate launch` has exported, and no typed key decides."""
+    for name, key in _OF_ACCELERATE.items():
+        if environ.get(name, "no").lower() not in ("no", "false") and key not in typed:
+            found = f"{_set(environ, (name,))}: accelerate launch has exported it, and nothing reads it"
+            yield f"{found}; type {key}=VALUE"
 
 
 def torchvision_problems(found: Mapping[str, str], requirements: Sequence[str]) -> Iterator[str]:
@@ -211,18 +173,14 @@ def torchvision_problems(found: Mapping[str, str], requirements: Sequence[str]) 
         found: versions of torch and torchvision, if they are installed.
         requirements: of torchvision, from its metadata.
     """
-    torch, _, build = found.get("torch", "").partition("+")
-    build_of_vision = found.get("torchvision", "").partition("+")[2]
-    needed = next((one[1] for text in requirements if (one := re.match(r"torch *\(?== *([\d.]+)", text))), torch)
-    is_known = all(not one or re.fullmatch(r"cpu|cu\d+|rocm[\d.]+|xpu", one) for one in (build, build_of_vision))
-    is_other = torch.split(".")[:2] != needed.split(".")[:2]
-    if len(found) == 2 and (is_other or (is_known and build != build_of_vision)):
-        wanted = f"torchvision==0.{int(torch.split('.')[1]) + 15}.*"  # torch 2.8 with 0.23, and so on
-        index = f" --index-url https://download.pytorch.org/whl/{build}" if is_known and build else ""
-        kind = f"torch {needed}" if is_other else f"the {build_of_vision or 'PyPI'} build of torch"
+    builds = {version.partition("+")[2] for version in found.values()}
+    is_known = all(re.fullmatch(r"|cpu|cu\d+|rocm[\d.]+|xpu", one) for one in builds)  # of PyPI's, it is empty
+    torch = found.get("torch", "")
+    needed = next((one[1] for text in requirements if (one := re.match(r"torch *\(?== *(\d+\.\d+)", text))), torch)
+    if len(found) == 2 and (not torch.startswith(needed) or (is_known and len(builds) == 2)):
         yield (
-            f"torchvision {found['torchvision']} is built for {kind}, but torch {found['torch']} is installed; type "
-            f"pip install --force-reinstall --no-deps '{wanted}'{index}"
+            f"torch {torch} is installed, and torchvision {found['torchvision']} is built for another; type "
+            "pip install --force-reinstall torch torchvision, with the --index-url of that torch"
         )
 
 
@@ -350,22 +308,17 @@ def idle(used: int, place: Placement, there: Present | None = None) -> Iterator[
 
 
 def compiler_problems(compile: Mapping[str, Any] | None, accelerator: str) -> Iterator[str]:
-    """Yield the tools that inductor needs to build its kernels, and that are missing."""
+    """Yield the tool that inductor needs to build its kernels, if it is missing."""
     if not compile or compile.get("backend", "inductor") != "inductor":
         return
-    if accelerator not in ("cpu", "mps") and importlib.util.find_spec("triton") is None:
-        yield "on a GPU, compile=true needs triton, which is not installed; type pip install triton"
     variable, default = ("CXX", "g++") if accelerator in ("cpu", "mps") else ("CC", "gcc")
-    if sys.platform == "darwin":
-        default = "clang++"
-    compiler = os.environ.get(variable) or default
-    if shutil.which(compiler) is None:
+    if accelerator == "cuda" and importlib.util.find_spec("triton") is None:
+        yield "on a GPU, compile=true needs triton, which is not installed; type pip install triton"
+    elif sys.platform == "linux" and shutil.which(compiler := os.environ.get(variable) or default) is None:
         yield (
             f"compile=true needs a compiler, and there is no {compiler} here; type apt-get install {default}, or "
             f"export {variable}=PATH of another, or, to compile without one, compile.backend=aot_eager"
         )
-    elif not Path(sysconfig.get_path("include"), "Python.h").exists():
-        yield "compile=true needs Python.h; type apt-get install python3-dev, or compile.backend=aot_eager"
 
 
 # The processes that were started, and those that the config asks for
@@ -377,8 +330,8 @@ _DETECT = "lightswitch.cluster.environments.detect"
 
 def process_problems(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
     """Yield the problems of a config that does not match the processes that were started."""
-    trainer, cluster = cfg["trainer"], _cluster(cfg).rpartition(".")[2]
-    nodes, per_node, started = trainer["num_nodes"], count(trainer), place.launcher
+    trainer, started = cfg["trainer"], place.launcher
+    nodes, per_node = trainer["num_nodes"], count(trainer)
     if not place.is_external:
         for name, key, ranks in (("NODE_RANK", "num_nodes", nodes), ("LOCAL_RANK", "devices", per_node)):
             if int(os.environ.get(name, 0)) >= ranks:  # Lightning trusts it: no output, no checkpoint
@@ -392,8 +345,8 @@ def process_problems(cfg: dict[str, Any], place: Placement) -> Iterator[str]:
             f"{started} started {found}, but the trainer has num_nodes={nodes}, devices={per_node}; start it with "
             f"{options}, or leave both out to train on what was started"
         )
-    wanted = {"TorchElasticEnvironment": "torchrun", "SLURMEnvironment": "slurm"}.get(cluster, started)
-    if wanted != started:
+    wanted = (cfg.get("cluster") or {}).get("launcher", started)
+    if wanted in LAUNCHERS and wanted != started:
         mend = f"{LAUNCHERS[wanted].starter} or leave cluster out"
         yield f"cluster={wanted}, but {wanted} did not start this process; {mend}"
     strategy = trainer.get("strategy")

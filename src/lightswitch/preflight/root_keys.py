@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, ValueNode, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lightswitch.config import aliases
-from lightswitch.config.overrides import AUTO, GROUPS, MODES, files_of_group, key_and_value, typed_overrides
+from lightswitch.config.overrides import AUTO, GROUPS, MODES, files_of_group, key_and_value, raw_keys, typed_overrides
 from lightswitch.errors import listed, nearest
 from lightswitch.preflight.targets import GIVEN, kinds_in_words, parameters
 
@@ -59,16 +59,11 @@ def missing(cfg: DictConfig) -> Iterator[str]:
     nodes = dict.fromkeys(key.partition(".")[0] for key in keys if "." in key)
     for key in (*nodes, *keys, "model", "trainer", "trainer.devices", "trainer.num_nodes"):
         parent, _, name = key.rpartition(".")
-        above = cfg._get_node(parent) if parent in _raw_keys(cfg) else cfg if not parent else None
+        above = cfg._get_node(parent) if parent in raw_keys(cfg) else cfg if not parent else None
         if parent and isinstance(above, ValueNode) and not above._is_interpolation():
             yield f"{parent}={above._value()}: expected a group of keys; type {key}=VALUE"
-        elif above is not None and name not in _raw_keys(above):
+        elif above is not None and name not in raw_keys(above):
             yield f"{key}: the config has no such key, and the engine reads it; add it to config.yaml"
-
-
-def _raw_keys(node: Any) -> list[Any]:
-    """Return the keys of a node without resolving their values, which `in` would do."""
-    return list(node.keys()) if isinstance(node, DictConfig) and not node._is_none() else []
 
 
 def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
@@ -101,10 +96,6 @@ def wrong(cfg: dict[str, Any]) -> Iterator[str]:
             yield f"{key}={value}: use a number greater than 0"
     if type(cfg["seed"]) is int and not 0 <= cfg["seed"] <= _MOST_SEED:
         yield f"seed={cfg['seed']}: use a number from 0 to {_MOST_SEED}, as NumPy requires"
-    for group in ("lr_scaling", "watch"):
-        known = [key.partition(".")[2] for key in KINDS if key.startswith(f"{group}.")]
-        for key in cfg[group].keys() - {*known}:
-            yield f"{group}.{key}: there is no such key.{nearest(key, known)}"
     if type(lr := _rate(cfg, 0.0)) not in _NUMBER or not lr >= 0:
         yield f"optimizer.lr={lr}: expected a number of at least 0"
 

@@ -188,7 +188,7 @@ def trainer_problems(trainer: Mapping[str, Any], typed: Set[str]) -> Iterator[st
         typed: the keys on the command line.
     """
     for argument, source in _SET_ELSEWHERE.items():
-        if trainer.get(argument) or (argument in trainer and argument not in _REFUSED_IF_ON):
+        if trainer.get(argument) or (argument in trainer and argument != "use_distributed_sampler"):
             meant = aliases.instead(argument, str(trainer[argument]))
             yield f"trainer.{argument}={as_typed(trainer[argument])}: {source.format(meant)}"
     interval = trainer.get("val_check_interval")
@@ -204,15 +204,11 @@ def trainer_problems(trainer: Mapping[str, Any], typed: Set[str]) -> Iterator[st
         yield "trainer.default_root_dir: a run writes to runs/NAME/RUN_ID; type name=NAME and run_id=RUN_ID instead"
 
 
-_REFUSED_IF_ON = ("barebones", "model_registry", "use_distributed_sampler")
 _SET_ELSEWHERE = {
     "accumulate_grad_batches": "it is set by the batch: type {}",
     "callbacks": "it is set by the group callbacks: type callbacks=[default,early_stopping] or ~callbacks.throughput",
     "logger": "it is set by the group logger: type logger=[default,mlflow] or ~logger.tensorboard",
     "plugins": "it is set by the group cluster: type cluster=torchrun or another of its choices",
-    "barebones": "it disables checkpoints and loggers, which a run needs to resume and to record metrics; type "
-    "trainer.enable_checkpointing=false and trainer.enable_progress_bar=false",
-    "model_registry": "it is an option of Lightning's checkpoint callback, which the engine replaces; leave it out",
     "use_distributed_sampler": "the engine distributes the samples itself, in the same order for any number of "
     "devices; leave it out",
 }
@@ -230,26 +226,16 @@ def precision_problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
         yield f"precision={precision} is for GPUs, and Lightning would put bf16-mixed in its place; use that on the CPU"
     if accelerator == "mps" and precision in (64, "64", "64-true"):
         yield f"precision={precision}: Apple's GPUs have no 64-bit floats; use 32-true, or trainer.accelerator=cpu"
-    for key, node in cfg["model"].items() if trains else ():
-        if not isinstance(node, dict):
-            continue
-        path = "optimizer" if node == cfg.get("optimizer") else f"model.{key}"
-        keeps_float32 = "DeepSpeed" in str(cfg["trainer"].get("strategy"))  # its optimizers step in 32 bits
-        if precision == "16-true" and not keeps_float32 and _has_eps_of_zero(node):
-            found = f"eps={node['eps']:g}" if "eps" in node else "default eps"
-            name = node["_target_"].rpartition(".")[2]
+    steps_in_float16 = precision == "16-true" and "DeepSpeed" not in str(cfg["trainer"].get("strategy"))
+    for key, node in cfg["model"].items() if trains and steps_in_float16 else ():
+        takes = parameters(str(node.get("_target_"))) if isinstance(node, dict) else {}
+        eps = node.get("eps", takes["eps"].value) if {"lr", "eps"} <= takes.keys() else None
+        if isinstance(eps, float) and eps < 2.0**-14:  # the step divides by √v + eps: both are 0 in float16
+            path = "optimizer" if node == cfg.get("optimizer") else f"model.{key}"
             yield (
-                f"precision=16-true: {name} divides by its eps, and the {found} is below "
+                f"precision=16-true: {node['_target_'].rpartition('.')[2]} divides by its eps, and {eps:g} is below "
                 f"float16's smallest number, 6.1e-05; use {path}.eps=1e-4, or precision=bf16-true"
             )
-
-
-def _has_eps_of_zero(node: dict[str, Any]) -> bool:
-    """Return whether a node makes an optimizer such as Adam, which divides by √v + eps: NaN at step 2 if both are 0 in
-    float16. torch's defaults are all below its smallest normal number."""
-    takes = parameters(str(node.get("_target_")))
-    is_number = "eps" in takes and (takes["eps"].kinds is None or float in takes["eps"].kinds)  # Adafactor takes two
-    return "lr" in takes and is_number and node.get("eps", 0.0) < 2.0**-14
 
 
 def mode_problems(cfg: dict[str, Any], place: Placement, strategies: Collection[str]) -> Iterator[str]:
@@ -264,15 +250,11 @@ def mode_problems(cfg: dict[str, Any], place: Placement, strategies: Collection[
         counts = "check.devices=N" if mode == CHECK else "trainer.num_nodes=N trainer.devices=N"
         yield f"{found}; type python train.py mode={mode} {counts}"
     asked = cfg["check"]["strategies"] if mode == CHECK else None
-    named = [str(name) for name in asked] if isinstance(asked, list) else [asked]
-    for name in (name for name in named if name is not None and name not in ("all", *strategies)):
-        other = aliases.choice("strategy", str(name))
-        hint = f" Did you mean {other}?" if other in strategies else nearest(str(name), strategies)
-        yield f"check.strategies: there is no strategy {name}.{hint} Use all, or a list of {', '.join(strategies)}"
-    if asked == []:
-        yield "check.strategies=[]: it names none; leave it out, or type check.strategies=all"
-    if {*named} == {"single"}:
-        yield f"check.strategies={asked}: single is what a strategy is compared with; name another, or all"
+    for name in asked if isinstance(asked, list) else [asked]:
+        if name not in (None, "all", *strategies):
+            other = aliases.choice("strategy", str(name))
+            hint = f" Did you mean {other}?" if other in strategies else nearest(str(name), strategies)
+            yield f"check.strategies: there is no strategy {name}.{hint} Use all, or a list of {', '.join(strategies)}"
     world = cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"])
     for rank in ranks(cfg["dry_run"]["rank"]) if mode == "dry_run" else ():
         if type(rank) is not int or not 0 <= rank < world:

@@ -18,7 +18,7 @@ from lightswitch.config import aliases
 from lightswitch.errors import listed, nearest
 
 # Keys of nodes that the engine reads, and that are not arguments of the node's code
-ENGINE_KEYS = {"data": ("sharded_by",)}
+ENGINE_KEYS = {"data": ("sharded_by",), "cluster": ("launcher",)}
 GIVEN = ("optimizer", "scheduler")  # groups of the config that a model may take as an argument of the same name
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 _SCHEDULES = "torch.optim.lr_scheduler."  # called with the optimizer, and nothing else
@@ -269,8 +269,7 @@ def _node_problems(path: str, node: Any, cfg: dict[str, Any]) -> Iterator[str]:
     try:
         accepted = signature(node["_target_"])
     except LookupError as error:
-        moved = aliases.MOVED.get(node["_target_"])
-        yield f"{path}._target_={node['_target_']}: {f'it is now {moved}; change it' if moved else error.args[0]}"
+        yield f"{path}._target_={node['_target_']}: {error.args[0]}"
         return
     if accepted is not None:
         yield from _lacking(path, node, accepted)
@@ -331,7 +330,7 @@ def _unknown(path: str, key: str, node: dict[str, Any], accepted: Signature, cfg
     if known:
         yield f"{path}.{key}: {_short(node)} takes no {key}; {aliases.advice(known)}"
         return
-    own = [one for one in accepted.parameters if one not in accepted.passed_on and not _are_numbered(one, key)]
+    own = [one for one in accepted.parameters if one not in accepted.passed_on]
     hint = "" if key in GIVEN else nearest(key, own, alike=0.85)
     if not hint and not accepted.open_ended:
         hint = "" if key in GIVEN else nearest(key, accepted.parameters)
@@ -339,11 +338,6 @@ def _unknown(path: str, key: str, node: dict[str, Any], accepted: Signature, cfg
             hint = f" Its arguments: {listed([f'{path}.{one}' for one in accepted.parameters], shown=6)}"
     if hint or not accepted.open_ended:
         yield f"{path}.{key}: {_short(node)} takes no {key}.{hint}"
-
-
-def _are_numbered(one: str, other: str) -> bool:
-    """Return whether two arguments differ in numbers alone: `width2` is no misspelt `width1`."""
-    return re.sub(r"\d+", "", one) == re.sub(r"\d+", "", other)
 
 
 def _of_group(path: str, key: str, node: dict[str, Any], accepted: Signature, cfg: dict[str, Any]) -> str | None:

@@ -119,11 +119,6 @@ class Replaying(Good):
         return self.loss(self.net(batch[0] + torch.stack(self.seen).mean(0)), batch[1])
 
 
-class OfGPUs(Good):
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.loss(self.net(batch[0].cuda()), batch[1].cuda())
-
-
 class Raises(Good):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         raise ValueError("the step of the user's own")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -48,11 +47,6 @@ def test_nobody_is_given_the_port_of_a_run_before_its_rank_0_listens(local: Loca
 def test_rank_0_can_listen_there(local: LocalEnvironment, address: str) -> None:
     with socket.create_server((address, local.main_port)):
         socket.create_connection(("127.0.0.1", local.main_port)).close()
-
-
-def test_ranks_that_are_spawned_are_told_its_number(local: LocalEnvironment) -> None:
-    port = local.main_port
-    assert pickle.loads(pickle.dumps(local)).main_port == port != LocalEnvironment().main_port
 
 
 def test_a_port_that_was_given_is_not_another(local: LocalEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:

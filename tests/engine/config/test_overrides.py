@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hydra.utils import get_object
 
-from lightswitch.config import aliases
 from lightswitch.config.overrides import normalised, shortened
-from lightswitch.preflight import targets
 
 
 @pytest.fixture(autouse=True)
@@ -58,13 +55,3 @@ def test_an_override_is_shown_as_it_is_typed(typed: str) -> None:
 def test_one_rank_of_a_launcher_writes_the_log_and_the_configuration() -> None:
     assert normalised(["seed=1"], rank=0) == ["seed=1"]
     assert normalised(["seed=1"], rank=1) == ["seed=1", "hydra.job_logging.root.handlers=[console]"]
-
-
-# A config of the version before
-
-
-def test_a_class_that_moved_is_named_with_its_place_now() -> None:
-    for old, new in aliases.MOVED.items():
-        assert callable(get_object(new))
-        (line,) = targets.problems({"callbacks": {"mine": {"_target_": old}}}, {"callbacks"})
-        assert line == f"callbacks.mine._target_={old}: it is now {new}; change it"

@@ -58,7 +58,6 @@ def test_profiler_leaves_a_table_in_the_run_directory(train: Train) -> None:
     run = _debug("profiler", train)
     (table,) = run.run_dir.glob("fit-profile*.txt")
     assert "run_training_batch" in table.read_text()
-    assert re.search(rf"^profile +.*runs/plainmodel/{run.run_dir.name}/{table.name}", run.out, re.MULTILINE)
 
 
 def _steps(run_dir: Path) -> list[list[int]]:
@@ -167,11 +166,9 @@ def test_a_missing_checkpoint_is_told_with_those_that_are_there(trained: Finishe
 
 REFUSED = {  # what is typed
     "accumulate_grad_batches": "2",
-    "barebones": "true",
     "callbacks": "[]",
     "default_root_dir": "mine",
     "logger": "false",
-    "model_registry": "mine",
     "plugins": "[]",
     "use_distributed_sampler": "true",
 }
@@ -200,6 +197,7 @@ EFFECTS: dict[str, tuple[str, Any]] = {  # what is typed, and what `Effects` fin
 ELSEWHERE = [  # others show the effect: habits.yaml, debug= above, every switch, preflight, step times
     *("accelerator", "check_val_every_n_epoch", "devices", "fast_dev_run", "max_epochs", "max_steps", "num_nodes"),
     *("overfit_batches", "precision", "profiler", "strategy", "sync_batchnorm", "val_check_interval"),
+    *("barebones", "model_registry"),  # Lightning's: it refuses checkpoints and loggers beside the first
 ]
 
 

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +18,6 @@ from tests.engine.conftest import CHECKOUT
 from tests.engine.processes import TRAIN_PY, Start, said, shown_by
 from tests.night import at_night
 
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 TAKES_ITS_TIME = r"\| +(omegaconf|hydra|yaml|numpy|torch|lightning|logging)\b"
 
 
@@ -31,7 +29,9 @@ class _Terminal(io.StringIO):
 def _shown(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environ: str) -> str:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    entry.show_first_line(arguments, environ)
+    for name in entry._RANKS:
+        monkeypatch.setenv(name, environ.get(name, "0"))
+    entry.show_first_line(arguments)
     return terminal.getvalue()
 
 
@@ -51,13 +51,6 @@ def test_it_is_on_the_terminal_before_hydra_or_torch_is_imported(tmp_path: Path)
     assert "error: strategy=fdsp: there is no such strategy. Did you mean fsdp?" in after
 
 
-def test_it_says_what_the_process_is_started_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _shown(monkeypatch).endswith("then imports torch, for mode=fit\n")
-    assert _shown(monkeypatch, "strategy=ddp", "mode=plan").endswith("for mode=plan\n")
-    assert _shown(monkeypatch, "-m", "seed=1,2").endswith("then starts its jobs\n")
-    assert _shown(monkeypatch, **TORCHRUN, RANK="0", LOCAL_RANK="0").count("\n") == 1
-
-
 @pytest.mark.parametrize(
     "question", ["--help strategy", "-h", "strategy=ddp --cfg job", "--cfg=job", "--info", "-sc a"]
 )
@@ -65,15 +58,13 @@ def test_a_question_is_answered_alone(question: str, monkeypatch: pytest.MonkeyP
     assert _shown(monkeypatch, *question.split()) == ""
 
 
-def test_other_ranks_and_what_a_launcher_exports_wrongly_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _shown(monkeypatch, **TORCHRUN, RANK="1", LOCAL_RANK="1") == ""
-    assert _shown(monkeypatch, LOCAL_RANK="1") == ""
-    assert _shown(monkeypatch, LOCAL_RANK="many") == ""
-
-
-def test_nothing_is_shown_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
-    entry.show_first_line([], {})
+def test_one_rank_shows_it_and_only_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry.show_first_line([])
     assert capsys.readouterr().out == ""
+    assert _shown(monkeypatch, "strategy=ddp").count("\n") == 1
+    assert [_shown(monkeypatch, **{name: "1"}) for name in entry._RANKS] == [""] * len(entry._RANKS)
 
 
 HASHES = """
@@ -101,19 +92,7 @@ def test_hashes_are_fixed_unless_the_user_has_set_them(tmp_path: Path) -> None:
     assert _hashes(tmp_path) == _hashes(tmp_path, "-X", "dev") == fixed
     assert _hashes(tmp_path, PYTHONHASHSEED="7") == _hashes(tmp_path, PYTHONHASHSEED="7") != fixed
     assert len({_hashes(tmp_path, PYTHONHASHSEED="random") for _ in range(3)}) == 3
-
-
-def test_a_debugger_of_any_kind_keeps_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since Python 3.12, one may be a tool of sys.monitoring, of which sys.gettrace says nothing."""
-    monkeypatch.setattr(sys, "gettrace", lambda: None)
-    monkeypatch.delitem(sys.modules, "debugpy", raising=False)
-    monkeypatch.setattr(sys, "monitoring", SimpleNamespace(DEBUGGER_ID=0, get_tool=lambda tool: None), raising=False)
-    assert not entry._is_debugged()
-    with monkeypatch.context() as attached:
-        attached.setitem(sys.modules, "debugpy", sys)
-        assert entry._is_debugged()
-    monkeypatch.setattr(sys, "monitoring", SimpleNamespace(DEBUGGER_ID=0, get_tool={0: "pydevd"}.get))
-    assert entry._is_debugged()
+    assert len({_hashes(tmp_path, "-m", "cProfile", "-o", "profile") for _ in range(3)}) == 3  # as a debugger
 
 
 # Ctrl+C while it imports

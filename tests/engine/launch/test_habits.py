@@ -115,7 +115,7 @@ SHORT = ("model._target_=tests.engine.plain.PlainModel", "logger=csv", "trainer.
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        *at_night(("data.batch_size=8", "8 samples a step = 8 × 1 device × accumulation 1, from data.batch_size")),
+        *at_night(("data.batch_size=8", "8 samples a step = 8 × 1 device × accumulation 1")),
         ("seed=1", "64 samples a step = 64 × 1 device × accumulation 1"),
     ],
 )
