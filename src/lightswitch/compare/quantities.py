@@ -9,18 +9,15 @@ from dataclasses import dataclass
 from lightswitch.compare.run import Curve, Run
 from lightswitch.monitoring import objective
 from lightswitch.monitoring.display import compact
-from lightswitch.monitoring.step_times import PHASES
 
 NOTHING = "–"
 _NO_SETTINGS = ("run_id", "compare")  # keys that only identify the run
-_NO_METRICS = ("throughput/", "memory/", "lr-")  # what the engine logs beside the module
+_NO_METRICS = ("throughput/", "memory/", "time/", "lr-")  # what the engine logs beside the module
 _NOTES = {
     "Values": "Best is the lowest, or the highest of a metric whose name says so, as accuracy.",
-    "Speed and memory": "The median of the logged speeds, without validation and saves; the peak memory of the rank "
-    "with the most. compare=true also measures the start-up and where a step's time goes.",
-    "Time of a step": "Measured over a few steps under torch's profiler, which slows them a little; the mean "
-    "over ranks. Communication did not overlap with computation, and includes waits for slower ranks; overlapped "
-    "communication took no extra time. Saving is spread over all steps.",
+    "Speed and memory": "The median of the logged speeds, without validation and saves; the peak memory of rank 0.",
+    "Time of a step": "The medians that callbacks=[default,step_times] logged: data is the wait for a batch, rest what "
+    "hooks do after the optimizer's step.",
 }
 
 
@@ -43,7 +40,7 @@ class Section:
 def sections(runs: Sequence[Run]) -> list[Section]:
     """Return values and speeds, then the non-empty ones of further sections."""
     first = [Section("Values", _values(runs)), Section("Speed and memory", _speed(runs))]
-    others = [Section("Time of a step", _steps(runs)), Section("Settings that differ", _settings(runs))]
+    others = [Section("Time of a step", _phases(runs)), Section("Settings that differ", _settings(runs))]
     return [*first, *(section for section in others if section.rows)]
 
 
@@ -94,33 +91,23 @@ def _value(value: float) -> str:
 
 
 def _speed(runs: Sequence[Run]) -> Rows:
-    unit = "tokens" if any(run.median("tokens_per_second") is not None for run in runs) else "samples"
-    rates = [run.median(f"{unit}_per_second") for run in runs]
-    starts = [run.times.startup_seconds if run.times is not None else None for run in runs]
+    unit = "tokens" if any(run.median("throughput/tokens_per_second") is not None for run in runs) else "samples"
+    rates = [run.median(f"throughput/{unit}_per_second") for run in runs]
     rows = {
         "devices": [str(run.devices or NOTHING) for run in runs],
         "steps": [str(run.steps or NOTHING) for run in runs],
         f"{unit}/s": [NOTHING if rate is None else compact(rate) for rate in rates],
-        "ms/step": [_ms(run.median("step_seconds")) for run in runs],
+        "ms/step": [_ms(run.median("throughput/step_seconds")) for run in runs],
         "peak memory": [f"{run.peak_bytes / 2**30:.3g} GiB" if run.peak_bytes else NOTHING for run in runs],
-        "start-up": [NOTHING if start is None else f"{start:.1f} s" for start in starts],
         "state": [run.state for run in runs],
     }
     return {name: cells for name, cells in rows.items() if {*cells} != {NOTHING}}
 
 
-def _steps(runs: Sequence[Run]) -> Rows:
-    names = (*PHASES, "saving", "total", "overlapped")
-    columns = []
-    for times in (run.times for run in runs):
-        if times is None or not times.measured_steps:
-            columns.append([NOTHING] * len(names))
-            continue
-        phases = [times.seconds.get(phase, 0.0) for phase in PHASES]
-        total = sum(times.seconds.values()) + times.saving_seconds
-        columns.append([_ms(one) for one in (*phases, times.saving_seconds, total, times.overlapped_seconds)])
-    is_measured = any(column[0] != NOTHING for column in columns)
-    return {f"{name}, ms": list(cells) for name, *cells in zip(names, *columns, strict=True)} if is_measured else {}
+def _phases(runs: Sequence[Run]) -> Rows:
+    """Return the median time of each phase that a run has logged."""
+    names = dict.fromkeys(name for run in runs for name in run.curves if name.startswith("time/"))
+    return {f"{name.removeprefix('time/')}, ms": [_ms(run.median(name)) for run in runs] for name in names}
 
 
 def _ms(seconds: float | None) -> str:

@@ -15,8 +15,7 @@ from statistics import median
 from typing import Any
 
 from lightswitch.errors import Refused, shown
-from lightswitch.monitoring import objective, step_times
-from lightswitch.monitoring.step_times import StepTimes
+from lightswitch.monitoring import objective
 from lightswitch.runs import resume
 from lightswitch.sweeps import record
 from lightswitch.sweeps.record import FAILED, FINISHED, RUNNING, Record
@@ -38,7 +37,6 @@ class Run:
         name: name of its experiment; None if it was refused before it had a config.
         config: values by dotted key, without those that follow from others.
         curves: metrics by name.
-        times: None if its steps were not measured.
         devices: number of devices of its last start; None if it has trained no step.
     """
 
@@ -50,7 +48,6 @@ class Run:
     objective: str | None = None
     config: dict[str, str] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
-    times: StepTimes | None = None
     devices: int | None = None
 
     @property
@@ -61,14 +58,12 @@ class Run:
 
     @property
     def peak_bytes(self) -> float:
-        """Peak memory; 0 if it is unknown."""
-        if self.times is not None:
-            return self.times.peak_bytes
+        """Peak memory of rank 0; 0 if it is unknown."""
         return max(self.curves.get("memory/peak_gib", {}).values(), default=0.0) * 2**30
 
-    def median(self, quantity: str) -> float | None:
-        """Return the median of the logged values of a speed, so that pauses and profiled steps do not count."""
-        values = self.curves.get(f"throughput/{quantity}", {}).values()
+    def median(self, metric: str) -> float | None:
+        """Return the median of a metric, so that pauses do not count; None if it was not logged."""
+        values = self.curves.get(metric, {}).values()
         return median(values) if values else None
 
 
@@ -123,7 +118,6 @@ def _read(run_dir: Path, label: str, job: Record | None) -> Run:
         objective=objective.find(curves, str(wanted)) or str(wanted) if wanted is not None else None,
         config=_config(resume.read_yaml(run_dir / ".hydra" / "config.yaml"), resolved),
         curves=curves,
-        times=step_times.read(run_dir),
         devices=begun[-1].size if begun else None,
     )
 

@@ -39,7 +39,6 @@ from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.monitored import BestCheckpoint
 from lightswitch.monitoring.notices import Notices
 from lightswitch.monitoring.progress import Progress
-from lightswitch.monitoring.step_timer import StepTimer
 from lightswitch.preflight import devices, root_keys
 from lightswitch.preflight.targets import GIVEN
 from lightswitch.process import leave_group_at_exit
@@ -100,7 +99,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Beginning | 
         "trainer",
         refusals,
         strategy=strategy,
-        callbacks=[*engine, *users, *step_timer(cfg, run, users)],
+        callbacks=[*engine, *users],
         logger=in_order(loggers or {}),
         **plugins(cfg, cluster, refusals, strategy),
         **plan.trainer_arguments(cfg.trainer),
@@ -269,13 +268,6 @@ def trainer_arguments(users: list[Any], trainer: DictConfig) -> dict[str, Any]:
     is_asked_for = trainer.get("enable_progress_bar") is not None
     has_bar = any(isinstance(one, ProgressBar) for one in users)
     return {} if is_asked_for or has_bar else {"enable_progress_bar": False}
-
-
-def step_timer(cfg: DictConfig, run: RunContext, callbacks: list[Any]) -> list[Callback]:
-    """Return a callback that measures steps, if `compare` is set and the config names none; else an empty list."""
-    if not cfg.compare or any(isinstance(callback, StepTimer) for callback in callbacks):
-        return []
-    return [StepTimer(str(run.run_dir))]
 
 
 def problems_of_parts(model: Any, data: Any, cfg: DictConfig, plan: BatchPlan) -> Iterator[Refused]:

@@ -9,9 +9,8 @@ import csv
 import io
 import itertools
 import logging
-import os
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lightswitch import regular_files
-from lightswitch.errors import Refused, shown
 
 log = logging.getLogger(__name__)
 
@@ -82,20 +80,17 @@ class MetricsFile(Logger):
 
 
 class Table:
-    """CSV file keyed by the column `step`: the last row is updated in place, any other change writes a new file."""
+    """CSV file keyed by the column `step`: the last row is updated in place, any other change writes a new file.
+
+    Lines that are no rows, as a crash of the machine may leave, are dropped with a warning.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._columns: list[str] = []
         self._last: dict[str, str] = {}
-        self._last_start = self._end = self._size = 0  # offsets in the file, in bytes
-        try:
-            self._load()
-        except (ValueError, KeyError, csv.Error):
-            aside = (path.with_name(f"{path.stem}_damaged_{number}{path.suffix}") for number in itertools.count(1))
-            kept = next(other for other in aside if not other.exists())
-            path.rename(kept)
-            log.warning("%s has lines that can't be read; renamed it to %s, and began a new file", path, kept.name)
+        self._last_start = self._end = 0  # offsets of the last row in the file, in bytes
+        if path.exists():
             self._load()
 
     @property
@@ -105,10 +100,6 @@ class Table:
 
     def put(self, step: int, values: Mapping[str, str]) -> None:
         """Merge values, as text by column, into the row of a step, or add the row where its step belongs."""
-        if _size(self._path) != self._size:
-            if not self._path.exists():
-                raise Refused(f"{shown(self._path)} was removed while the run wrote to it; start the run again")
-            self._load()  # another process has written since
         if step < self.last_step or not {"step", *values} <= set(self._columns):
             self._put_anywhere(step, values)
             return
@@ -136,42 +127,49 @@ class Table:
     def _write_last(self) -> None:
         # A merged row is nearly always longer than the row it replaces. Then a single call writes it, and if the
         # process is killed meanwhile, the file has the old line or the new one.
-        line = _csv(self._columns, [self._last]).encode()
+        line = _csv(self._columns, self._last)
         with open(self._path, "r+b", buffering=0) as file:
-            if self._last_start + len(line) < self._size:
-                file.truncate(self._last_start)
             file.seek(self._last_start)
             written = file.write(line)
             while written < len(line):  # a full disk takes a part, and the next call fails
                 written += file.write(line[written:])
-        self._end = self._size = self._last_start + len(line)
+            file.truncate()
+        self._end = self._last_start + len(line)
 
-    def _replace(self, rows: Sequence[Mapping[str, str]]) -> None:
+    def _replace(self, rows: Sequence[dict[str, str]]) -> None:
         """Write a file with these rows, and a column for each value in them."""
-        columns = sorted(dict.fromkeys(itertools.chain(self._columns, *rows)), key=_column_rank)
-        if not self._size:  # of a run in progress, a directory that is missing was removed
+        self._columns = sorted(dict.fromkeys(itertools.chain(self._columns, *rows)), key=_column_rank)
+        header = dict(zip(self._columns, self._columns, strict=True))
+        lines = [_csv(self._columns, row) for row in (header, *rows)]
+        if not self._end:  # of a run in progress, a directory that is missing was removed
             self._path.parent.mkdir(parents=True, exist_ok=True)
-        regular_files.write_text(self._path, _csv(columns, [dict(zip(columns, columns, strict=True)), *rows]))
-        self._load()
+        regular_files.write_text(self._path, b"".join(lines).decode())
+        self._take(lines, rows)
 
     def _load(self) -> None:
-        lines = self._whole_lines()
-        self._columns = next(csv.reader(line.decode() for line in lines[:1]), [])
-        row: dict[str, str] = {}
-        for row in self._rows():
-            if None in row or None in row.values() or not row["step"].isdecimal():
-                raise ValueError("a line that is no row")
-        self._last = row
-        self._size = _size(self._path)
-        self._end = sum(map(len, lines))  # less than the size if the last line is incomplete
-        self._last_start = self._end - len(lines[-1]) if row else self._end
+        lines, rows = self._lines(), self._rows()
+        self._take(lines, rows)
+        if unread := max(0, len(lines) - 1 - len(rows)):
+            log.warning("%s has %d lines that can't be read, and loses them", self._path, unread)
+            self._replace(rows)
+        elif lines:
+            self._columns = _cells(lines[0])
 
-    def _rows(self) -> Iterator[dict[str, str]]:
-        return csv.DictReader((line.decode() for line in self._whole_lines()[1:]), self._columns)
+    def _take(self, lines: Sequence[bytes], rows: Sequence[dict[str, str]]) -> None:
+        """Take the file's last row and where it is."""
+        self._last, self._end = rows[-1] if rows else {}, sum(map(len, lines))
+        self._last_start = self._end - len(lines[-1]) if rows else self._end
 
-    def _whole_lines(self) -> list[bytes]:
+    def _rows(self) -> list[dict[str, str]]:
+        """Return the rows of the file, without lines that are none."""
+        header, *lines = [_cells(line) for line in self._lines()] or [[]]
+        rows = (dict(zip(header, cells, strict=True)) for cells in lines if len(cells) == len(header))
+        return [row for row in rows if row.get("step", "").isdecimal()]
+
+    def _lines(self) -> list[bytes]:
+        """Return the whole lines of the file; a process that was killed may have left a part of one."""
         lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
-        return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
+        return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
 
 
 def _is_training(metrics: Mapping[str, Any]) -> bool:
@@ -189,17 +187,14 @@ def _column_rank(name: str) -> int:
     return FIRST_COLUMNS.index(name) if name in FIRST_COLUMNS else len(FIRST_COLUMNS)
 
 
-def _csv(columns: Iterable[str], rows: Iterable[Mapping[str, str]]) -> str:
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows([row.get(name, "") for name in columns] for row in rows)
-    return text.getvalue()
+def _csv(columns: Iterable[str], row: Mapping[str, str]) -> bytes:
+    line = io.StringIO(newline="")
+    csv.writer(line, lineterminator="\n").writerow(row.get(name, "") for name in columns)
+    return line.getvalue().encode()
 
 
-def _size(path: Path) -> int:
-    try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
-        return 0
+def _cells(line: bytes) -> list[str]:
+    return next(csv.reader([line.decode(errors="replace")]), [])
 
 
 def purge(logger: Logger, step: int) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lightswitch.monitoring import throughput
+from lightswitch.monitoring import step_times, throughput
 
 
 class Clock:
-    """Stands for `perf_counter` of the meter of speed."""
+    """Stands for `perf_counter`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -22,7 +22,8 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The meter's clock, which stands still until a test moves it."""
+    """The clock of the meter and of a step's phases, which stands still until a test moves it."""
     clock = Clock()
+    monkeypatch.setattr(step_times, "perf_counter", clock)
     monkeypatch.setattr(throughput, "perf_counter", clock)
     return clock

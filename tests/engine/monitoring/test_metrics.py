@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from pathlib import Path
 from types import FrameType
@@ -15,12 +16,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightswitch.errors import Refused
 from lightswitch.monitoring import objective
 from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.monitored import BestCheckpoint
 from lightswitch.monitoring.step_results import Results
-from lightswitch.monitoring.step_timer import NoProfiler
 from tests.engine.monitoring.tiny import Engine, Regression, loader, trainer
 
 
@@ -125,17 +124,12 @@ def test_a_finished_run_that_is_started_again_or_evaluated_keeps_its_rows(tmp_pa
     assert [{name: row[name] for name in before[0]} for row in rows(tmp_path) if row["train/loss"]] == before
 
 
-def test_a_second_writer_loses_no_row_of_the_first_and_half_a_line_is_overwritten(tmp_path: Path) -> None:
-    training, evaluation = MetricsFile(tmp_path), MetricsFile(tmp_path)
-    training.log_metrics({"samples": 8, "train/loss": 1.0}, step=0)
-    evaluation.log_metrics({"test/loss": 3.0}, step=0)
-    training.log_metrics({"samples": 16, "train/loss": 0.5}, step=1)
-    assert column(tmp_path, "train/loss") == ["1.0", "0.5"]
-    assert column(tmp_path, "test/loss") == ["3.0", ""]
+def test_half_a_line_is_overwritten(tmp_path: Path) -> None:
+    MetricsFile(tmp_path).log_metrics({"samples": 8, "train/loss": 0.5}, step=1)
     with (tmp_path / "metrics.csv").open("a") as file:
-        file.write("2,24,0.")
+        file.write("2,24,0.123456789")
     MetricsFile(tmp_path).log_metrics({"samples": 24, "train/loss": 0.25}, step=2)
-    assert column(tmp_path, "train/loss") == ["1.0", "0.5", "0.25"]
+    assert column(tmp_path, "train/loss") == ["0.5", "0.25"]
 
 
 class Scheduled(Regression):
@@ -154,30 +148,28 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self._path)
 
 
-HARMED = {  # what is replaced in the file, and by what
-    "no text": (b"9,", b"9\xff,"),
-    "a zero byte": (b"19,", b"1\x009,"),
-    "two rows in a line": (b"\n19,64", b""),
-    "no header": (b"step", b"\xfe\xff"),
-    "a header that is lost": (b"step,samples", b"9,64"),
+HARMED = {  # what is replaced in the file, and by what; the steps whose rows remain
+    "no text": (b"9,", b"9\xff,", ["19"]),
+    "a zero byte": (b"19,", b"1\x009,", ["9"]),
+    "two rows in a line": (b"\n19,64", b"", []),
+    "no header": (b"step", b"\xfe\xff", []),
+    "a header that is lost": (b"step,samples", b"9,64", []),
 }
 
 
 @pytest.mark.parametrize("harm", HARMED)
-def test_a_file_with_lines_that_are_no_rows_is_kept_beside(
+def test_lines_that_are_no_rows_are_dropped_with_a_warning(
     harm: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (9, 19):
         MetricsFile(tmp_path).log_metrics({"samples": 64, "train/loss": 2.0}, step)
-    path = tmp_path / "metrics.csv"
-    damaged = path.read_bytes().replace(*HARMED[harm], 1)
-    path.write_bytes(damaged)
+    path, (found, harmed, steps) = tmp_path / "metrics.csv", HARMED[harm]
+    path.write_bytes(path.read_bytes().replace(found, harmed, 1))
     for _ in range(2):
         MetricsFile(tmp_path).log_metrics({"samples": 64, "train/loss": 1.0}, 29)
-    assert column(tmp_path, "step") == ["29"]
-    assert [other.read_bytes() for other in tmp_path.glob("metrics_damaged_*")] == [damaged]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{path} has lines that can't be read; renamed it to metrics_damaged_1.csv, and began a new file"
+    assert column(tmp_path, "step") == [*steps, "29"]
+    assert [re.sub(r"\d", "N", record.getMessage()) for record in caplog.records] == [
+        f"{re.sub(r'[0-9]', 'N', str(path))} has N lines that can't be read, and loses them"
     ]
 
 
@@ -185,12 +177,12 @@ def test_a_table_that_was_removed_is_not_begun_anew(tmp_path: Path) -> None:
     logger = MetricsFile(tmp_path / "run")
     logger.log_metrics({"train/loss": 1.0}, 0)
     (tmp_path / "run").rename(tmp_path / "removed")
-    with pytest.raises(Refused, match=r"metrics\.csv was removed while the run wrote to it; start the run again"):
+    with pytest.raises(FileNotFoundError):
         logger.log_metrics({"train/loss": 0.5}, 1)
     assert not (tmp_path / "run").exists()
 
 
-# What is logged is held as Lightning holds it, in fewer calls, and without a profiler
+# What is logged is held as Lightning holds it, in fewer calls
 
 
 def test_a_value_goes_to_the_device_of_the_next_one() -> None:
@@ -244,13 +236,6 @@ def _calls(results: _ResultCollection) -> int:
     finally:
         sys.setprofile(before)
     return counted
-
-
-def test_what_stands_in_for_a_profiler_nests_and_lets_errors_through() -> None:
-    profiler = NoProfiler()
-    with pytest.raises(KeyError), profiler.profile("epoch"), profiler.profile("step"):
-        raise KeyError("a user's")
-    assert profiler.summary() == ""
 
 
 # The metric that the best checkpoint and early stopping go by, found among what a module logs

@@ -1,5 +1,7 @@
 """Speed, memory and the norm of gradients, as they are logged."""
 
+import gzip
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +13,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightswitch.monitoring.metrics import MetricsFile
+from lightswitch.monitoring.step_times import PHASES, StepTimes
 from lightswitch.monitoring.throughput import GradNorm, Meter, Throughput, gradient_norm, peak_bytes
+from tests.engine.conftest import Train
 from tests.engine.fits import LANGUAGE, Fits
 from tests.engine.monitoring.conftest import Clock
 from tests.engine.monitoring.test_metrics import column
 from tests.engine.monitoring.test_progress import Slow
 from tests.engine.monitoring.tiny import BATCH, Engine, Regression, loader, trainer
+from tests.engine.tiny import LANGUAGE_MODEL, TEXT
 from tests.runs import largest_difference
 
 
@@ -52,7 +57,7 @@ def test_a_step_takes_the_time_of_its_micro_batches_alone(
     beside: str, options: dict[str, Any], step_seconds: float, tmp_path: Path, clock: Clock
 ) -> None:
     callbacks = [
-        Slow(0.02, evaluation_seconds=0.2, clock=clock),
+        Slow(clock, 0.02, evaluation_seconds=0.2),
         *([SlowSave(clock)] if beside == "checkpoints" else []),
     ]
     steps = speeds(tmp_path, *callbacks, **options)
@@ -136,3 +141,96 @@ def test_it_is_free_of_the_loss_scale_of_16_mixed(tmp_path: Path, fused: bool) -
 def test_two_ranks_log_the_norm_of_one(fits: Fits) -> None:
     """Sharded ones: strategies/test_fsdp.py."""
     assert largest_difference(fits(replace(LANGUAGE, strategy="ddp"), 2)[0], fits(LANGUAGE)[0], "grad_norm") <= 1e-4
+
+
+class Paced(Regression):
+    """Whose phases take a known time."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        self.clock.sleep(0.02)
+        return super().training_step(batch)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self.clock.sleep(0.03)
+        super().backward(loss, *args, **kwargs)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: self.clock.sleep(0.015))
+        return optimizer
+
+
+class Reporting(Callback):
+    """Saves before a step, as the engine does, and takes its time after each batch."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / "last.ckpt")
+        self._clock.sleep(0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._clock.sleep(0.005)
+
+
+class PacedBatches(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._clock.sleep(0.01)
+        return torch.ones(1, 4), torch.ones(1, 1)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_times_of_a_steps_phases_are_logged(micro_batches: int, tmp_path: Path, clock: Clock) -> None:
+    """Without validations and saves. What hooks do after a batch that ends no step is of its passes."""
+    run = trainer(
+        tmp_path,
+        logger=MetricsFile(tmp_path),
+        callbacks=[Reporting(clock), Slow(clock, 0, evaluation_seconds=0.2), StepTimes()],
+        accumulate_grad_batches=micro_batches,
+        max_steps=10,
+        val_check_interval=5 * micro_batches,
+    )
+    run.fit(Paced(clock), torch.utils.data.DataLoader(PacedBatches(clock), batch_size=None), loader(16))
+    found = {phase: [float(value) for value in column(tmp_path, f"time/{phase}") if value] for phase in PHASES}
+    passes = 0.05 if micro_batches == 1 else 0.05 + 0.005 + 0.05
+    expected = {"data": 0.01 * micro_batches, "forward_backward": passes, "optimizer": 0.015, "rest": 0.005}
+    assert found == {phase: pytest.approx([seconds] * 2) for phase, seconds in expected.items()}
+
+
+SHORT = (*LANGUAGE_MODEL, TEXT, "trainer.accelerator=cpu", "trainer.log_every_n_steps=1")
+SHORT += ("trainer.val_check_interval=6", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1")
+
+
+def test_a_run_shows_a_trace_its_utilization_and_what_the_model_was_worth_at_first(train: Train) -> None:
+    words = (*SHORT, "trainer.max_steps=6", "plan.device=h100", "strategy=single")
+    shown = ("callbacks=[default,trace,validate_at_start]", "callbacks.trace.skip_steps=2", "callbacks.trace.steps=2")
+    plain, run = train(*words), train(*words, *shown)
+    assert run.column("train/loss") == plain.column("train/loss")
+    first, last = run.column("val/loss")[0], run.column("val/loss")[5]
+    assert last < first
+    assert plain.column("val/loss") == {5: last}
+    trace = json.loads(gzip.decompress((run.run_dir / "trace/rank_0.json.gz").read_bytes()))
+    assert {"aten::addmm", "aten::mm"} & {event["name"] for event in trace["traceEvents"]}
+    utilization = run.column("throughput/mfu")
+    seconds = run.column("throughput/step_seconds")
+    # the peak of an H100 in 32 bits: 67e12 operations a second
+    tflop = [share * seconds[step] * 67 for step, share in utilization.items()]
+    assert tflop == pytest.approx([tflop[0]] * len(tflop))
+    # of the head alone: 6 × 256 × 32 for each of 64 × 32 bytes; with the blocks less than ten times that
+    assert 1e-4 < tflop[0] < 1e-3
+
+
+def test_a_snapshot_of_memory_is_refused_on_a_cpu(train: Train) -> None:
+    refused = train(*SHORT, "trainer.max_steps=1", "callbacks=[default,memory_snapshot]", check=False)
+    assert refused.refusal.startswith("memory_snapshot reads the allocator of CUDA, and this run is on a CPU")

@@ -18,7 +18,6 @@ import yaml
 
 from lightswitch.errors import ExitCode
 from lightswitch.monitoring.metrics import FIRST_COLUMNS
-from lightswitch.monitoring.step_times import StepTimes
 from lightswitch.reference.choices import Choice, Key, config, groups
 from lightswitch.runs.claim import Holder
 from lightswitch.runs.record import Origin
@@ -179,10 +178,7 @@ def _rows(told: dict[str, str]) -> str:
 
 _OF_RUNS = yaml.safe_load(Path(__file__).with_name("run_directory.yaml").read_text())
 FILES, FILES_OF_SOME, COLUMNS = (_OF_RUNS[kind] for kind in ("files", "files_of_some", "columns"))
-RECORDS = (
-    *(("run.json", Origin), ("starts of run.json", Start), ("ended of run.json", End)),
-    *(("step_times.json", StepTimes), ("job.json", Record)),
-)
+RECORDS = (("run.json", Origin), ("starts of run.json", Start), ("ended of run.json", End), ("job.json", Record))
 
 
 def _run_directory() -> str:
