@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import dis
 import errno
-import inspect
 import os
 import re
-import select
-import signal
 import socket
 import sys
 import sysconfig
@@ -20,8 +17,6 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeGuard
@@ -32,12 +27,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.cluster.placement import Placement
 from lightswitch.errors import ExitCode, Failure, LostRank, Refused
-from lightswitch.process import ended_by
 from lightswitch.runs import claim
 
 _LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters in the store: an error message can have any length
 # Errors of a rank that has lost its connection to another rank, from gloo, NCCL and the rendezvous store
 _FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to host|socket|timed? ?out", re.IGNORECASE)
+_KILLED_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)")  # as torch says
 _OF_DEVICES = re.compile(r"AcceleratorError|(CUDA|HIP) error")
 _MIXES_TENSORS = "got mixed torch.Tensor and DTensor"  # torch's, for a sharded parameter and a plain tensor
 # Failed memory allocations: torch on a GPU; CUDA and HIP, also inside NCCL errors; libraries such as cuBLAS; torch on
@@ -57,7 +52,6 @@ _DATA_CONNECTOR = (
     "lightning.pytorch.trainer.connectors.data_connector"  # refuses loaders, also of a test after training
 )
 _ON_PURPOSE = (ValueError, FileNotFoundError, ModuleNotFoundError)
-_WORKER_END_SECONDS = 2.0
 _ENGINE = str(Path(__file__).parents[1])
 _PYTHON = sysconfig.get_paths()["stdlib"]
 _INSTALLED = {"site-packages", "dist-packages"}  # of this environment, or of the system's, which it may include
@@ -107,8 +101,6 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
     if _is_of_disk(error):
         named = f": {os.fsdecode(error.filename)}" if error.filename else ""
         return [f"{_OF_DISKS[error.errno or 0]}: {error.strerror}{named}; fix it, then start the run again"]
-    if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
-        return ["stdout was closed by its reader, as after `| head`; redirect it to a file, then start the run again"]
     frame, is_before = raised_in(error), not steps_have_begun
     module, text = str(frame.f_globals.get("__name__")) if frame is not None else "", " ".join(str(error).split())
     if module.startswith("lightning.") and (is_before or module == _DATA_CONNECTOR):
@@ -127,12 +119,6 @@ def problems_of(error: BaseException, cfg: DictConfig, steps_have_begun: bool) -
 def _is_of_disk(error: BaseException) -> TypeGuard[OSError]:
     """Return whether an error comes from the disk; a missing permission may be of something else than a file."""
     return isinstance(error, OSError) and error.errno in _OF_DISKS and (error.errno != errno.EACCES or error.filename)
-
-
-def _stdout_has_no_reader() -> bool:
-    looking = select.poll()
-    looking.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in looking.poll(0))
 
 
 def raised_in(error: BaseException) -> FrameType | None:
@@ -164,9 +150,8 @@ def failure_of(rank: Rank, error: BaseException) -> Failure:
     cause = error
     while isinstance(cause, InstantiationException) and cause.__cause__ is not None:  # Hydra wraps the error
         cause = cause.__cause__
-    line = _cause_of_worker(cause) or one_line(cause)
-    is_killed = any(worker.exitcode == -signal.SIGKILL for worker in _workers(_owners(error)))
-    if is_killed and oom_kills() > _OOM_KILLS:
+    line = _error_of_worker(cause) or one_line(cause)
+    if _KILLED_WORKER.search(line) and oom_kills() > _OOM_KILLS:
         line += f"; {rank.node} ran out of memory"
     if _MIXES_TENSORS in line:
         line += "; in a training step, a parameter is unsharded only during its module's forward pass; "
@@ -240,37 +225,19 @@ def oom_kills() -> int:
     return int(counts.get("oom_kill", 0))
 
 
-def _cause_of_worker(error: BaseException) -> str | None:
-    """Describe a DataLoader worker's error, or how the worker ended, in one line; None if no worker caused the error.
-
-    torch re-raises a worker's error with a text that begins with the place where it was caught; for a killed worker,
-    torch knows only the process ID.
-    """
-    if (wrapper := _wrapper_of_worker(error)) is not None:
-        *_, last = str(wrapper.exc_msg).strip().splitlines()
-        return f"{last} ({wrapper.where})"
-    workers = _workers(_owners(error))
-    if isinstance(error, EOFError | ConnectionError):  # an ending process closes its pipes first
-        wait([worker.sentinel for worker in workers], _WORKER_END_SECONDS)
-    dead = [f"DataLoader worker process {one.pid} {ended_by(one.exitcode)}" for one in workers if one.exitcode]
-    return ", ".join(dead) or None
-
-
-def _wrapper_of_worker(error: BaseException) -> Any:
-    """Return torch's wrapper around a DataLoader worker's error; None if no worker raised the error."""
+def _error_of_worker(error: BaseException) -> str | None:
+    """Return the line of an error of a DataLoader worker, which torch raises again with a text that begins with the
+    place where it was caught; None for any other error."""
     owners = _owners(error)
-    return owners[-1] if owners and type(owners[-1]).__name__ == "ExceptionWrapper" else None
+    if not owners or type(owners[-1]).__name__ != "ExceptionWrapper":
+        return None
+    *_, last = str(owners[-1].exc_msg).strip().splitlines()
+    return f"{last} ({owners[-1].where})"
 
 
 def _owners(error: BaseException) -> list[Any]:
     """Return `self` of each frame that the error passed through, outermost first; None for a plain function."""
     return [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-
-
-def _workers(owners: list[Any]) -> list[BaseProcess]:
-    lists = (inspect.getattr_static(owner, "_workers", None) for owner in owners)  # calls no __getattr__ of the user's
-    found = (worker for one in lists if isinstance(one, list) for worker in one)
-    return list(dict.fromkeys(worker for worker in found if isinstance(worker, BaseProcess)))
 
 
 _OOM_KILLS = oom_kills()  # when this process has started

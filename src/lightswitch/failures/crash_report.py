@@ -1,16 +1,14 @@
 """Reports of a failure: one message on the terminal for all processes of a start, and the crash report.
 
-The crash report is a folder in the run directory with the first failure and each rank's stacks and environment.
+The crash report is a folder in the run directory with the first failure and each rank's stacks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import logging
 import os
-import platform
 import socket
 import sys
 import tempfile
@@ -19,16 +17,13 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 
-from lightswitch import versions
-from lightswitch.cluster.placement import reported_variables
 from lightswitch.context import RunContext
-from lightswitch.errors import ExitCode, Failure, printable
+from lightswitch.errors import Failure, printable
 from lightswitch.failures.classify import Rank, one_line
 from lightswitch.process import ignore_signals
 from lightswitch.runs import log as run_log
 
 _FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-_PACKAGES = ("lightswitch", "torch", "lightning", "deepspeed", "numpy")
 _OTHERS_SECONDS = 15.0  # to wait for the processes started together with this one
 _POLL_SECONDS = 0.02
 
@@ -86,12 +81,12 @@ class CrashReport:
                     file.write(_FORMAT.format(record) + "\n")
 
     def add_rank(self, rank: Rank, location: str, own: Failure | None) -> None:
-        """Write a rank's file (its location in training, error, stacks and environment) and its NCCL trace, if any."""
+        """Write a rank's file (its location in training, error and stacks) and its NCCL trace, if any."""
         parts = [str(rank), f"process {rank.pid}", location, "", *([own.line, own.details] if own else [])]
         with tempfile.TemporaryFile("w+") as stacks:
             faulthandler.dump_traceback(stacks)
             stacks.seek(0)
-            text = "\n".join([*parts, stacks.read(), _environment()])
+            text = "\n".join([*parts, stacks.read()])
         self._write(f"rank_{rank.number}.txt", text.encode(errors="backslashreplace"))
         # this rank's last collectives, in the format that `torchfrtrace` reads; torch without NCCL has no recorder
         dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace", None)
@@ -107,23 +102,6 @@ class CrashReport:
         with open(descriptor, "wb") as file:
             os.fchmod(file.fileno(), 0o600)  # regardless of the umask
             file.write(content)
-
-
-def write_for_torchrun(failure: Failure) -> None:
-    """Write the failure to the file from which torchrun prints its summary of failed workers."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path and not Path(path).exists():
-        details = failure.details if failure.exit_code == ExitCode.FAILED else ""
-        said = {"py_callstack": f"{failure.line}\n{details}".rstrip(), "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):  # a full disk must not hide the failure
-            Path(path).write_text(json.dumps({"message": {"message": failure.line, "extraInfo": said}}))
-
-
-def _environment() -> str:
-    lines = [f"python {platform.python_version()}, {platform.platform()}"]
-    lines += [f"{name} {version}" for name, version in versions.of(_PACKAGES).items()]
-    lines += [f"{name}={value}" for name, value in reported_variables().items()]
-    return "\n".join(["environment:", *lines]) + "\n"
 
 
 def add_report(error: BaseException, own: Failure, rank: Rank, location: str, report: CrashReport) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lightswitch.errors import Failure
 from lightswitch.failures.classify import Rank
 
 _SETTLE_SECONDS = 0.5  # ranks that end together are found one by one
-ANSWER_SECONDS = 15.0  # within which a live rank answers, even on a busy machine or while a call holds the GIL
+ANSWER_SECONDS = 15.0  # within which a live rank reports, even on a busy machine or while a call holds the GIL
 _MOST_NUMBERS = 8  # of ranks in a message
 WITHOUT_MESSAGE = "ended without an error message: it was killed, or crashed outside of Python"
 
@@ -35,12 +35,10 @@ class Position:
     Args:
         location: file, line, function and source line, of the user's code if the stack has any.
         waits: whether it is in code of torch that may wait for other ranks.
-        collectives: number of collectives that the rank has entered, by process group.
     """
 
     location: str
     waits: bool
-    collectives: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -57,21 +55,14 @@ class RankState:
     how: str = WITHOUT_MESSAGE  # its process ended, in words
     lacks_memory: bool = False  # whether its node has killed processes for lack of memory
     left: bool = False  # it has finished
-    position: Position | None = None  # its answer to the last request
+    position: Position | None = None  # in its last report; None before the first
 
 
-def suspicious(ranks: Collection[RankState], now: float, timeouts: Timeouts) -> bool:
-    """Return whether to ask the ranks for their positions in the code."""
-    return any(rank.failure or rank.gone is not None for rank in ranks) or _hang(ranks, now, timeouts)
-
-
-def verdict(ranks: Collection[RankState], asked: float | None, now: float, timeouts: Timeouts) -> Failure | None:
+def verdict(ranks: Sequence[RankState], now: float, timeouts: Timeouts) -> Failure | None:
     """Return the first failure once it is known; None until then.
 
-    A rank's reported error is returned at once, unless it may be the consequence of another rank's failure.
-
-    Args:
-        asked: when the ranks were asked for their positions; None if they were not.
+    A rank's reported error is returned at once, unless it may be the consequence of another rank's failure. Then all
+    other ranks have to show first that they are alive.
     """
     failed = sorted((rank for rank in ranks if rank.failure), key=lambda rank: rank.failed)
     for rank in failed:
@@ -80,34 +71,19 @@ def verdict(ranks: Collection[RankState], asked: float | None, now: float, timeo
     gone = [rank for rank in ranks if rank.gone is not None]
     if gone and now - min(rank.gone or now for rank in gone) > _SETTLE_SECONDS:
         return _died(min(gone, key=lambda rank: rank.gone or 0))
-    present = present_ranks(ranks)
+    present = [rank for rank in ranks if not rank.left and rank.gone is None]
     silent = [rank for rank in present if now - rank.at > timeouts.lost_after_seconds]
     if silent:
         return _lost(silent, timeouts.lost_after_seconds)
-    if asked is None:
-        return None
-    mute = [rank for rank in present if rank.position is None and rank.failure is None]
-    if now - asked < (ANSWER_SECONDS if mute else 2 * _SETTLE_SECONDS):
-        return None
     if failed:
-        return _lost(mute, ANSWER_SECONDS) if mute else failed[0].failure
-    return _hangs(present, timeouts.hung_after_seconds) if _hang(ranks, now, timeouts) else None
-
-
-def present_ranks(ranks: Collection[RankState]) -> list[RankState]:
-    """Return the ranks that have neither finished nor gone, in order of their numbers."""
-    there = (rank for rank in ranks if not rank.left and rank.gone is None)
-    return sorted(there, key=lambda state: state.rank.number)
-
-
-def idle_seconds(ranks: Collection[RankState], now: float) -> float:
-    """Return for how long no rank has begun a batch; 0 for a single remaining rank, which may export the weights."""
-    moved = [rank.moved for rank in present_ranks(ranks)]
-    return now - max(moved) if len(moved) > 1 else 0.0
-
-
-def _hang(ranks: Collection[RankState], now: float, timeouts: Timeouts) -> bool:
-    return idle_seconds(ranks, now) > timeouts.hung_after_seconds
+        first = failed[0]
+        mute = [rank for rank in present if rank.failure is None and rank.at <= first.failed]
+        if now - first.failed < (ANSWER_SECONDS if mute else 2 * _SETTLE_SECONDS):
+            return None
+        return _lost(mute, ANSWER_SECONDS) if mute else first.failure
+    moved = [rank.moved for rank in present]  # a single remaining rank may take its time, to export the weights
+    hangs = len(moved) > 1 and now - max(moved) > timeouts.hung_after_seconds
+    return _hangs(present, timeouts.hung_after_seconds) if hangs else None
 
 
 def _died(first: RankState) -> Failure:
@@ -123,33 +99,12 @@ def _lost(silent: Sequence[RankState], seconds: float) -> Failure:
 
 
 def _hangs(present: Sequence[RankState], seconds: float) -> Failure:
-    """Return the failure that blames one rank: the first with the fewest batches, late in collectives, and not waiting.
-
-    The criteria apply in this order; a criterion that no remaining rank meets is skipped.
-    """
+    """Return the failure that blames one rank: the first with the fewest batches that does not wait for others."""
     fewest = min(rank.progress for rank in present)
     blamed = [rank for rank in present if rank.progress == fewest]
-    blamed = _late(blamed, present) or blamed
     blamed = [rank for rank in blamed if rank.position is None or not rank.position.waits] or blamed
     line = f"{blamed[0].rank} hangs{_location(blamed[0])}; no rank began a batch for {seconds:g} s"
     return Failure(line, _lines_of(present) if len(present) > 1 else "")
-
-
-def _late(some: Sequence[RankState], present: Sequence[RankState]) -> list[RankState]:
-    """Return those of `some` that have entered fewer collectives of a process group than another rank.
-
-    A rank that has not reported its position counts as late.
-    """
-    most: dict[str, int] = {}
-    for rank in present:
-        for group, count in (rank.position.collectives if rank.position else {}).items():
-            most[group] = max(count, most.get(group, 0))
-
-    def is_late(rank: RankState) -> bool:
-        position = rank.position
-        return position is None or any(count < most[group] for group, count in position.collectives.items())
-
-    return [rank for rank in some if is_late(rank)]
 
 
 def _lines_of(ranks: Sequence[RankState]) -> str:

@@ -1,15 +1,16 @@
 """The watchdog over the ranks of a run: if one fails, hangs or is lost, all end soon, with a message that names it.
 
 Two threads in each rank use the store of the process group, over connections of their own: the main thread may block
-in a collective for ever. Each rank keeps a report there (batches begun, its error, which ranks of its node have ended);
-rank 0 reads all reports, decides by the rules in verdict.py, and answers with numbered orders that every rank follows.
-Rank 0 serves the store, so a rank whose connection to it closes knows that rank 0 has ended.
+in a collective for ever. Each rank keeps a report there (batches begun, its position in the code, its error, which
+ranks of its node have ended); rank 0 reads all reports, decides by the rules in verdict.py, and gives one order, by
+which all ranks end. Rank 0 serves the store, so a rank whose connection to it closes knows that rank 0 has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import linecache
 import logging
 import os
 import signal
@@ -27,7 +28,7 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
-from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.distributed.distributed_c10d import _get_default_store
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.context import RunContext
@@ -41,15 +42,15 @@ from lightswitch.failures.verdict import (
     Position,
     RankState,
     Timeouts,
-    suspicious,
     verdict,
 )
 from lightswitch.process import Process, has_ended, stopped_with
 
 log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
+_BEAT_SECONDS = 2.0  # between reports, at most
 _VERDICT_SECONDS = 5.0  # to wait for the verdict after ANSWER_SECONDS
-_PARTING_SECONDS = 5.0  # for the other ranks to read rank 0's last order, before the store ends with it
+_PARTING_SECONDS = 5.0  # for the other ranks to read rank 0's order, before the store ends with it
 _GRACE_SECONDS = 10.0  # for a rank to end by itself: it may be writing a checkpoint or a logger's file
 _WAITING = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/", "/torch/cuda/")  # for other ranks
 
@@ -134,7 +135,6 @@ class Watchdog:
         assert member is not None
         if failure.signal is not None:
             self.run.signals.end_by(Stopped(signal.Signals(failure.signal)))
-        crash_report.write_for_torchrun(failure)
         if failure.exit_code == ExitCode.FAILED:
             advice = f"{self.advise(self._trainer)}\n" if failure.lacks_memory else ""
             self.crash.print_failure(replace(failure, details=advice + failure.details))
@@ -225,28 +225,25 @@ class Member:
                 self._store.set(str(self.rank.number), json.dumps(self._report))
 
     def _follow(self) -> None:
-        """Send this rank's progress, and follow the orders of rank 0. Blocks while rank 0 is stopped or cut off."""
+        """Send reports, and follow the order of rank 0. Blocks while rank 0 is stopped or cut off."""
         store = _connection()
-        beat_at, orders_read, gone = 0.0, 0, self._gone
+        beat_seconds = min(_BEAT_SECONDS, self._timeouts.lost_after_seconds / 8)
+        beat_at, gone = 0.0, self._gone
         try:
             while not self._is_over.wait(_TICK_SECONDS):
-                if time.monotonic() > beat_at + self._timeouts.lost_after_seconds / 8 or gone is not self._gone:
+                if time.monotonic() > beat_at + beat_seconds or gone is not self._gone:
                     beat_at, gone = time.monotonic(), self._gone
                     self._beats += 1
-                    self._say()
-                if not store.check([f"order {orders_read}"]):  # a wait would log each time that it is over
+                    self._say(position=asdict(position()))
+                if not store.check(["order"]):  # a wait would log each time that it is over
                     continue
-                order = json.loads(store.get(f"order {orders_read}"))
-                orders_read += 1
-                if "ask" in order:
-                    self._say(asked=order["ask"], position=asdict(position()))
-                    continue
+                order = json.loads(store.get("order"))
                 self._is_over.set()
                 store.add("heard", 1)
-                if "verdict" in order:
-                    self._end(Failure(**order["verdict"]))
-                else:
+                if order is None:
                     self._part()
+                else:
+                    self._end(Failure(**order))
         except DistError:
             self._lose(WITHOUT_MESSAGE)
 
@@ -302,7 +299,7 @@ class Member:
             self._part()
 
     def _part(self) -> None:
-        """Let the main thread go on; in rank 0, once the other ranks have read the last order."""
+        """Let the main thread go on; in rank 0, once the other ranks have read its order."""
         end = time.monotonic() + _PARTING_SECONDS
         if self._judge is not None:
             while self._store.add("heard", 0) < self._judge.present_count and time.monotonic() < end:
@@ -322,8 +319,7 @@ class Judge:
         self._reports = [b""] * len(ranks)
         self._timeouts = timeouts
         self._store = store
-        self._orders = 0
-        self._asked: float | None = None
+        self._has_ordered = False
 
     @property
     def present_count(self) -> int:
@@ -331,23 +327,18 @@ class Judge:
         return sum(state.gone is None for state in self._states)
 
     def judge(self, now: float) -> None:
-        """Read all reports, and give an order if they call for one.
+        """Read all reports, and order all ranks to end once they call for it: with the first failure, or with None.
 
         Args:
             now: in seconds.
         """
-        self._read(now)
-        states, timeouts = self._states, self._timeouts
-        if all(state.left for state in states):
-            self._order(over=True)
+        if self._has_ordered:
             return
-        if not suspicious(states, now, timeouts):
-            self._asked = None
-        elif self._asked is None:
-            self._asked = now
-            self._order(ask=self._orders)
-        if (failure := verdict(states, self._asked, now, timeouts)) is not None:
-            self._order(verdict=asdict(shortened(failure)))
+        self._read(now)
+        failure = verdict(self._states, now, self._timeouts)
+        if failure is not None or all(state.left for state in self._states):
+            self._has_ordered = True
+            self._store.set("order", json.dumps(failure and asdict(shortened(failure))))
 
     def _read(self, now: float) -> None:
         reports = self._store.multi_get([str(state.rank.number) for state in self._states])
@@ -360,18 +351,12 @@ class Judge:
             if "failure" in said and state.failure is None:
                 state.failure, state.failed = Failure(**said["failure"]), now
             state.left = "left" in said
-            state.position = Position(**said["position"]) if said.get("asked") == self._orders - 1 else None
+            state.position = Position(**said["position"]) if "position" in said else None
             for number, (how, lacks_memory) in said["gone"].items():
                 other = self._states[int(number)]
                 if other.gone is None and not other.left:
                     other.gone, other.how, other.lacks_memory = now, how, lacks_memory
         self._reports = reports
-
-    def _order(self, **order: Any) -> None:
-        self._store.set(f"order {self._orders}", json.dumps(order))
-        self._orders += 1
-        for state in self._states:
-            state.position = None
 
 
 def _connection() -> PrefixStore:
@@ -384,30 +369,14 @@ def _connection() -> PrefixStore:
 
 def position() -> Position:
     """Return the main thread's position. Can be called in any thread."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    stack = traceback.extract_stack(frame)
-    waits = any(part in frame.f_code.co_filename for part in _WAITING)
-    entered = (at for at, frame in enumerate(stack) if is_of_engine(frame.filename) and frame.filename != __file__)
+    newest = sys._current_frames()[threading.main_thread().ident or 0]
+    stack = [frame for frame, _ in traceback.walk_stack(newest)][::-1]
+    files = [frame.f_code.co_filename for frame in stack]
+    waits = any(part in files[-1] for part in _WAITING)
+    entered = (at for at, file in enumerate(files) if is_of_engine(file) and file != __file__)
     within_run = stack[next(entered, 0) :]  # a script may have called the run
-    own = [frame for frame in within_run if not is_of_others(frame.filename)]
-    at = (own or stack)[-1]
-    within = f", in {stack[-1].name}" if waits and at is not stack[-1] else ""
-    return Position(f"{at.filename}:{at.lineno} in {at.name}: {at.line}{within}", waits, collectives_entered())
-
-
-def collectives_entered() -> dict[str, int]:
-    """Return the number of collectives that this process has entered, by the name of the process group.
-
-    NCCL is asynchronous: a rank enters a collective and continues until an operation needs the result. So a rank that
-    the others wait for has entered fewer collectives than they have. The numbers are those of torch's flight recorder;
-    reading them does not wait for a device.
-    """
-    found: dict[str, int] = {}
-    for group in list(_world.pg_map):
-        try:
-            backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
-            counts = [one._get_sequence_number_for_group() for one in backends.values()]  # type: ignore[attr-defined]  # torch's stub lacks it
-        except RuntimeError:  # a backend that does not count collectives
-            continue
-        found[group.group_name] = sum(counts)
-    return found
+    at = ([frame for frame in within_run if not is_of_others(frame.f_code.co_filename)] or stack)[-1]
+    code, line = at.f_code, at.f_lineno
+    source = linecache.getline(code.co_filename, line).strip()
+    within = f", in {newest.f_code.co_name}" if waits and at is not newest else ""
+    return Position(f"{code.co_filename}:{line} in {code.co_name}: {source}{within}", waits)

@@ -119,7 +119,6 @@ def _report(error: BaseException, cfg: DictConfig, run: RunContext) -> int | Non
             report.log_details(first.details)
         return ExitCode.REFUSED
     if rank.world_size != 1:
-        crash_report.write_for_torchrun(first)
         return report.print_failure(first)
     process.note_failure(one_line(error))
     crash_report.add_report(error, first, rank, "outside of the Trainer", report)

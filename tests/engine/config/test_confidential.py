@@ -48,10 +48,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def failed(seen: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     train = runs_in(tmp_path_factory.mktemp("failed"))
-    torchrun = {"TORCHELASTIC_ERROR_FILE": str(seen / "torchrun.json")}
-    finished = train(
-        *shlex.split(RUN), ranks=2, environment={**ENVIRONMENT, **torchrun, "SEEN": str(seen)}, check=False
-    )
+    finished = train(*shlex.split(RUN), ranks=2, environment={**ENVIRONMENT, "SEEN": str(seen)}, check=False)
     assert finished.returncode == 1, finished.err
     return finished
 

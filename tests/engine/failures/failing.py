@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -73,17 +72,6 @@ class FailingModel(PlainModel):
     def _perhaps_fail(self, *place: str | int) -> None:
         if " ".join(map(str, place)) == self.where and self.rank in (None, self.trainer.global_rank):
             fail(self.how)
-
-
-class LaggingModel(PlainModel):
-    """Rank 1 stands still in its test, and others enter a collective and stand elsewhere, as under NCCL."""
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        if self.trainer.global_rank == 1:
-            time.sleep(1000)
-        entered = dist.all_reduce(torch.ones(1), async_op=True)
-        while not entered.is_completed():
-            time.sleep(0.01)
 
 
 class FailingPoints(Points):

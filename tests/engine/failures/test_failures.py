@@ -35,7 +35,7 @@ def test_a_loaders_worker_that_was_killed_for_memory_is_named_and_so_is_its_node
     data = (FAILING_DATA, "data.how='runs out of memory'", "data.where=sample", "data.workers=1")
     failed = train(*RUN, PLAIN_MODEL, *data, "strategy=single", check=False)
     assert failed.returncode == 1
-    assert re.search(r"DataLoader worker .* SIGKILL|by signal: Killed", failed.err)
+    assert re.search(r"DataLoader worker \(pid.*(by signal: Killed|exited unexpectedly)", failed.err)
     assert f"; {socket.gethostname()} ran out of memory\n" in failed.err
 
 
@@ -95,16 +95,6 @@ def test_a_rank_that_hangs_is_found_with_the_line_it_stands_at(where: str, train
     assert failed.returncode == 1
 
 
-@pytest.mark.nightly
-def test_a_rank_that_others_wait_for_is_found_wherever_they_stand(train: Train) -> None:
-    """In a test after the training, and as under NCCL, where ranks enter a collective and go on."""
-    model = "model._target_=tests.engine.failures.failing.LaggingModel"
-    failed = train(model, *RUN[1:], HUNG, ranks=2, check=False)
-    line = failed.err.splitlines()[0]
-    assert re.match(r"rank 1 of 2 on \S+ hangs at .*in test_step: time\.sleep\(1000\)", line), line
-    assert failed.returncode == 1
-
-
 def test_the_crash_report_holds_what_each_rank_knows(train: Train) -> None:
     failed = _failed(train, "model.how=raises")
     (report,) = (failed.run_dir / "crash").iterdir()
@@ -114,4 +104,3 @@ def test_the_crash_report_holds_what_each_rank_knows(train: Train) -> None:
         assert told.startswith(f"rank {rank} of 2 on ")
         assert "epoch 0, step 2, micro batch 0: samples " in told
         assert "hread 0x" in told
-        assert f"\nRANK={rank}\n" in told
