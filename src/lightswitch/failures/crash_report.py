@@ -114,7 +114,7 @@ def add_report(error: BaseException, own: Failure, rank: Rank, location: str, re
         return
     with contextlib.suppress(OSError):  # for example a full disk: the original error matters more
         report.add_rank(rank, location, own)
-        if one_line(error) not in own.line or own.lacks_memory:
+        if not own.line.endswith(one_line(error)) or own.lacks_memory:
             error.add_note(own.line)  # printed below the traceback
         error.add_note(f"crash report: {os.path.relpath(report.folder)}")
 
