@@ -28,6 +28,9 @@ class StepTimes(Callback):
     logged steps wait for the device at the end of each phase.
     """
 
+    def __init__(self) -> None:
+        self._begin()
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin()
         after = "rest" if pl_module.automatic_optimization else "forward_backward"  # which may step several times
