@@ -10,7 +10,6 @@ A catch counts if the test passes without the mutant. Exits with 1 if a mutant s
 from __future__ import annotations
 
 import argparse
-import math
 import signal
 import sys
 import tempfile
@@ -25,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="a mutant or a package of them; all by default")
     parser.add_argument("--suite", action="store_true", help="try all tests of the day, up to the first failure")
-    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="of tests, for a mutant")
+    parser.add_argument("--limit-seconds", type=float, help="of tests, for a mutant")
     parser.add_argument("--options", default="", help="of pytest, as '-n 2'")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # nothing of it is left behind
