@@ -321,7 +321,6 @@ def _step(path: Path) -> int | None:
 
 
 _WRITTEN = re.compile(r".+\.ckpt(\.previous)?", re.DOTALL)
-_ASKED_FOR = re.compile(r".+\.ckpt", re.DOTALL)  # hpc_ckpt_1.ckpt: Lightning's, on a scheduler's signal
 _NO_TENSORS = slice(0)
 
 
@@ -403,7 +402,7 @@ def position_of(path: Path) -> Position | None:
 def _found(run_dir: Path) -> tuple[list[tuple[Path, Position]], list[UnfitCheckpoint]]:
     """Return the readable checkpoints of a run, the furthest in training first, and the errors of the others."""
     readable, damaged = [], []
-    for path in [*_named(run_dir / "checkpoints", _WRITTEN), *_named(run_dir, _ASKED_FOR)]:
+    for path in _named(run_dir / "checkpoints"):
         try:
             if (position := position_of(path)) is not None:
                 readable.append((path, position))
@@ -420,8 +419,8 @@ def _distance(found: tuple[Path, Position]) -> tuple[int, str]:
     return position.global_step, path.name
 
 
-def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """Return the directories in a folder whose names match, without files and links.
+def _named(folder: Path) -> list[Path]:
+    """Return the directories in a folder that are named as checkpoints, without files and links.
 
     Raises:
         UnfitCheckpoint: the folder can't be listed. A run that has checkpoints must not start anew for that reason.
@@ -431,7 +430,7 @@ def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
             return sorted(
                 folder / entry.name
                 for entry in entries
-                if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+                if _WRITTEN.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
             )
     except FileNotFoundError:
         return []

@@ -138,22 +138,9 @@ class Writer:
         part = local(tensor).detach()
         memory = self._memory.get(name)
         if memory is None or (memory.shape, memory.dtype) != (part.shape, part.dtype):
-            memory = self._memory[name] = host_memory(part.shape, part.dtype, is_pinned=part.is_cuda)
+            with torch.inference_mode(False):  # a test may save first, and a fit uses the same memory
+                memory = self._memory[name] = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
         return with_local(tensor, memory.copy_(part, non_blocking=part.is_cuda))
-
-
-@torch.inference_mode(False)  # a test may save first, and a fit uses the same memory
-def host_memory(shape: torch.Size, dtype: torch.dtype, is_pinned: bool) -> Tensor:
-    """Return an uninitialized tensor on the CPU, pinned if possible, so that a GPU copies to it while it computes."""
-    try:
-        return torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
-    except RuntimeError as error:
-        if not is_pinned:
-            raise
-        log.warning(
-            "saves      to unpinned memory, which makes training wait longer: %s", str(error).partition("\n")[0]
-        )
-        return torch.empty(shape, dtype=dtype)
 
 
 class Ranks:

@@ -32,8 +32,7 @@ def write(path: Path, **position: int | bool) -> Path:
     ("written", "found"),
     [
         ({}, None),
-        ({"checkpoints/best.ckpt": 30, "checkpoints/last.ckpt": 20, "hpc_ckpt_1.ckpt": 10}, "checkpoints/best.ckpt"),
-        ({"checkpoints/last.ckpt": 20, "hpc_ckpt_1.ckpt": 25}, "hpc_ckpt_1.ckpt"),  # that a scheduler asked for
+        ({"checkpoints/best.ckpt": 30, "checkpoints/last.ckpt": 20, "beside.ckpt": 40}, "checkpoints/best.ckpt"),
         ({"checkpoints/last.ckpt.previous": 10}, "checkpoints/last.ckpt.previous"),  # between two renames
         ({"checkpoints/last.ckpt.partial": 10}, None),
     ],

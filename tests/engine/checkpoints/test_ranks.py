@@ -24,7 +24,7 @@ from lightswitch.checkpoints import directory
 from lightswitch.checkpoints.format import read_index
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.shards import Box, Piece, Stored, local
-from lightswitch.checkpoints.writing import Ranks, Writer, host_memory, replicas_of, share, together
+from lightswitch.checkpoints.writing import Ranks, Writer, replicas_of, share, together
 from lightswitch.errors import LostRank, UnwrittenCheckpoint
 from lightswitch.strategies.ddp import DDP
 from lightswitch.strategies.fsdp import FSDP
@@ -308,13 +308,3 @@ def test_a_gpus_state_is_staged_in_pinned_memory() -> None:
     staged = Writer().stage(state)
     assert all(local(tensor).is_pinned() for tensor in staged.values())
     assert all(torch.equal(staged[name], tensor.cpu()) for name, tensor in state.items())
-
-
-def test_where_memory_can_not_be_pinned_other_memory_is_taken(caplog: pytest.LogCaptureFixture) -> None:
-    """As on a machine whose limit is reached; on one without a GPU nothing can be pinned."""
-    if torch.cuda.is_available():
-        pytest.skip("memory can be pinned here")
-    assert host_memory(torch.Size([3]), torch.uint8, is_pinned=True).shape == (3,)
-    assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "saves      to unpinned memory, which makes training wait longer"
-    ]
