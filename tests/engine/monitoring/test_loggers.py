@@ -1,4 +1,5 @@
 import os
+import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -122,10 +123,14 @@ def runs_of_wandb(run_dir: Path) -> list[str]:
 
 @pytest.mark.nightly
 @SERVICES
-def test_a_run_is_one_curve_in_each_logger_after_a_start_anew(train: Train) -> None:
+def test_a_run_is_one_curve_in_each_logger_after_a_loss_of_steps_and_a_start_anew(train: Train) -> None:
     """A logger shows the steps that the run's checkpoints lead to, and no others, as metrics.csv does."""
-    run = None
-    for how in ((), ("resume=never", "model.lr=0.2")):
+    run: Finished | None = None
+    for how in ((), ("resume=last", "model.lr=0.5"), ("resume=never", "model.lr=0.2")):
+        if run and "resume=last" in how:
+            for path in (run.run_dir / "checkpoints").iterdir():
+                if path.is_dir() and path.name != "step_4.ckpt":
+                    shutil.rmtree(path.resolve())
         run = train(
             *(*LOGGED, *how, "trainer.max_steps=8", "logger=[default,wandb]"),
             folder=run and run.folder,
