@@ -1,5 +1,4 @@
 import os
-import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from lightswitch.config.hydra_versions import instantiate
+from lightswitch.regular_files import remove_tree
 from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train
 from tests.engine.monitoring.tiny import Engine, Regression, loader, trainer
 from tests.engine.processes import TRAIN_PY, Start, said
@@ -130,7 +130,7 @@ def test_a_run_is_one_curve_in_each_logger_after_a_loss_of_steps_and_a_start_ane
         if run and steps == 9:
             for path in [*(run.run_dir / "checkpoints").glob("*.ckpt")]:
                 if path.is_dir() and path.resolve().name != "step_4.ckpt":
-                    shutil.rmtree(path.resolve())
+                    remove_tree(path.resolve())
         words = (*LOGGED, how, f"trainer.max_steps={steps}", "logger=[default,wandb]")
         run = train(*words, folder=run and run.folder, environment=OFFLINE)
         curve = [(step, pytest.approx(loss)) for step, loss in run.column("train/loss").items()]
