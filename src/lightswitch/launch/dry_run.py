@@ -51,11 +51,11 @@ def dry_run(cfg: DictConfig, run: RunContext) -> None:
     ranks = strategies.ranks(OmegaConf.to_container(cfg.dry_run)["rank"])  # type: ignore[index,call-overload]  # a node
     reads = {rank: _reads(request, candidate.ranks_of_a_sample, batch, rank) for rank in ranks}
     world, precision = request.world, cfg.trainer.get("precision")
-    devices = f"{world.nodes} × {world.devices_per_node} {request.device.name}"
+    devices = f"{world.nodes} × {world.devices_per_node} {request.device.name} (nodes × devices)"
     places = [f"rank {rank} is device {rank % world.devices_per_node} of node {rank // world.devices_per_node}, from 0"
               for rank in reads if rank]  # fmt: skip
     sections = {
-        "world": [f"{devices} = {world.size} ranks, {candidate.words[0]}, precision {precision}", *places],
+        "world": [f"{world.size} ranks, {devices}, {candidate.words[0]}, precision {precision}", *places],
         "batch": [str(batch)],
         "samples": list(_samples(reads)),
         "memory": [*report.table([found]).splitlines(), *filter(None, [report.replaced(found)])],
