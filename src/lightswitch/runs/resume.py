@@ -53,7 +53,7 @@ def find(cfg: DictConfig, run: RunContext) -> Beginning:
         Refused: the checkpoint can't be read or has no position, the run that saved it had another seed or global
             batch size, or this run has saved later ones.
     """
-    from lightswitch.checkpoints.last import later_than, newest, position_of  # imports torch
+    from lightswitch.checkpoints.last import newest, position_of  # imports torch
 
     def read(path: Path) -> Beginning:
         return Beginning(path, position_of(path))
@@ -67,6 +67,7 @@ def find(cfg: DictConfig, run: RunContext) -> Beginning:
         return Beginning()
     if resume not in ("auto", "last"):
         found = read(checkpoint(resume, run.run_dir))
+        _refuse_earlier(found, run.run_dir)
     elif (of_run := newest(run.run_dir)) is not None:
         found = Beginning(*of_run)
     elif step := max([last_step(run.run_dir), *(start.step for start in starts(run.run_dir))]):
@@ -83,13 +84,20 @@ def find(cfg: DictConfig, run: RunContext) -> Beginning:
             f"{path} can't be resumed: {lost}; start anew with resume=never or another run_id, "
             f"or from its weights alone with init_from={path} and another run_id"
         )
-    is_own = found.path is not None and run.run_dir.resolve() in found.path.resolve().parents
-    if position and (later := later_than(position.global_step if is_own else -1, run.run_dir)):
-        raise Refused(
-            f"{path} can't be resumed in {shown(run.run_dir)}, which has {later[0].name}: a restart would resume that; "
-            "leave out the path to go on from it, or give this run another run_id"
-        )
     return found
+
+
+def _refuse_earlier(found: Beginning, run_dir: Path) -> None:
+    from lightswitch.checkpoints.last import later_than
+
+    if found.path is None or found.position is None:
+        return
+    is_own = run_dir.resolve() in found.path.resolve().parents
+    if later := later_than(found.position.global_step if is_own else -1, run_dir):
+        raise Refused(
+            f"{shown(found.path)} can't be resumed in {shown(run_dir)}, which has {later[0].name}: a restart would "
+            "resume that; leave out the path to go on from it, or give this run another run_id"
+        )
 
 
 def checkpoint(name: str, run_dir: Path) -> Path:
