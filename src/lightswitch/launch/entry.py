@@ -39,6 +39,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             if main.__module__ != "__main__" or hasattr(sys, "ps1") or sys.flags.interactive:
                 print(_NO_SCRIPT, file=sys.stderr)
                 raise SystemExit(ExitCode.REFUSED)
+            _name_script()
             _fix_hashes()
             sys.argv[0] = os.path.abspath(sys.argv[0])  # user code may change the working directory
             show_first_line(sys.argv[1:])
@@ -52,6 +53,14 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
         return run
 
     return decorate
+
+
+def _name_script() -> None:
+    """Let `python -m train` be `python train.py`, in what is started again and in the commands that a run prints."""
+    at = len(sys.orig_argv) - len(sys.argv)
+    if at > 1 and sys.orig_argv[at - 1] == "-m":
+        sys.argv[0] = os.path.relpath(sys.argv[0])
+        sys.orig_argv[at - 1 : at + 1] = [sys.argv[0]]
 
 
 def _fix_hashes() -> None:

@@ -79,10 +79,10 @@ main()
 """
 
 
-def _hashes(folder: Path, *options: str, **environ: str) -> str:
+def _hashes(folder: Path, *options: str, script: str = "script.py", **environ: str) -> str:
     (folder / "script.py").write_text(HASHES)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"} | environ
-    command = [sys.executable, *options, "script.py", "strategy=ddp", "a b"]
+    command = [sys.executable, *options, script, "strategy=ddp", "a b"]
     return subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
 
 
@@ -90,6 +90,7 @@ def test_hashes_are_fixed_unless_the_user_has_set_them(tmp_path: Path) -> None:
     fixed = _hashes(tmp_path, PYTHONHASHSEED="0")
     assert fixed.endswith(" ['strategy=ddp', 'a b']\n")
     assert _hashes(tmp_path) == _hashes(tmp_path, "-X", "dev") == fixed
+    assert _hashes(tmp_path, "-m", script="script") == fixed
     assert _hashes(tmp_path, PYTHONHASHSEED="7") == _hashes(tmp_path, PYTHONHASHSEED="7") != fixed
     assert len({_hashes(tmp_path, PYTHONHASHSEED="random") for _ in range(3)}) == 3
     assert len({_hashes(tmp_path, "-m", "cProfile", "-o", "profile") for _ in range(3)}) == 3  # as a debugger
