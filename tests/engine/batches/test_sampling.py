@@ -107,16 +107,6 @@ class Nested(InPlace):
         return iter(self.inner["inner"])
 
 
-class Counting(InPlace):
-    """Counts its epochs by itself, and tells nobody."""
-
-    passes = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.passes += 1
-        return iter(np.random.default_rng(self.passes).permutation(50).tolist())
-
-
 class Weighing(InPlace):
     """Draws a part of the samples, by weights that the module sets."""
 
@@ -201,7 +191,7 @@ def test_a_resumed_run_reads_what_a_sampler_draws_by_seed_and_epoch(
         assert epochs(DataLoader(DATA, 4, sampler=kind()), first) == whole[first:]
 
 
-@pytest.mark.parametrize("kind", [InPlace, Counting, Endless])
+@pytest.mark.parametrize("kind", [InPlace, Endless])
 @pytest.mark.parametrize("read", [lambda loader: epochs(loader), lambda loader: evaluated(loader, 0)])
 def test_a_sampler_that_keeps_state_is_reported_once(
     read: Callable[[DataLoader], Any], kind: type[Sampler[int]], caplog: pytest.LogCaptureFixture
