@@ -44,7 +44,7 @@ class Place(NamedTuple):
     begin: int  # steps of the epoch before this pass
     step: int  # of the epoch
     micro: int
-    state: Any = None  # of the dataset, from which a reader goes on; only in the first place that it gets
+    resume: tuple[int, Any] | None = None  # a step of the pass and the dataset's state there; only in a reader's first
 
 
 class Cut(NamedTuple):
@@ -157,7 +157,8 @@ class StreamSlices(TrainingSlices):
         skipped = first % self.own_steps  # steps of the pass that were taken before a resume
         state = self._states.get(first) if skipped else None
         self._short, self._states = None, {first: state}
-        states = repeat(state, self._readers)  # one for each reader: micro-batches go to readers in turn
+        resume = None if state is None else (skipped, state)
+        resumes = repeat(resume, self._readers)  # one for each reader: micro-batches go to readers in turn
         if skipped and state is None and self.rank == 0:
             log.info(
                 "skipped    %s samples of a stream are read again, to resume at the same sample; a dataset with "
@@ -168,7 +169,7 @@ class StreamSlices(TrainingSlices):
             at_cycle = step // self.own_steps
             key, begin = self._pass_key(epoch, at_cycle), at_cycle * self.own_steps
             for micro in range(self.plan.accumulation):
-                yield Place(self._turn, self._told_epoch(epoch, at_cycle), key, begin, step, micro, next(states, None))
+                yield Place(self._turn, self._told_epoch(epoch, at_cycle), key, begin, step, micro, next(resumes, None))
 
     def note(self, cut: Cut) -> None:
         """Record the number of samples of a micro-batch's step, and the dataset's state after it."""
@@ -266,17 +267,17 @@ class Cursor:
         chosen = self._group[begin : max(end, begin + 1)]  # an empty slice still reads one sample, at weight 0
         digest, self._digest = self._digest, None
         seed_generators(mix(self.seed, place.key, place.step, index))  # for a random collate function
-        return Cut(place._replace(state=None), chosen, samples, state, digest)
+        return Cut(place._replace(resume=None), chosen, samples, state, digest)
 
     def _start(self, dataset: Any, place: Place) -> None:
         self._pass, self._is_stateful = (place.turn, place.key), _is_stateful(dataset)
-        self._is_new = place.state is None
+        self._is_new = place.resume is None
         seed_generators(mix(self.seed, place.key))
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
             set_epoch(place.epoch)
-        step = 0 if place.state is None else place.step - place.begin
-        if step:
-            dataset.load_state_dict(place.state)
+        step, state = place.resume or (0, None)
+        if state is not None:
+            dataset.load_state_dict(state)
         self._step = step - 1
         block = step * self.plan.global_batch // self._seeded_samples
         self._groups = self._groups_of(_seeded(iter(dataset), self._seeded_samples, block, self.seed, place.key))

@@ -153,11 +153,11 @@ def test_a_resumed_stream_goes_on_at_any_step_under_another_cut(
     state = loader.sampler.state_at(3)
     assert (state["state"] is not None) == (kind is StatefulStream)
     stream = kind(range(61))
-    resumed = _training(stream, BatchPlan(8, 8, 1, 1), at=Position(step=3))
+    resumed = _training(stream, BatchPlan(8, 8, 1, 1), at=Position(step=3), num_workers=workers)
     resumed.sampler.start_at(0, 3, state)
     assert _ids(resumed) == whole[3:]
     assert ("skipped    24 samples of a stream are read again" in caplog.text) == (kind is not StatefulStream)
-    if kind is StatefulStream:
+    if kind is StatefulStream and not workers:
         assert stream.read == 61 - 24
     resumed.sampler.set_epoch(1)
     assert len(_ids(resumed)) == len(whole)
