@@ -6,6 +6,7 @@ workers. A reader sends each one with what it knows of its step (`Cut`), which t
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,7 @@ from lightswitch.hooked_strategy import of_ranks
 
 log = logging.getLogger(__name__)
 _COMPARED_SAMPLES = 16  # first samples of a reader, whose digest is compared among readers
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _ENDLESS = sys.maxsize  # number of samples of a stream of unknown length
 _UNFINISHED_STEPS = 2  # that a loader may be ahead of training, because Lightning prefetches one batch
@@ -321,8 +323,13 @@ def _without_worker_info() -> Iterator[None]:
 
 
 def _is_stateful(dataset: Any) -> bool:
-    """Return whether a dataset can save its state and resume from it at the exact sample."""
+    """Return whether a dataset can save its state and resume from it at the exact sample.
+
+    A `state_dict` that has to be told how much was read, as litdata's, says nothing by itself.
+    """
     is_able = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+    needed = inspect.signature(dataset.state_dict).parameters.values() if is_able else ()
+    is_able = is_able and all(one.kind in _ANY or one.default is not one.empty for one in needed)
     return is_able and not _loses_a_buffer(getattr(dataset, "_ex_iterable", None))
 
 

@@ -9,8 +9,10 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightswitch.errors import ExitCode, encode_any_text
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from lightswitch.launch.hydra_entry import Main
 
 _QUESTIONS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+_LIGHT = ("__about__", "metric", "collections", "aggregation")  # of torchmetrics: base classes, means, its version
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")
 _NO_SCRIPT = (
     "error: a run starts as a script, in a process of its own; in place of main(), type "
@@ -43,6 +46,7 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
             _fix_hashes()
             sys.argv[0] = os.path.abspath(sys.argv[0])  # user code may change the working directory
             show_first_line(sys.argv[1:])
+            _defer_torchmetrics()
             try:
                 from lightswitch.launch.hydra_entry import Entry  # importing Hydra takes as long as reading that line
             except KeyboardInterrupt:  # signals are not caught yet
@@ -76,6 +80,35 @@ def _fix_hashes() -> None:
     if is_plain and own == sys.argv and not is_set and not _asks(sys.argv[1:]):
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _defer_torchmetrics() -> None:
+    """Let torchmetrics import all of its metrics only in a run that uses one of them.
+
+    Lightning imports the package for its base classes, and the package imports SciPy, transformers and torchvision with
+    its metrics where they are installed: half of the time from the start to the first step.
+    """
+    spec = find_spec("torchmetrics")
+    if spec is None or spec.loader is None or "torchmetrics" in sys.modules:
+        return
+    package: Any = module_from_spec(spec)
+    load = spec.loader.exec_module
+
+    def attribute(name: str) -> Any:
+        if name == "_logger":  # its modules import it
+            return import_module("logging").getLogger("torchmetrics")
+        if name.startswith("__") and name not in ("__version__", "__all__"):
+            raise AttributeError(name)
+        import_module("torchmetrics.utilities")  # first, as in the package itself: they import each other
+        for light in map(import_module, (f"torchmetrics.{part}" for part in _LIGHT)):
+            if name != "__all__" and hasattr(light, name):
+                return getattr(light, name)
+        del package.__getattr__
+        load(package)
+        return getattr(package, name)
+
+    package.__getattr__ = attribute
+    sys.modules["torchmetrics"] = package
 
 
 def show_first_line(arguments: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from torchmetrics import MeanMetric
+from torchmetrics.aggregation import MeanMetric
 
 from project.optimizer import OptimizerFactory, SchedulerFactory, configured
 

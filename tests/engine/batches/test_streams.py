@@ -198,6 +198,16 @@ def test_a_state_that_no_checkpoint_can_keep_is_left_out() -> None:
     assert loader.sampler.state_at(3)["state"] is None
 
 
+def test_a_state_dict_that_needs_arguments_is_no_state() -> None:
+    class Asking(StatefulStream):
+        def state_dict(self, num_samples_yielded: int) -> dict[str, Any]:  # type: ignore[override]  # as litdata's
+            return super().state_dict()
+
+    loader = _training(Asking(range(20)), BatchPlan(4, 4, 1, 1))
+    assert len(_ids(loader)) == 5
+    assert loader.sampler.state_at(3)["state"] is None
+
+
 @pytest.mark.parametrize(
     ("samples", "drop_last", "line"),
     [(0, False, "has no samples"), (5, True, "has fewer samples than global_batch_size=8")],
