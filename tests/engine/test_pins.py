@@ -21,7 +21,8 @@ VENVS = (".venv", ".venv-lowest")
 @pytest.mark.parametrize("pins", [PINS, LOWEST], ids=VENVS)
 def test_every_pin_but_torch_has_hashes(pins: str) -> None:
     entries = re.split(r"\n(?=\S)", pins.strip())
-    assert entries.pop(0).startswith("# made by `make constraints`")
+    assert entries[0].startswith("# made by `make constraints`")
+    entries = [entry for entry in entries if not entry.startswith("# ")]
     assert [
         entry for entry in entries if not re.match(r"[\w.-]+==\S+( ;.*)? \\\n    --hash=sha256:[0-9a-f]{64}", entry)
     ] == [next(entry for entry in entries if entry.startswith("torch=="))]
@@ -33,6 +34,26 @@ def test_make_installs_the_versions_that_uv_locks() -> None:
     pinned = re.findall(r"^([\w.-]+)==([\w.+]+)", PINS, re.MULTILINE)
     assert len(pinned) > 150
     assert {*pinned} <= locked
+
+
+def _chosen(extras: str) -> set[str]:
+    """The packages that make installs."""
+    plan = ["make", "--dry-run", "--no-print-directory", f"EXTRAS={extras}", "--eval=shown: ; @$(CHOOSE)", "shown"]
+    command = subprocess.check_output(plan, cwd=CHECKOUT, text=True).partition(" > ")[0]
+    found = subprocess.check_output(["bash", "-c", command], cwd=CHECKOUT, text=True)
+    return set(re.findall(r"^([\w.-]+)==", found, re.MULTILINE))
+
+
+def test_make_installs_what_the_defaults_of_conf_need_and_the_extras_that_are_named() -> None:
+    default, named = _chosen(""), _chosen("digits,hf")
+    assert {"torch", "lightning", "hydra-core", "tensorboard", "pip"} <= default
+    assert not {"deepspeed", "matplotlib", "pandas", "pytest", "scikit-learn", "scipy", "transformers"} & default
+    assert {"scikit-learn", "scipy", "transformers"} <= named - default
+    assert {"deepspeed", "pytest"} <= _chosen("all") - named
+    told = subprocess.run(["make", "EXTRAS=hff", "train"], cwd=CHECKOUT, text=True, capture_output=True, check=False)
+    assert "found EXTRAS=hff, expected all, or some of datasets,deepspeed,digits,hf," in told.stderr
+    extras = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    assert extras - {"comet", "float8"} == {*re.findall(r"^# ([a-z0-9]+): ", PINS, re.MULTILINE)} - {"default"}
 
 
 def test_the_lowest_pins_are_the_lower_bounds() -> None:
@@ -147,9 +168,9 @@ def test_an_image_takes_what_make_reads_and_nothing_that_git_ignores() -> None:
     image = of_docker()
     listed = subprocess.check_output(["git", "ls-files", *image.copied.values()], cwd=CHECKOUT, text=True).splitlines()
     assert all(any(path == one or path.startswith(f"{one}/") for path in listed) for one in image.copied.values())
-    planned = ["make", "--dry-run", "--always-make", "--no-print-directory", ".venv/installed"]
+    planned = ["make", "--dry-run", "--always-make", "--no-print-directory", ".venv/installed", "EXTRAS=all"]
     read = re.findall(r"[\w.-]+\.(?:txt|toml)\b", subprocess.check_output(planned, cwd=CHECKOUT, text=True))
-    assert {*read} - {"hashed.txt"} <= {*image.copied.values()}
-    assert image.commands[-2:] == ["cd /opt/code", "make .venv/installed"]
+    assert {*read} - {"chosen.txt", "hashed.txt"} <= {*image.copied.values()}
+    assert image.commands[-2:] == ["cd /opt/code", "make .venv/installed EXTRAS=all"]
     checked = subprocess.run(["sh", "-n"], input="\n".join(image.commands), capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, "")

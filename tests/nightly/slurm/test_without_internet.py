@@ -97,7 +97,7 @@ def test_an_image_made_by_its_commands_and_again_from_a_wheelhouse_trains_on_nod
     settings, enter = pip_of_this_machine(), contained(tmp_path / "enter", bare, "/:/host")
     run_in(enter, "\n".join(image.commands), settings)
     run_in(enter, "cd /opt/code && make wheelhouse && mv .venv old", settings)
-    run_in(enter, "cd /opt/code && make .venv/installed WHEELHOUSE=wheelhouse", {}, "unshare", "--net")
+    run_in(enter, "cd /opt/code && make .venv/installed EXTRAS=all WHEELHOUSE=wheelhouse", {}, "unshare", "--net")
 
     container = contained(tmp_path / "container", bare, str(CHECKOUT), str(checkout))
     with_site(checkout, f"python=({container} python)\n")
