@@ -31,7 +31,7 @@ BUDGETS = {
     **{"fork": 200, "doctor": 205, "launch": 1285, "checking": 510, "compare": 355, "sweeps": 385, "reference": 300},
     **{"preflight": 1045, "planning": 1615, "loop": 370, "failures": 910, "runs": 710, "export": 360, "config": 585},
     **{"deepspeed": 790, "strategies": 1515, "context": 20, "cluster": 390, "process": 210, "checkpoints": 1820},
-    **{"batches": 1750, "monitoring": 930, "hooked_strategy": 160, "mixins": 20, "patches": 260},
+    **{"batches": 1750, "monitoring": 1090, "hooked_strategy": 160, "mixins": 20, "patches": 260},
     **{"versions": 20, "regular_files": 100, "errors": 105},
 }
 PACKAGES = tuple(BUDGETS)

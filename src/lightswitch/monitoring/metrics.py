@@ -1,4 +1,4 @@
-"""The engine's logger: metrics.csv, a table of all metrics with a row per step.
+"""The engine's loggers: metrics.csv, a table of all metrics with a row per step, and MLflow's runs.
 
 A run that goes back to an earlier step is one curve: rows of metrics.csv are dropped, and TensorBoard gets a mark.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
@@ -77,6 +77,28 @@ class MetricsFile(Logger):
     @property
     def log_dir(self) -> str:
         return str(self._directory)
+
+
+class MLflowRun(MLFlowLogger):
+    """Lightning's MLflow logger, to which all starts of a run are one run of MLflow.
+
+    Args:
+        directory: directory of the file `mlflow_run`, which holds the id that MLflow gave the run.
+        resume: the config's; with another value than `auto`, a run of MLflow begins.
+        **settings: arguments of Lightning's logger.
+    """
+
+    def __init__(self, directory: str | Path, resume: str = "auto", **settings: Any) -> None:
+        self._file = Path(directory, "mlflow_run")
+        self._continues = resume == "auto" and self._file.exists()
+        super().__init__(**settings, run_id=self._file.read_text() if self._continues else None)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:  # type: ignore[override]  # as Lightning's
+        """Log them at the first start: MLflow refuses later ones that differ, such as the number of devices."""
+        if not self._continues:
+            super().log_hyperparams(params)
+            self._file.write_text(self.run_id or "")
 
 
 class Table:

@@ -35,7 +35,7 @@ def hydra_home(directory: Path) -> Iterator[None]:
 
 
 def logger(choice: str) -> Any:
-    root = OmegaConf.create({"name": "toy", "run_id": "first", "tags": ["baseline"]})
+    root = OmegaConf.create({"name": "toy", "run_id": "first", "tags": ["baseline"], "resume": "auto"})
     node = OmegaConf.load(CONF / "logger" / f"{choice}.yaml")
     return instantiate(OmegaConf.merge(root, node)[choice])
 
@@ -107,14 +107,16 @@ def curve_of_tensorboard(run_dir: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("train/loss")]
 
 
-def curves_of_mlflow(store: Path) -> dict[str, list[tuple[int, float]]]:
-    """By the name of the run."""
+def curves_of_mlflow(store: Path) -> list[tuple[str, list[tuple[int, float]]]]:
+    """With the names of their runs, the shortest first."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{store}")
     runs = client.search_runs([one.experiment_id for one in client.search_experiments()])
-    histories = {run.info.run_name: client.get_metric_history(run.info.run_id, "train/loss") for run in runs}
-    return {name: [(one.step, one.value) for one in found] for name, found in histories.items()}
+    histories = [(run.info.run_name, client.get_metric_history(run.info.run_id, "train/loss")) for run in runs]
+    return sorted(
+        ((name, [(one.step, one.value) for one in found]) for name, found in histories), key=lambda one: len(one[1])
+    )
 
 
 def runs_of_wandb(run_dir: Path) -> list[str]:
@@ -143,6 +145,17 @@ def test_a_run_is_one_curve_in_each_logger_after_a_loss_of_steps_and_a_start_ane
 
 @pytest.mark.nightly
 @SERVICES
+def test_a_run_that_resumes_is_one_curve_in_mlflow_and_one_that_starts_anew_another(train: Train) -> None:
+    run, found = None, []
+    for how in (("trainer.max_steps=4",), ("trainer.max_steps=8",), ("trainer.max_steps=6", "resume=never")):
+        run = train(*LOGGED, "logger=[csv,mlflow]", *how, folder=run and run.folder)
+        found.append(curves_of_mlflow(run.folder / "runs/mlflow.db"))
+    assert [[len(curve) for name, curve in one] for one in found] == [[4], [8], [6, 8]]
+    assert [name for name, _ in found[-1]] == ["mine", "mine"]
+
+
+@pytest.mark.nightly
+@SERVICES
 def test_each_job_of_a_sweep_is_a_run_of_its_own_in_each_logger(train: Train) -> None:
     """What loggers know as `${run_id}` names one directory; a store that all runs share is where conf says."""
     folder = None
@@ -152,7 +165,8 @@ def test_each_job_of_a_sweep_is_a_run_of_its_own_in_each_logger(train: Train) ->
         folder = run.folder
         assert runs_of_wandb(folder / f"runs/plainmodel/mine/{number}") == [f"mine-{number}"]
     elsewhere = train(*LOGGED, "hydra.run.dir=elsewhere", "trainer.max_steps=2", "logger=[csv,mlflow]", folder=folder)
-    assert curves_of_mlflow(elsewhere.folder / "runs/mlflow.db").keys() == {"mine", "mine-0", "mine-1"}
+    names = sorted(name for name, _ in curves_of_mlflow(elsewhere.folder / "runs/mlflow.db"))
+    assert names == ["mine", "mine-0", "mine-1"]
 
 
 @pytest.mark.nightly
