@@ -1,4 +1,5 @@
-"""Time of a training step of two processes through train.py, against the same step of plain DistributedDataParallel.
+"""Time of a training step of two processes through train.py, against the same step of plain DistributedDataParallel,
+`fully_shard` and DeepSpeed.
 
 Also the time per step of the guards of every run: the comparison of replicas, and the examination of weights for
 writes.
@@ -8,19 +9,21 @@ python -m benchmarks.ddp
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import mlp
@@ -30,26 +33,36 @@ from lightswitch.strategies.callbacks import StrategyCallback
 
 CHECKOUT = Path(__file__).parents[1]
 BATCH, PROCESSES = 32, 2
-DDP, RAW, GUARDS = "MLP, two processes", "plain DDP", "replicas compared, two processes"
-FSDP, LOOKS = "MLP, two processes, fsdp", "weights looked at, two processes, fsdp"
+DDP, GUARDS = "MLP, two processes", "replicas compared, two processes"
+BETWEEN, LOOKS = "MLP, two processes, fsdp, between looks", "weights looked at, two processes, fsdp"
+# for each strategy: the row, what it is measured against, and its target
+AGAINST = {
+    "ddp": (DDP, "plain DDP", "≤ 1.2"),
+    "fsdp": ("MLP, two processes, fsdp", "plain fully_shard", "≤ 1.2"),
+    "deepspeed_stage_2": ("MLP, two processes, ZeRO-2", "plain DeepSpeed", "≤ 1.1"),
+}
 
 
-class DDPTurns(Turns):
+class RankTurns(Turns):
     """Turns with a plain loop in the same processes, in wall time, which includes the wait of one process for the
     other.
 
     Args:
+        strategy: whose plain loop it is.
         file: file for the seconds of each turn, which rank 0 writes.
     """
 
-    def __init__(self, samples: int, count: int, steps_each: int, file: str) -> None:
-        super().__init__(_raw(samples), count, steps_each, clock=time.perf_counter)
-        self.file = Path(file)
+    def __init__(self, strategy: str, samples: int, count: int, steps_each: int, file: str) -> None:
+        super().__init__(RAW[strategy](samples), count, steps_each, clock=time.perf_counter)
+        self.strategy, self.file = strategy, Path(file)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        guards = [_guard_seconds(trainer, pl_module) for _ in self.seconds]
+        name, against, _ = AGAINST[self.strategy]
+        found = {name: self.seconds, against: self.raw_seconds}
+        if self.strategy == "ddp":
+            found[GUARDS] = [_guard_seconds(trainer, pl_module) for _ in self.seconds]
         if trainer.is_global_zero:
-            self.file.write_text(json.dumps({DDP: self.seconds, RAW: self.raw_seconds, GUARDS: guards}))
+            self.file.write_text(json.dumps(found))
 
 
 def _guard_seconds(trainer: Trainer, module: LightningModule) -> float:
@@ -94,14 +107,15 @@ class LookedAt(Callback):
             max(1e-9, with_look - without) / CHECKPOINT_STEPS for without, with_look in zip(plain, looked, strict=True)
         ]
         if trainer.is_global_zero:
-            self.file.write_text(json.dumps({FSDP: plain, LOOKS: taken}))
+            self.file.write_text(json.dumps({BETWEEN: plain, LOOKS: taken}))
 
 
 def main() -> None:
     given = options("ddp", __doc__.splitlines()[0])
     seconds = measured(given.quick)
-    rows = [row(DDP, RAW, seconds, "≤ 1.3"), row(GUARDS, DDP, seconds, "≤ 0.01"), row(LOOKS, FSDP, seconds, "≤ 0.01")]
-    publish(rows, given, per="a step")
+    rows = [row(name, against, seconds, target) for name, against, target in AGAINST.values()]
+    guards = [row(GUARDS, DDP, seconds, "≤ 0.01"), row(LOOKS, BETWEEN, seconds, "≤ 0.01")]
+    publish([*rows, *guards], given, per="a step")
 
 
 def measured(quick: bool) -> dict[str, list[float]]:
@@ -123,8 +137,10 @@ def measured(quick: bool) -> dict[str, list[float]]:
             "trainer.limit_test_batches": 0,
             "callbacks.last_checkpoint.every_n_steps": CHECKPOINT_STEPS,
         }
-        turned = {"samples": samples, "count": turns, "steps_each": steps}
-        seconds = _train({"strategy": "ddp", **arguments}, folder, "DDPTurns", turned)
+        seconds: dict[str, list[float]] = {}
+        for strategy in AGAINST:
+            turned = {"strategy": strategy, "samples": samples, "count": turns, "steps_each": steps}
+            seconds |= _train({"strategy": strategy, **arguments}, folder, "RankTurns", turned)
         blocks = {"blocks": turns, "steps": steps}
         arguments["trainer.max_steps"] = steps * (2 + 2 * turns)
         return seconds | _train({"strategy": "fsdp", **arguments}, folder, "LookedAt", blocks)
@@ -143,15 +159,49 @@ def _train(arguments: dict[str, Any], folder: str, callback: str, options: dict[
     return seconds
 
 
-def _raw(samples: int) -> Iterator[None]:
-    """Yield after each step of a plain loop, which is created at its first step, when there is a process group."""
+# Each plain loop is created at its first step, when there is a process group, and yields after each step.
+
+
+def _ddp(samples: int) -> Iterator[None]:
     model = mlp.MLP()
     net = DistributedDataParallel(model.net)
+    yield from raw_steps(model, _data(samples), lambda batch: _loss(net, batch))
 
-    def loss(batch: Any) -> Any:
-        return F.cross_entropy(net(batch[0]), batch[1])
 
-    yield from raw_steps(model, mlp.PointsData(samples, BATCH // PROCESSES), loss)
+def _fsdp(samples: int) -> Iterator[None]:
+    model = mlp.MLP()
+    net = fully_shard(model.net)
+    net.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    yield from raw_steps(model, _data(samples), lambda batch: _loss(net, batch))
+
+
+def _deepspeed(samples: int) -> Iterator[None]:
+    import deepspeed  # an extra, in this loop alone
+
+    model, data = mlp.MLP(), _data(samples)
+    data.setup("fit")
+    settings = {
+        "train_micro_batch_size_per_gpu": BATCH // PROCESSES,
+        "zero_optimization": {"stage": 2},
+        "gradient_clipping": CLIP_NORM,
+        "steps_per_print": 10**9,
+    }
+    net, *_ = deepspeed.initialize(model=model.net, optimizer=model.configure_optimizers(), config=settings)
+    for batch in itertools.chain.from_iterable(itertools.repeat(data.train_dataloader())):
+        net.backward(_loss(net, batch))
+        net.step()
+        yield
+
+
+RAW = {"ddp": _ddp, "fsdp": _fsdp, "deepspeed_stage_2": _deepspeed}
+
+
+def _data(samples: int) -> mlp.PointsData:
+    return mlp.PointsData(samples, BATCH // PROCESSES)
+
+
+def _loss(net: Callable[[Any], Any], batch: Any) -> Any:
+    return F.cross_entropy(net(batch[0]), batch[1])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
-"""On a GPU, the process waits for nothing in a step that is not logged: it queues work, and goes on."""
+"""On a GPU, the process waits for nothing in a step that is not logged: it queues work, and goes on.
+
+Without a GPU, the engine's code is watched for what would wait: reads of values that were computed on the device.
+"""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,7 +13,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
+import lightswitch
 from tests.engine.conftest import Train
 from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS
 
@@ -40,6 +49,70 @@ class Waits(pl.Callback):
 def waits(caught: Iterable[warnings.WarningMessage]) -> Iterator[str]:
     """Where the process waited for its device, by torch's warnings: the mode's own, that it is a prototype, is none."""
     return (f"{one.filename}:{one.lineno}" for one in caught if "called a synchronizing" in str(one.message))
+
+
+READS = {Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
+READS |= {Tensor.__index__, Tensor.__format__, Tensor.__repr__}
+
+
+class Reads(TorchFunctionMode):
+    """Finds where the engine reads the value of a tensor that comes from given ones, which a GPU would have."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.on_device = WeakIdKeyDictionary(dict.fromkeys(tensors))
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one in self.on_device]
+        if given and (func in READS or (func is Tensor.to and "cpu" in map(str, args))):
+            frame = sys._getframe(1)
+            while "/torch/" in frame.f_code.co_filename and frame.f_back:
+                frame = frame.f_back
+            if lightswitch.__path__[0] in frame.f_code.co_filename:
+                self.found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        out = func(*args, **(kwargs or {}))
+        if given and func not in READS:
+            self.on_device.update(dict.fromkeys(one for one in tree_leaves(out) if isinstance(one, Tensor)))
+        return out
+
+
+class Watched(pl.Callback):
+    """Prints what `Reads` finds from the first of the steps to the last; weights, states, batches are the device's."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        if trainer.global_step == FIRST:
+            states = (value for state in trainer.optimizers[0].state.values() for value in state.values())
+            large = [one for one in states if isinstance(one, Tensor) and one.ndim]  # counts of steps are on the CPU
+            self.reads = Reads([*module.parameters(), *module.buffers(), *large])
+            self.reads.__enter__()
+        elif trainer.global_step == LAST:
+            self.reads.__exit__(None, None, None)
+            print(f"read {len(self.reads.found)} values", *self.reads.found)
+        if FIRST <= trainer.global_step < LAST:
+            self.reads.on_device.update(dict.fromkeys(one for one in tree_leaves(batch) if isinstance(one, Tensor)))
+
+
+WATCHED = tuple(word.replace("=gpu", "=cpu") for word in RUN)
+WATCHED += ("callbacks.watched._target_=tests.engine.strategies.test_synchronisation.Watched",)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.nightly), ("fsdp", 2)],
+)
+def test_the_engine_reads_no_value_of_the_device_in_a_step_that_is_not_logged(
+    strategy: str, ranks: int, train: Train
+) -> None:
+    clipped = ("trainer.gradient_clip_val=1.0", "on_nan=ignore")  # a loss on the CPU is checked at once, by its value
+    run = train(*WATCHED, *clipped, f"strategy={strategy}", ranks=ranks)
+    assert "read 0 values" in run.out, run.out
+
+
+def test_a_value_that_is_read_would_be_found(train: Train) -> None:
+    run = train(*WATCHED, "strategy=single")
+    assert "read 0 values" not in run.out
+    assert "failures/stopping.py" in run.out
 
 
 def test_what_torch_warns_of_the_mode_itself_is_no_wait() -> None:
