@@ -94,7 +94,7 @@ class MLflowRun(MLFlowLogger):
         super().__init__(**settings, run_id=self._file.read_text() if self._continues else None)
 
     @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:  # type: ignore[override]  # as Lightning's
+    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
         """Log them at the first start: MLflow refuses later ones that differ, such as the number of devices."""
         if not self._continues:
             super().log_hyperparams(params)
