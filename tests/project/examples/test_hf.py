@@ -1,9 +1,12 @@
 """Transformers' models: read without a copy on each rank, tuned by adapters, and given back."""
 
 import json
+import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from functools import partial
 from importlib.util import find_spec
@@ -245,3 +248,33 @@ def test_a_folder_of_the_hub_runs_no_code_and_leads_nowhere(tmp_path: Path, monk
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../model.safetensors"}}')
     with pytest.raises(ValueError, match=r"its index names a file outside of it, \.\./model\.safetensors"):
         check_weights(tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is no dependency")
+def test_lm_eval_scores_an_exported_model(pretrained: Path, train: Train, tmp_path: Path) -> None:
+    """The command of docs/checkpoints.md, with a task of one sentence."""
+    (tmp_path / "notes.txt").write_text("the cat sat on the mat. " * 700)
+    words = (
+        "model=hf_causal_lm",
+        f"model.pretrained={pretrained}",
+        "data=hf_text",
+        f"data.files=[{tmp_path}/notes.txt]",
+    )
+    run = train(*words, *SHORT, "strategy=single", "trainer.max_steps=2", "run_id=mine")
+    main([str(run.run_dir), "--format", "hf", "-o", str(tmp_path / "mine")])
+    sentence = "the cat sat"
+    (tmp_path / "said.json").write_text(json.dumps({"text": sentence}))
+    task = {"task": "said", "dataset_path": "json", "test_split": "test", "output_type": "loglikelihood_rolling"}
+    task |= {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "said.json")}}}
+    task |= {"doc_to_text": "", "doc_to_target": "{{text}}", "metric_list": [{"metric": "bits_per_byte"}]}
+    (tmp_path / "said.yaml").write_text(json.dumps(task))
+    typed = f"--model hf --model_args pretrained={tmp_path}/mine --device cpu --tasks said --include_path {tmp_path}"
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-m", "lm_eval", *typed.split()]
+    told = subprocess.check_output(command, env=offline, cwd=tmp_path, text=True)
+    ids = read_tokenizer(tmp_path / "mine")(sentence)["input_ids"]
+    scores = logits(reread(tmp_path / "mine"), torch.tensor([[0, *ids]])).log_softmax(-1)[0]  # <end> is 0, and begins
+    nats = -sum(float(scores[place, one]) for place, one in enumerate(ids))
+    (found,) = re.findall(r"bits_per_byte\|[^|]*\|[^\d]*([\d.]+)", told)
+    assert float(found) == pytest.approx(nats / math.log(2) / len(sentence), abs=1e-3)
