@@ -98,6 +98,7 @@ class MLflowRun(MLFlowLogger):
         """Log them at the first start: MLflow refuses later ones that differ, such as the number of devices."""
         if not self._continues:
             super().log_hyperparams(params)
+            self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.write_text(self.run_id or "")
 
 
