@@ -67,7 +67,8 @@ class Reads(TorchFunctionMode):
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one in self.on_device]
         if given and (func in READS or (func is Tensor.to and "cpu" in map(str, args))):
             frame = sys._getframe(1)
-            while "/torch/" in frame.f_code.co_filename and frame.f_back:
+            # torch's own functions move to where a tensor is: here, that is the CPU
+            while func is not Tensor.to and "/torch/" in frame.f_code.co_filename and frame.f_back:
                 frame = frame.f_back
             if lightswitch.__path__[0] in frame.f_code.co_filename:
                 self.found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
