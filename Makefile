@@ -11,9 +11,9 @@ PINS := constraints.txt
 PYTHON = $(VENV)/bin/python
 WORKERS ?= 3
 # packages beside those that the defaults of conf/ need, by extras of pyproject.toml: make train EXTRAS=deepspeed,hf;
-# or all, as tests need them
-EXTRAS ?=
-PINNED_EXTRAS := datasets deepspeed digits hf mlflow optuna parquet submitit wandb
+# EXTRAS= for none, or all, as tests need them
+EXTRAS ?= deepspeed,digits
+PINNED_EXTRAS := datasets deepspeed digits hf mlflow optuna parquet wandb
 comma := ,
 ifneq ($(filter-out all $(PINNED_EXTRAS),$(subst $(comma), ,$(EXTRAS))),)
 $(error found EXTRAS=$(EXTRAS), expected all, or some of $(subst $() ,$(comma),$(PINNED_EXTRAS)))
@@ -27,7 +27,7 @@ LOWEST_TESTS := tests/engine/test_patches.py tests/engine/test_same_run.py tests
   tests/engine/checkpoints tests/engine/launch tests/engine/strategies
 NEWEST_TESTS := $(LOWEST_TESTS) tests/engine/failures tests/engine/config tests/engine/preflight tests/engine/sweeps
 # the newest that pyproject.toml allows, where make installs older ones: no CPU build yet, or a pre-release
-NEWEST ?= torch==2.15.0 hydra-core==1.4.0rc3 hydra-optuna-sweeper==1.4.0rc3 hydra-submitit-launcher==1.4.0rc3
+NEWEST ?= torch==2.15.0 hydra-core==1.4.0rc3 hydra-optuna-sweeper==1.4.0rc3
 # packages come from this folder, and nothing is asked of the internet: make train WHEELHOUSE=wheelhouse
 WHEELHOUSE ?=
 ifneq ($(WHEELHOUSE),)

@@ -46,6 +46,8 @@ def _chosen(extras: str) -> set[str]:
 
 def test_make_installs_what_the_defaults_of_conf_need_and_the_extras_that_are_named() -> None:
     default, named = _chosen(""), _chosen("digits,hf")
+    show = ["make", "--silent", "--eval=shown: ; @echo $(EXTRAS)", "shown"]
+    assert subprocess.check_output(show, cwd=CHECKOUT, text=True) == "deepspeed,digits\n"  # README's own commands
     assert {"torch", "lightning", "hydra-core", "tensorboard", "pip"} <= default
     assert not {"deepspeed", "matplotlib", "pandas", "pytest", "scikit-learn", "scipy", "transformers"} & default
     assert {"scikit-learn", "scipy", "transformers"} <= named - default
