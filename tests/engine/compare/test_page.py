@@ -257,7 +257,7 @@ MANY = "9" * 400
 ODD: dict[str, list[object]] = {
     "config.yaml": ["[]", "trainer: 5", f"{CONFIG}\nm: {MANY}"],
     ".hydra/config.yaml": ["a: [", "5"],
-    "job.json": [[], {**JOB, "overrides": 5}, {**JOB, "state": []}],
+    "job.json": [[], {"number": 0}],
     "metrics.csv": [f"{METRICS}2,1e308\n3,-1e308\n", "step,$x$\n0,1\n1,2\n", "", f"{METRICS}2,1,2,3\n", "step\n0\n"],
 }
 
