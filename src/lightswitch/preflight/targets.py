@@ -28,6 +28,9 @@ _STRATEGIES = {  # strategies with options, simplest first
     "fsdp_tp": "lightswitch.strategies.tensor_parallel.TensorParallel",
     "deepspeed_stage_2": "lightswitch.deepspeed.strategy.DeepSpeed",
 }
+_OF_BEFORE = (  # a project's config was made with another version of the engine
+    "; if the config is of an earlier version, python -m lightswitch.fork NAME --since COMMIT prints what changed in it"
+)
 _NONE = inspect.Parameter.empty
 _IN_A_CONFIG = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _SIMPLE = (int, float, str, bool, type(None))
@@ -269,7 +272,8 @@ def _node_problems(path: str, node: Any, cfg: dict[str, Any]) -> Iterator[str]:
     try:
         accepted = signature(node["_target_"])
     except LookupError as error:
-        yield f"{path}._target_={node['_target_']}: {error.args[0]}"
+        advice = _OF_BEFORE if node["_target_"].startswith("lightswitch.") else ""
+        yield f"{path}._target_={node['_target_']}: {error.args[0]}{advice}"
         return
     if accepted is not None:
         yield from _lacking(path, node, accepted)
