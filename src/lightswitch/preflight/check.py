@@ -54,7 +54,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         plain = strategies.on_its_device(plain)
     trainer = plain["trainer"]
     found = versions.of(("torch", "torchvision"))
-    _raise(devices.torchvision_problems(found, versions.required_by("torchvision")))  # else lightning can't be imported
+    _raise(devices.torchvision_problems(found, versions.required_by("torchvision")))
     _raise(devices.accelerate_problems(typed_keys(run.hydra)), devices.process_problems(plain, place))
     if (timeout := os.environ.get("NCCL_TIMEOUT")) and run.is_first and "timeout_seconds" not in str(trainer):
         log.info("advice     NCCL_TIMEOUT has no effect; type trainer.strategy.timeout_seconds=%s instead", timeout)

@@ -167,7 +167,7 @@ def accelerate_problems(typed: Set[str], environ: Mapping[str, str] = os.environ
 
 
 def torchvision_problems(found: Mapping[str, str], requirements: Sequence[str]) -> Iterator[str]:
-    """Yield a problem if torchvision is built for another torch; torchmetrics imports torchvision in every run.
+    """Yield a problem if torchvision is built for another torch: importing it fails, and names no cause.
 
     Args:
         found: versions of torch and torchvision, if they are installed.
