@@ -24,7 +24,7 @@ SOURCES = {path.relative_to(ENGINE).as_posix(): ast.parse(path.read_text()) for 
 # Attributes of classes that the engine patches, set past `patches.replace`: by what is left of the "=", and why.
 ALLOWED = {
     "parameter.data": "torch documents it: the values of a tensor, in place",
-    "parameter.grad": "torch documents it: a gradient is let go",
+    "parameter.grad": "torch documents it: a gradient is made, or let go",
     "cfg.trainer.strategy": "a config is data",
     "cfg.ckpt_path": "a config is data",
     "trainer.ckpt_path": "Lightning documents it: the checkpoint that a fit goes on from",

@@ -266,7 +266,9 @@ class LastCheckpoints(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         own, resumed = self._path(trainer), linked(Path(trainer.ckpt_path)) if trainer.ckpt_path is not None else None
         is_own = resumed is not None and resumed.resolve() == own.resolve()
-        self._counted_step = trainer.global_step
+        # of this step another checkpoint of the run was written, such as the best, before it was killed
+        is_due = not is_own and resumed is not None and resumed.resolve().parent == self.folder.resolve()
+        self._counted_step = trainer.global_step - is_due
         self._is_saved = is_own or resumed is None
         if is_own and trainer.is_global_zero:
             self._point_to(own)  # a run killed between saving and linking left last.ckpt at the previous checkpoint

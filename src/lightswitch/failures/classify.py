@@ -32,7 +32,7 @@ from lightswitch.runs import claim
 _LONGEST_LINE, _LONGEST_DETAILS = 1_000, 80_000  # characters in the store: an error message can have any length
 # Errors of a rank that has lost its connection to another rank, from gloo, NCCL and the rendezvous store
 _FOLLOWS = re.compile(r"gloo|NCCL|TCPStore|connection|broken pipe|no route to host|socket|timed? ?out", re.IGNORECASE)
-_KILLED_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)")  # as torch says
+_KILLED_WORKER = re.compile(r"DataLoader worker \(pid.*killed by signal: Killed")  # as torch says, here or in the cause
 _OF_DEVICES = re.compile(r"AcceleratorError|(CUDA|HIP) error")
 _MIXES_TENSORS = "got mixed torch.Tensor and DTensor"  # torch's, for a sharded parameter and a plain tensor
 # Failed memory allocations: torch on a GPU; CUDA and HIP, also inside NCCL errors; libraries such as cuBLAS; torch on
@@ -151,7 +151,7 @@ def failure_of(rank: Rank, error: BaseException) -> Failure:
     while isinstance(cause, InstantiationException) and cause.__cause__ is not None:  # Hydra wraps the error
         cause = cause.__cause__
     line = _error_of_worker(cause) or one_line(cause)
-    if _KILLED_WORKER.search(line) and oom_kills() > _OOM_KILLS:
+    if _KILLED_WORKER.search(f"{line} {cause.__cause__}") and oom_kills() > _OOM_KILLS:
         line += f"; {rank.node} ran out of memory"
     if _MIXES_TENSORS in line:
         line += "; in a training step, a parameter is unsharded only during its module's forward pass; "

@@ -279,7 +279,8 @@ class UnevenUse:
             for one in trained:
                 if one not in here:
                     self._filled.setdefault(one, one.sharded_param.grad is not None)
-                    one.unsharded_param.grad = torch.zeros_like(one.unsharded_param)
+                    parameter = one.unsharded_param
+                    parameter.grad = torch.zeros_like(parameter)
         reduce(*args)
 
     def settle(self) -> None:
