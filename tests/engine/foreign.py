@@ -116,15 +116,6 @@ class Late(Classifier):
 # What can't be trained under every strategy
 
 
-class Adversaries(Convolutions):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.features, self.head)]
-
-
 class OwnSharding(Convolutions):
     """Written for Lightning's ModelParallelStrategy."""
 
@@ -144,30 +135,13 @@ class NothingToShard(Classifier):
 
 
 class Lazy(Classifier):
-    """Has a layer whose size a first batch tells; as torch_geometric's examples have it, `setup` asks for it.
-
-    Args:
-        is_asked: without it, `setup` does not.
-    """
-
-    def __init__(self, is_asked: bool) -> None:
-        super().__init__()
-        self.is_asked = is_asked
+    """Has a layer whose size its first batch tells."""
 
     def setup(self, stage: str) -> None:
         self.net = nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
-        if self.is_asked:
-            self.net(torch.zeros(1, 1, 8, 8))
 
     def forward(self, images: Tensor) -> Tensor:
         return self.net(images)
-
-
-class OwnClipping(Convolutions):
-    """Clips its gradients by torch's own function."""
-
-    def configure_gradient_clipping(self, *_: object, **__: object) -> None:
-        nn.utils.clip_grad_norm_(self.parameters(), 0.02)
 
 
 class LooksAtValues(Classifier):

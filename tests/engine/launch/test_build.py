@@ -106,7 +106,7 @@ class Raises(PlainModel):
         ("GradientPenalty", "fsdp", "GradientPenalty differentiates a gradient (create_graph=True), which needs each "),
         *at_night(
             ("Snapshot", "fsdp", "Snapshot fails in its first steps under FSDP, which shards parameters over devices"),
-            ("PhysicsInformed", "ZeRO 3", "PhysicsInformed fails in its first steps under DeepSpeed, which "),
+            ("ForceField", "ZeRO 3", "ForceField fails in its first steps under DeepSpeed, which "),
         ),
     ],
 )

@@ -123,7 +123,6 @@ def test_units_are_not_cut_by_the_buckets_of_ddp(pool: Pool) -> None:
 
 SHORT = ("trainer.max_steps=4", "trainer.val_check_interval=4", *NO_CHECKPOINTS, "trainer.accelerator=cpu")
 ONE_OF_EACH = [way for way in WAYS if not way.endswith(("× 1", "× 4"))]  # strategy; single has no number
-DROPPING = ("model.dropout=0.1",)  # on one device: the ranks of a run draw other numbers than one process
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +149,3 @@ def test_a_compiled_run_is_the_eager_one_under_every_strategy(way: str, eager: F
 def test_inductor_keeps_the_curve_of_shards(way: str, eager: Finished, train: Train) -> None:
     run = train(*LANGUAGE, *SHORT, *WAYS[way].switches, "compile=true", ranks=WAYS[way].ranks)
     _is_the_run_of(eager, run)
-
-
-@pytest.mark.nightly
-def test_inductor_drops_the_same_units(train: Train) -> None:
-    dropping = (*LANGUAGE, *SHORT, *DROPPING, "strategy=single")
-    _is_the_run_of(train(*dropping), train(*dropping, "compile=true"))

@@ -22,22 +22,6 @@ BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam",
 OTHERS = ("Adafactor", "LBFGS", *(["Muon"] if hasattr(optim, "Muon") else []))
 
 
-class Lamb(optim.Optimizer):
-    """Takes no closure, and scales the update of each parameter by the parameter's norm, as LAMB does."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = closure() if closure is not None else None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                scale = (parameter.norm() / (parameter.grad.norm() + 1e-9)).clamp(0, 10)
-                parameter.sub_(parameter.grad * (group["lr"] * scale))
-        return loss
-
-
 class Lars(optim.Optimizer):
     """As timm's: scales an update by the parameter's norm where its group has weight decay."""
 
@@ -81,9 +65,9 @@ class EstimatingModel(PlainModel):
         return Estimating(self.parameters())
 
 
-class LambModel(PlainModel):
+class LarsModel(PlainModel):
     def configure_optimizers(self) -> optim.Optimizer:
-        return Lamb(self.parameters())
+        return Lars(self.parameters(), weight_decay=0.1)
 
 
 class AdafactorModel(PlainModel):
@@ -159,7 +143,7 @@ def test_the_random_state_stays_as_it_was() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-LAMB, ADAFACTOR, ESTIMATING = (replace(PLAIN, module=module) for module in (LambModel, AdafactorModel, EstimatingModel))
+LARS, ADAFACTOR, ESTIMATING = (replace(PLAIN, module=module) for module in (LarsModel, AdafactorModel, EstimatingModel))
 
 
 def _refusal(fit: Fit, strategy: str, fits: Fits) -> str:
@@ -172,15 +156,15 @@ def _refusal(fit: Fit, strategy: str, fits: Fits) -> str:
 @pytest.mark.parametrize("strategy", ["deepspeed_stage_1", *at_night("deepspeed_stage_3")])
 def test_a_run_that_would_train_otherwise_is_refused(strategy: str, fits: Fits) -> None:
     pytest.importorskip("deepspeed")
-    assert _refusal(LAMB, strategy, fits) == (
-        "Lamb does not update each element independently, so it would train differently with the flat shards of "
+    assert _refusal(LARS, strategy, fits) == (
+        "Lars does not update each element independently, so it would train differently with the flat shards of "
         "DeepSpeed; use strategy=ddp or fsdp"
     )
 
 
 @pytest.mark.nightly
 def test_shards_that_keep_their_shapes_are_stepped_as_the_whole(fits: Fits) -> None:
-    (alone,), run = fits(LAMB), fits(replace(LAMB, strategy="fsdp"), 2)[0]
+    (alone,), run = fits(LARS), fits(replace(LARS, strategy="fsdp"), 2)[0]
     assert largest_difference(run, alone) <= 1e-5
 
 

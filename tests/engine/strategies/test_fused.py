@@ -73,22 +73,6 @@ def test_it_is_for_real_dense_parameters_of_optimizers_that_ask_for_nothing_else
     assert _fused(torch.ones(4, 8)[:, :3]) is None  # whose neighbours in memory the kernel would change
 
 
-def test_a_fused_step_is_the_step() -> None:
-    torch.manual_seed(0)
-    values, gradient = torch.randn(1000), torch.randn(1000)
-    stepped = []
-    for is_fused in (True, False):
-        parameter = nn.Parameter(values.clone())
-        optimizer = AdamW([parameter], lr=1e-3)
-        if is_fused:
-            fuse(optimizer)
-        for _ in range(10):
-            parameter.grad = gradient.clone()
-            optimizer.step()
-        stepped.append(parameter.detach())
-    torch.testing.assert_close(*stepped, rtol=1e-6, atol=1e-7)
-
-
 def test_a_checkpoint_does_not_say_how_the_run_that_reads_it_steps() -> None:
     optimizer = AdamW([nn.Parameter(torch.ones(2))], lr=0.1, fused=False)
     group = {**optimizer.param_groups[0], "params": ["weight"]}

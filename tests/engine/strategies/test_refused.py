@@ -8,8 +8,7 @@ import pytest
 
 from tests.engine.conftest import PLAIN, Train
 from tests.engine.requests import composed, composing, problems
-from tests.engine.tiny import LANGUAGE, NO_CHECKPOINTS, PICTURES
-from tests.engine.ways import TENSOR_PARALLEL
+from tests.engine.tiny import NO_CHECKPOINTS, PICTURES
 
 CPU = (*NO_CHECKPOINTS, "trainer.accelerator=cpu", "trainer.devices=2")
 OPTIONS = {
@@ -39,45 +38,21 @@ def test_of_options(tmp_path: Path) -> None:
     assert found == {typed: {line} for typed, line in OPTIONS.items()}
 
 
-OVER_PICTURES = (PICTURES, "trainer.gradient_clip_val=null")  # Lightning clips nothing for who optimizes by hand
-MODULES = {
+MODULES = {  # others are in the catalogue: tests/engine/modules
     "OwnSharding fsdp": "OwnSharding shards itself in configure_model; leave fully_shard and parallelize_module to the "
     "strategy",
     "NothingToShard fsdp": "there is nothing to shard in NothingToShard; use strategy=ddp",
-    "Lazy fsdp model.is_asked=false": "net.1.weight, net.1.bias: a lazy layer (LazyLinear, or -1 channels) has no "
+    "Lazy fsdp": "net.1.weight, net.1.bias: a lazy layer (LazyLinear, or -1 channels) has no "
     "shape before its first forward pass, but an optimizer and checkpoints need one; call the module on a batch, under "
     "torch.no_grad(), at the end of its constructor or in setup, or give the layer its number of inputs",
-    "OwnClipping deepspeed_stage_1": "OwnClipping clips gradients itself, in configure_gradient_clipping, but "
-    "DeepSpeed does not expose gradients; use strategy=ddp or fsdp",
-    "Adversaries deepspeed_stage_2": "DeepSpeed supports one optimizer and at most one scheduler, but "
-    "configure_optimizers of Adversaries returns 2 and 0; use strategy=ddp or fsdp",
 }
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("module", MODULES)
 def test_of_modules(module: str, train: Train) -> None:
-    name, strategy, *options = module.split()
-    model = (f"model._target_=tests.engine.foreign.{name}", *options, *OVER_PICTURES)
-    run = train(*model, *CPU, f"strategy={strategy}", ranks=2, check=False)
+    name, strategy = module.split()
+    run = train(f"model._target_=tests.engine.foreign.{name}", PICTURES, *CPU, f"strategy={strategy}", ranks=2, check=False)
     assert run.returncode == 2
     assert run.err.splitlines()[0] == f"error: {MODULES[module]}"
     assert "Traceback" not in run.err
-
-
-PLANS = {  # one for the model is asked for in tours/test_pairs.py
-    "devices": (
-        (*LANGUAGE, "trainer.strategy.tensor_parallel_size=3"),
-        "trainer.strategy.tensor_parallel_size=3 does not divide 1 × 2 devices; use trainer.devices=3",
-    ),
-    "heads": ((*LANGUAGE, "model.heads=1"), "1 heads do not divide over a tensor-parallel group of 2"),
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("plan", PLANS)
-def test_of_tensor_parallel_plans(plan: str, train: Train) -> None:
-    overrides, line = PLANS[plan]
-    run = train(*CPU, *TENSOR_PARALLEL, *overrides, ranks=2, check=False)
-    assert run.returncode == 2
-    assert {told.startswith(f"error: {line}") for told in run.err.splitlines()} == {True}

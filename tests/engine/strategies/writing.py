@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -45,12 +43,6 @@ def follow_in_place(teacher: nn.Module, student: nn.Module) -> None:
         own.data.mul_(0.7).add_(0.3 * other.detach().data)
 
 
-@torch.no_grad()
-def follow_by_lerp(teacher: nn.Module, student: nn.Module) -> None:
-    for own, other in zip(teacher.parameters(), student.parameters(), strict=True):
-        own.lerp_(other, 0.3)
-
-
 class AtBatchEnd(Distilled):
     def on_train_batch_end(self, *_: Any) -> None:
         follow_by_data(self.teacher, self.net)
@@ -61,15 +53,10 @@ class AtBatchStart(Distilled):
         follow_in_place(self.teacher, self.net)
 
 
-class BeforeZeroGrad(Distilled):
-    def on_before_zero_grad(self, *_: Any) -> None:
-        follow_by_data(self.teacher, self.net)
-
-
 class InOptimizerStep(Distilled):
     def optimizer_step(self, *arguments: Any, **named: Any) -> None:
         super().optimizer_step(*arguments, **named)
-        follow_by_lerp(self.teacher, self.net)
+        follow_in_place(self.teacher, self.net)
 
 
 class InTrainingStep(Distilled):
@@ -78,19 +65,6 @@ class InTrainingStep(Distilled):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         follow_by_data(self.teacher, self.net)
         return super().training_step(batch, batch_idx)
-
-
-class Late(Distilled):
-    """Begins to follow when the run is under way."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.global_step > 5:
-            follow_in_place(self.teacher, self.net)
-
-
-class Follows(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        follow_by_data(module.teacher, module.net)
 
 
 class Shrinks(pl.Callback):
@@ -110,48 +84,6 @@ class Idle(pl.Callback):
         pass
 
 
-class InBuffers(PlainModel):
-    """Averages weights in buffers, as latent diffusion's LitEma, and pulls them to the averages now and then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shadows = {name: "mean_" + name.replace(".", "_") for name, _ in self.net.named_parameters()}
-        for name, parameter in self.net.named_parameters():
-            self.register_buffer(self.shadows[name], parameter.clone().detach().data)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        shadows = dict(self.named_buffers())
-        with torch.no_grad():
-            for name, parameter in self.net.named_parameters():
-                shadow = shadows[self.shadows[name]]
-                shadows[self.shadows[name]] = shadow.type_as(parameter)
-                shadow.sub_(0.3 * (shadow - parameter))
-            if self.global_step % 3 == 0:
-                for name, parameter in self.net.named_parameters():
-                    parameter.data.copy_(shadows[self.shadows[name]].data)
-
-
-class Averaging(nn.Module):
-    """Averages of a network in a module of their own, which is called to move them."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.averages = deepcopy(net).requires_grad_(False)
-
-    @torch.no_grad()
-    def forward(self, net: nn.Module) -> None:
-        follow_in_place(self.averages, net)
-
-    @contextmanager
-    def in_place_of(self, net: nn.Module) -> Iterator[None]:
-        weights = [parameter.clone() for parameter in net.parameters()]
-        for parameter, average in zip(net.parameters(), self.averages.parameters(), strict=True):
-            parameter.data.copy_(average.data)
-        yield
-        for parameter, weight in zip(net.parameters(), weights, strict=True):
-            parameter.data.copy_(weight.data)
-
-
 class Copied(PlainModel):
     """Averages its weights in a copy whose own count as trained, as torch's AveragedModel and timm's ModelEmaV3 do."""
 
@@ -161,25 +93,6 @@ class Copied(PlainModel):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.averages.update_parameters(self.net)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.net.parameters(), lr=0.2)
-
-
-class Swapped(PlainModel):
-    """Is evaluated by averages of its weights, which stand in for them batch by batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.averaging = Averaging(self.net)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.averaging(self.net)
-
-    @torch.no_grad()
-    def _evaluate(self, stage: str, batch: Batch) -> None:
-        with self.averaging.in_place_of(self.net):
-            super()._evaluate(stage, batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.net.parameters(), lr=0.2)
@@ -289,43 +202,3 @@ class PastTheWrapper(ByHand):
         self.manual_backward(loss)
         optimizer.step()
         return loss
-
-
-class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimization (Foret et al. 2021, arXiv:2010.01412), as its best-known implementation has it."""
-
-    def __init__(self, parameters: Any, base: type[torch.optim.Optimizer], rho: float = 0.05, **named: Any) -> None:
-        super().__init__(parameters, {"rho": rho, **named})
-        self.base_optimizer = base(self.param_groups, **named)
-        self.param_groups = self.base_optimizer.param_groups
-
-    @torch.no_grad()
-    def first_step(self) -> None:
-        owned = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.stack([p.grad.norm() for p in owned]).norm()
-        for p in owned:
-            self.state[p]["old_p"] = p.data.clone()
-            p.add_(p.grad * (0.05 / (norm + 1e-12)))
-        self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data = self.state[p]["old_p"]
-        self.base_optimizer.step()
-        self.zero_grad()
-
-
-class SharpnessAware(ByHand):
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        optimizer = self.optimizers()
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.manual_backward(loss)
-        optimizer.first_step()
-        self.manual_backward(nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
-        optimizer.second_step()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return SAM(self.parameters(), torch.optim.SGD, lr=0.1)
