@@ -12,16 +12,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightswitch.checkpoints.reading import Reader
 from lightswitch.deepspeed import state as zero_state
-from lightswitch.deepspeed.strategy import DeepSpeed
 from lightswitch.errors import Refused
-from tests.engine import foreign
 from tests.engine.conftest import Finished, Train
-from tests.engine.deepspeed.zero import Native, TakenOut
-from tests.engine.fits import CLASSIFIER, LANGUAGE, PLAIN, Fit, Fits
-from tests.engine.models.pictures import Pictures
+from tests.engine.fits import CLASSIFIER, LANGUAGE, PLAIN, Fits
 from tests.engine.plain import PlainModel, UsedByRank0
 from tests.engine.strategies import writing
+from tests.engine.strategies.test_writes import saved
 from tests.engine.tiny import NO_CHECKPOINTS, PICTURES
 from tests.night import at_night
 from tests.pool import Pool, RankFailed
@@ -34,31 +32,18 @@ UNEVEN = replace(PLAIN, micro_batch=3, steps=10)  # of nine an epoch, the last o
 FITS = {"language": LANGUAGE, "classifier": CLASSIFIER, "uneven batches": UNEVEN}
 CASES = [*(("language", stage) for stage in ("1", "2", "3", "3_offload")), ("uneven batches", "3")]
 CASES += at_night(("language", "1_offload"), ("language", "2_offload"), ("classifier", "3"))  # in tours
-ENCODER = Fit(foreign.Encoder, Pictures, global_batch=16, micro_batch=4)
-LATE = replace(ENCODER, module=foreign.Late)
 
 
 @pytest.mark.parametrize(("model", "stage"), CASES)
 def test_losses_are_those_of_one_process(model: str, stage: str, fits: Fits) -> None:
-    (alone,), sharded = fits(FITS[model]), fits(replace(FITS[model], strategy=f"deepspeed_stage_{stage}"), 2)[0]
+    (alone,), sharded = fits(FITS[model]), fits(replace(FITS[model], strategy=f"deepspeed_stage_{stage}"), 2)
     for metric in ("train/loss", "val/loss", "test/loss", "samples"):
-        assert largest_difference(sharded, alone, metric) <= 1e-5, metric
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("precision", "kept_in", "stage"), [("bf16-mixed", torch.float32, "1"), ("bf16-true", torch.bfloat16, "3")]
-)
-def test_precision_means_the_same(precision: str, kept_in: torch.dtype, stage: str, fits: Fits, tmp_path: Path) -> None:
-    rounded = replace(ENCODER, arguments=f"precision={precision}")
-    taken = partial(TakenOut, folder=str(tmp_path), before_step=2)
-    (alone,), sharded = (
-        fits(rounded),
-        fits(replace(rounded, strategy=f"deepspeed_stage_{stage}", callbacks=(taken,)), 2)[0],
-    )
-    assert sharded.column("train/loss") == pytest.approx(alone.column("train/loss"), rel=0.02)
-    for weight, state in torch.load(tmp_path / "taken_0.pt").values():
-        assert {weight.dtype, state["exp_avg"].dtype} == {kept_in}
+        assert largest_difference(sharded[0], alone, metric) <= 1e-5, metric
+    for held in (rank.held for rank in sharded):
+        padding = 32  # an element a parameter, and a few a group
+        part = held["whole"] / 2 if stage.startswith("3") else held["whole"]
+        assert held["parameters"] == pytest.approx(part, abs=padding)
+        assert held["optimizer"] == pytest.approx(held["trained"], abs=2 * padding)  # two states, over two ranks
 
 
 class StepsItself(PlainModel):
@@ -91,49 +76,6 @@ def test_a_parameter_that_one_rank_alone_uses_is_named(stage: str, fits: Fits) -
     assert str(failed.value.error).startswith("scale took part in the loss of one of the ranks 0 and 1, but not of ")
 
 
-def in_sequence() -> tuple[float, float, float, int]:
-    """What fit, validate, test and predict tell under ZeRO-3 with offload, one after another in the same processes."""
-    pl.seed_everything(1, workers=True, verbose=False)
-    module, data = foreign.Convolutions(), Pictures()
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=DeepSpeed(stage=3, offload_optimizer=True), max_steps=4, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(module, data)
-    trainer.validate(module, data, verbose=False)
-    validated = trainer.callback_metrics["val/loss"].item()
-    trainer.test(module, data, verbose=False)
-    tested = trainer.callback_metrics["test/loss"].item()
-    predicted = sum(len(batch) for batch in trainer.predict(module, data))
-    return validated, tested, trainer.validate(module, data, verbose=False)[0]["val/loss"], predicted
-
-
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")  # which is what the test takes
-def test_stages_follow_one_another_in_a_process(pool: Pool) -> None:
-    validated, tested, again, predicted = pool(2)(in_sequence)[0]
-    assert validated == tested == again
-    assert predicted == 45  # half of the 90, on each of two ranks
-
-
-@pytest.mark.parametrize(("stage", "ranks"), [*((stage, 2) for stage in STAGES), ("1", 1), ("3", 1)])
-def test_a_state_taken_out_and_put_back_changes_nothing(stage: str, ranks: int, fits: Fits, tmp_path: Path) -> None:
-    native, taken = (partial(one, folder=str(tmp_path / one.__name__), before_step=2) for one in (Native, TakenOut))
-    for one in (Native, TakenOut):
-        (tmp_path / one.__name__).mkdir()
-    (alone,) = fits(replace(LATE, callbacks=(native,)))
-    sharded = fits(replace(LATE, strategy=f"deepspeed_stage_{stage}", callbacks=(taken,)), ranks)
-    expected, found = (torch.load(tmp_path / one.__name__ / "taken_0.pt") for one in (Native, TakenOut))
-    assert any(state for _, state in expected.values())  # what is frozen has none
-    for name, (weight, state) in expected.items():
-        assert torch.allclose(found[name][0], weight, atol=1e-5), name
-        assert found[name][1].keys() == state.keys(), name
-        assert all(torch.allclose(found[name][1][key], value, atol=1e-5) for key, value in state.items()), name
-    assert largest_difference(sharded[0], alone, "train/loss") <= 1e-5
-    for rank in sharded:
-        assert_holds_its_part(rank.held, ranks if stage.startswith("3") else 1, ranks)
-
-
 class Counting(torch.optim.NAdam):
     """Counts the updates of each element, and masks some, beside a number of the whole group (`mu_product`)."""
 
@@ -151,14 +93,18 @@ class Counted(PlainModel):
         return Counting(self.parameters(), lr=0.05)
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("stage", ["1", "3"])
-def test_states_that_are_put_back_keep_their_dtypes(stage: str, fits: Fits, tmp_path: Path) -> None:
-    own, taken = replace(PLAIN, module=Counted, micro_batch=None), partial(TakenOut, str(tmp_path), before_step=3)
-    (alone,), run = fits(own), fits(replace(own, strategy=f"deepspeed_stage_{stage}", callbacks=(taken,)), 2)[0]
-    assert largest_difference(run, alone, "train/loss") <= 1e-5
-    _, state = torch.load(tmp_path / "taken_0.pt")["net.0.weight"]
-    assert (state["count"].dtype, state["mask"].dtype) == (torch.long, torch.bool)
-    assert state["count"].unique().tolist() == [3]
+def test_states_keep_their_dtypes_over_a_resume(stage: str, fits: Fits, pool: Pool, tmp_path: Path) -> None:
+    own = replace(PLAIN, module=Counted, micro_batch=None, steps=6)
+    sharded = replace(own, strategy=f"deepspeed_stage_{stage}", arguments=f"default_root_dir={tmp_path}")
+    pool(2)(saved, replace(sharded, steps=3), tmp_path)
+    resumed = pool(2)(saved, sharded, tmp_path, tmp_path / "step_3.ckpt")[0]
+    losses = fits(own)[0].column("train/loss")
+    assert resumed == pytest.approx({step: losses[step] for step in (3, 4, 5)}, abs=1e-5)
+    reader = Reader(tmp_path / "step_6.ckpt", None)
+    count, mask = (reader.read(f"optimizer.0.net.0.weight.{key}") for key in ("count", "mask"))
+    assert (count.unique().tolist(), count.dtype, mask.dtype) == ([6], torch.long, torch.bool)
 
 
 class StepsApart(pl.Callback):
@@ -209,7 +155,6 @@ LOST = {  # by idiom and stage
     "AtBatchStart-3": f"on_train_batch_start of AtBatchStart accesses teacher.0.weight{_SHARD}",
     "InTrainingStep-3": f"training_step of InTrainingStep accesses teacher.0.weight{_SHARD}",
     "InOptimizerStep-3": f"optimizer_step of InOptimizerStep writes {_TEACHER}{_STEPPED}",
-    "Swapped-3": f"validation_step of Swapped accesses net.0.weight{_SHARD}",
     "BoundedEmbedding-1": f"training_step of BoundedEmbedding writes rows.weight{_STEPPED}",
 }
 
@@ -225,12 +170,6 @@ def test_an_access_that_would_be_lost_is_refused_by_name(cell: str, fits: Fits) 
         fits(replace(fit, arguments="gradient_clip_val=null"), 2)
     assert isinstance(failed.value.error, Refused)
     assert str(failed.value.error).startswith(LOST.get(cell, "on_train_epoch_end of Shrinks writes net."))
-
-
-def assert_holds_its_part(elements: dict[str, int], parts: int, ranks: int) -> None:
-    padding = 32  # an element a parameter, and a few a group
-    assert elements["parameters"] == pytest.approx(elements["whole"] / parts, abs=padding)
-    assert elements["optimizer"] == pytest.approx(2 * elements["trained"] / ranks, abs=2 * padding)
 
 
 ON_GPU = (
