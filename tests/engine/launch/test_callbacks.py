@@ -5,7 +5,6 @@ What they do to weights and checkpoints under each strategy: strategies/test_mod
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -13,30 +12,23 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks, seed_everything
-from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from omegaconf import OmegaConf
 
-from lightswitch.checkpoints import directory
-from lightswitch.checkpoints.reading import Reader
 from lightswitch.hooked_strategy import hooked
 from lightswitch.launch.build import trainer_arguments
 from lightswitch.strategies.callbacks import NOWHERE, callback_problems
 from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.ema import EMA
 from lightswitch.strategies.fsdp import FSDP
-from tests.engine.conftest import PLAIN, Finished, Train
-from tests.engine.fits import PLAIN as PLAIN_FIT
-from tests.engine.fits import Fits
-from tests.engine.plain import NormedModel, PlainData, PlainModel
-from tests.engine.tiny import LANGUAGE
-from tests.engine.ways import TENSOR_PARALLEL, WAYS, Way
+from tests.engine.conftest import PLAIN, Train
+from tests.engine.plain import PlainData, PlainModel
 from tests.runs import largest_difference
 
 NAMED = "lightning.pytorch.callbacks"
@@ -143,28 +135,6 @@ def test_they_go_on_under_one_sharded_strategy_after_another(train: Train) -> No
     assert "\nstep " not in spent.out
 
 
-def test_a_checkpoint_that_is_yet_to_be_written_is_linked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, is_linked = directory.write, Event()
-
-    def write_late(*arguments: Any) -> None:
-        assert is_linked.wait(timeout=300)
-        write(*arguments)
-
-    monkeypatch.setattr(directory, "write", write_late)
-    last = ModelCheckpoint(tmp_path / "new", every_n_train_steps=1, save_last="link")
-    trained = LambdaCallback(on_train_end=lambda *_: is_linked.set())
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    short = {"max_steps": 1, "limit_val_batches": 0}
-    trainer = Trainer(accelerator="cpu", strategy=hooked(Single()), callbacks=[last, trained], **short, **quiet)
-    try:
-        trainer.fit(PlainModel(), PlainData())
-    finally:
-        is_linked.set()
-    assert (tmp_path / "new/last.ckpt").is_symlink()
-    assert (tmp_path / "new/last.ckpt").resolve() == Path(last.best_model_path).resolve()
-    assert (tmp_path / "new/last.ckpt").is_dir()
-
-
 def _kept(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -173,31 +143,6 @@ def _kept(folder: Path) -> set[str]:
 
 
 AVERAGED = ("callbacks=[default,ema]", "callbacks.ema.decay=0.8")
-MEANS = (
-    *LANGUAGE,
-    "scheduler=constant",
-    "trainer.val_check_interval=2",
-    "callbacks.last_checkpoint.every_n_steps=2",
-)
-MEANS += (*AVERAGED, "run_id=mine", "micro_batch_size=6")
-CHAIN = [WAYS["ddp × 2"], WAYS["fsdp × 2"], WAYS["deepspeed_stage_3 × 2"], Way(TENSOR_PARALLEL, 2), WAYS["single"]]
-STEPS = 3  # of each run of the chain: it ends between two checkpoints, and within an epoch
-
-
-@pytest.mark.nightly
-def test_a_run_is_validated_and_resumed_by_its_averages_under_one_strategy_after_another(train: Train) -> None:
-    alone = train(*MEANS, f"trainer.max_steps={STEPS * len(CHAIN)}", "strategy=single")
-    folder = None
-    for run, way in enumerate(CHAIN, start=1):
-        switched = train(*MEANS, f"trainer.max_steps={STEPS * run}", *way.switches, ranks=way.ranks, folder=folder)
-        folder = switched.folder
-    for metric in ("train/loss", "val/loss"):
-        assert largest_difference(switched, alone, metric) <= 2e-6, metric
-    assert _tested(switched) == pytest.approx(_tested(alone), abs=2e-6)
-    found, expected = _last_checkpoint(switched), _last_checkpoint(alone)
-    assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-6) for name in expected)
-    assert any(not torch.equal(expected[name], expected[name.replace("model.", "trained.", 1)]) for name in expected)
 
 
 class MeanFromTheThird(WeightAveraging):
@@ -273,20 +218,3 @@ def test_a_run_with_averages_resumes_with_them_alone(train: Train) -> None:
     resumed = train(*run, "trainer.max_steps=4", folder=begun.folder, check=False)
     assert resumed.returncode == 2
     assert "error: the model of this checkpoint is an average, beside the trained weights, which" in resumed.err
-
-
-@pytest.mark.nightly
-def test_averaged_statistics_of_a_batch_norm_are_those_of_rank_0(fits: Fits) -> None:
-    fit = replace(PLAIN_FIT, module=NormedModel, callbacks=(partial(EMA, decay=0.8),))
-    replicated, sharded = (fits(replace(fit, strategy=name), 2)[0] for name in ("ddp", "deepspeed_stage_1"))
-    assert largest_difference(sharded, replicated, "val/loss") <= 2e-6
-
-
-def _last_checkpoint(run: Finished) -> dict[str, torch.Tensor]:
-    """Averages ("model.") and the weights that are trained beside them ("trained.")."""
-    reader = Reader(run.run_dir / "checkpoints/last.ckpt", None)
-    return {name: reader.read(name) for name in reader.like if name.startswith(("model.", "trained."))}
-
-
-def _tested(run: Finished) -> float:
-    return json.loads((run.run_dir / "results.json").read_text())["test/loss"]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +77,6 @@ def test_callbacks_and_loggers_are_switched_by_name(train: Train) -> None:
     assert any(name.startswith("lr-") for name in columns)
     assert not (run.run_dir / "tensorboard").exists()
     assert list(run.column("val/loss")) == [1, 3]
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(
-    find_spec("mlflow") is None and not os.environ.get("LIGHTSWITCH_REQUIRE_ALL"), reason="MLflow is an extra"
-)
-def test_mlflow_stands_beside_the_default_loggers(train: Train) -> None:
-    run = train(*SHORT, "trainer.max_steps=2", "logger=[default,mlflow]")
-    assert (run.run_dir / "tensorboard").exists()
-    assert list(run.column("val/loss")) == [1]
-    assert (run.folder / "runs" / "mlflow.db").exists()
 
 
 # optimizer and scheduler

@@ -164,17 +164,6 @@ def test_a_pasted_evaluation_reads_that_checkpoint(monkeypatch: pytest.MonkeyPat
         assert _composed(_pasted(commands.evaluate(path, placement.detect(), "test"))).ckpt_path == path
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("run_id", "name"), [("a=b,c", "1e3"), ("1234_5", "gpt")])
-def test_what_a_run_of_an_odd_name_says_to_type_goes_on_in_it(run_id: str, name: str, train: Train) -> None:
-    first = train(*PLAIN, f"run_id={run_id}", f"name={name}", "trainer.max_steps=2", "trainer.val_check_interval=2")
-    told = dict(line.split(maxsplit=1) for line in first.out.replace("go on", "go_on").splitlines() if " " in line)
-    words = [shlex.split(told[what])[2:] for what in ("go_on", "evaluate")]
-    gone_on = train(*words[0], folder=first.folder)
-    assert f"resumes    runs/{name}/{run_id}/checkpoints/step_2.ckpt, at step 2" in gone_on.out
-    assert f"reads      runs/{name}/{run_id}/checkpoints/best.ckpt" in train(*words[1], folder=first.folder).out
-
-
 def test_each_script_finds_what_they_share_in_the_same_lines() -> None:
     """Slurm copies one script, so these have to stand in each."""
     scripts = [path.read_text() for path in (CHECKOUT / "slurm").glob("*.sh") if "\n#SBATCH" in path.read_text()]

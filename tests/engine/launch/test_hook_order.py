@@ -1,4 +1,4 @@
-"""The hooks of a run by train.py, rank by rank: those of a plain Trainer, in its order, in each stage and resumed.
+"""The hooks of a run by train.py, rank by rank: those of a plain Trainer, in its order, also resumed.
 
 The plain one has Lightning's own strategy. That is DDP for fsdp, too: Lightning's FSDPStrategy takes no CPU,
 and its ModelParallelStrategy a module alone that shards itself.
@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 from tests.engine.conftest import as_torchrun, context, runs_in
-from tests.engine.launch.hooked import WRITTEN, LeavesClipping
+from tests.engine.launch.hooked import WRITTEN
 from tests.night import at_night
 
-DeepSpeed = pytest.importorskip("lightswitch.deepspeed.strategy").DeepSpeed  # an extra
 SAVING = {"every_n_train_steps": 3, "save_top_k": -1, "save_on_train_epoch_end": False}
 LIMITS = {
     **{"max_steps": 8, "val_check_interval": 2, "check_val_every_n_epoch": None},
@@ -38,19 +36,8 @@ RUN = (
     *(f"trainer.{name}={json.dumps(value)}" for name, value in LIMITS.items()),
     *("global_batch_size=40", "data.batch_size=40"),
 )
-STRATEGIES = {  # and the plain one whose hooks are expected
-    "single": "single",
-    "ddp": "ddp",
-    "fsdp": "ddp",
-    "deepspeed_stage_3": "ZeRO",
-}
+STRATEGIES = {"single": "single", "ddp": "ddp", "fsdp": "ddp"}  # and the plain one whose hooks are expected
 SAVING_HOOKS = ("on_save_checkpoint", "state_dict")
-CLIPPING = "configure_gradient_clipping"
-CLIP_THEMSELVES = ("deepspeed_stage_3",)  # and refuse a module that does
-RENAMED = {  # classes that torch and DeepSpeed make of a module and of an optimizer
-    "FSDPLogging": "Logging",
-    "DeepSpeedZeroOptimizer_Stage3": "DeepSpeedZeroOptimizer",
-}
 ByRank = list[list[list[Any]]]
 Ran = Callable[..., Path]  # from a strategy and a mode to the folder of a run; of mode=fit by default
 
@@ -67,20 +54,7 @@ class Replicas(DDPStrategy):
     restore_checkpoint_after_setup = True
 
 
-class Zero(DeepSpeedStrategy):
-    """Lightning's own, with that alone replaced which asks for a GPU."""
-
-    root_device = property(lambda strategy: torch.device("cpu", 0))
-    setup_environment = DeepSpeed.setup_environment
-    setup_distributed = DeepSpeed.setup_distributed
-
-
-PLAIN: dict[str, Callable[[], Strategy]] = {
-    "single": lambda: Alone("cpu"),
-    "ddp": Replicas,
-    # with a size of batches, which it would ask the loader for
-    "ZeRO": lambda: Zero(stage=2, logging_batch_size_per_gpu=20),
-}
+PLAIN: dict[str, Callable[[], Strategy]] = {"single": lambda: Alone("cpu"), "ddp": Replicas}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +65,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         folder = tmp_path_factory.mktemp("plain")
         with as_torchrun(0 if strategy == "single" else 2, folder.name) as started:
             environments = started or [{}]
-            ranks = [context.Process(target=_run, args=(folder, own, strategy, mode, path)) for own in environments]
+            ranks = [context.Process(target=_run, args=(folder, own, strategy, path)) for own in environments]
             for rank in ranks:
                 rank.start()
             for rank in ranks:
@@ -110,39 +84,29 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     @cache
     def ran(strategy: str, mode: str = "fit") -> Path:
         given = [f"strategy={strategy}"]
-        given += [f"model._target_={LeavesClipping.__module__}.LeavesClipping"] if strategy in CLIP_THEMSELVES else []
         given += [] if mode == "fit" else [f"ckpt_path='{_saved(ran(strategy))}'"]
-        given += [f"mode={mode}"] if mode in ("validate", "predict") else []
         return train(*RUN, *given, ranks=0 if strategy == "single" else 2).folder
 
     return ran
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *at_night("single", "fsdp", "deepspeed_stage_3")])
+@pytest.mark.parametrize("strategy", ["ddp", *at_night("single", "fsdp")])
 def test_a_fit_and_its_test_call_in_each_rank_what_a_plain_trainer_calls(strategy: str, plain: Ran, ours: Ran) -> None:
     zero, *others = ({call[1] for call in calls} for calls in _calls(plain(STRATEGIES[strategy])))
     assert {"on_save_checkpoint", "on_sanity_check_start", "on_train_epoch_end", "on_test_end"} <= zero
     assert all("prepare_data" in zero - one for one in others)
-    _compare(strategy, plain(STRATEGIES[strategy]), ours(strategy))
+    _compare(plain(STRATEGIES[strategy]), ours(strategy))
 
 
-@pytest.mark.parametrize("strategy", ["single", *at_night("ddp", "deepspeed_stage_3")])
+@pytest.mark.parametrize("strategy", ["single", *at_night("ddp")])
 def test_a_resume_in_mid_epoch_calls_what_a_plain_trainer_calls(strategy: str, plain: Ran, ours: Ran) -> None:
     expected = plain(STRATEGIES[strategy], "resume")
     assert all("on_load_checkpoint" in {call[1] for call in calls} for calls in _calls(expected))
-    _compare(strategy, expected, ours(strategy, "resume"))
+    _compare(expected, ours(strategy, "resume"))
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("mode", ["validate", "predict"])
-def test_a_stage_by_itself_calls_what_a_plain_trainer_calls(mode: str, plain: Ran, ours: Ran) -> None:
-    _compare("single", plain("single", mode), ours("single", mode))
-
-
-def _compare(strategy: str, plain: Path, ours: Path) -> None:
+def _compare(plain: Path, ours: Path) -> None:
     expected, found = _calls(plain), _calls(ours)
-    if strategy in CLIP_THEMSELVES:
-        expected, found = _without(CLIPPING, expected), _without(CLIPPING, found)
     for hook in SAVING_HOOKS:  # called before the next step, where a plain Trainer saves at a batch's end
         counts = [[[call[1] for call in calls].count(hook) for calls in ranks] for ranks in (expected, found)]
         assert counts[0] == counts[1], hook
@@ -154,8 +118,8 @@ def _without(hook: str, ranks: ByRank) -> ByRank:
     return [[call for call in calls if call[1] != hook] for calls in ranks]
 
 
-def _run(folder: Path, environment: dict[str, str], strategy: str, mode: str, path: Path | None) -> None:
-    """Fit and test, or evaluate, by Lightning alone, in a process of its own."""
+def _run(folder: Path, environment: dict[str, str], strategy: str, path: Path | None) -> None:
+    """Fit and test by Lightning alone, in a process of its own."""
     os.environ.update(environment)
     told = os.open(folder / f"told_{environment.get('RANK', 0)}", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
@@ -175,11 +139,8 @@ def _run(folder: Path, environment: dict[str, str], strategy: str, mode: str, pa
         enable_model_summary=False,
     )
     trained = (model(), data(batch_size=40 // devices))
-    if mode in ("validate", "predict"):
-        getattr(trainer, mode)(*trained, ckpt_path=path, weights_only=True)
-    else:
-        trainer.fit(*trained, ckpt_path=path, weights_only=True)
-        trainer.test(*trained, ckpt_path=saving.best_model_path, verbose=False, weights_only=True)
+    trainer.fit(*trained, ckpt_path=path, weights_only=True)
+    trainer.test(*trained, ckpt_path=saving.best_model_path, verbose=False, weights_only=True)
 
 
 def _saved(folder: Path) -> Path:
@@ -188,7 +149,6 @@ def _saved(folder: Path) -> Path:
 
 
 def _calls(folder: Path) -> ByRank:
-    texts = [path.read_text() for path in sorted(folder.glob("hooks_*.jsonl"))]
-    for made, name in RENAMED.items():
-        texts = [text.replace(made, name) for text in texts]
+    # of which torch makes a class for fsdp
+    texts = [path.read_text().replace("FSDPLogging", "Logging") for path in sorted(folder.glob("hooks_*.jsonl"))]
     return [[json.loads(line) for line in text.splitlines()] for text in texts]

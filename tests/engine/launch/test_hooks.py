@@ -12,7 +12,6 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.trainer import call
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightswitch.loop.hooks import skip_empty_hooks
 from lightswitch.loop.loops import replace_loops
@@ -93,24 +92,6 @@ def test_what_is_logged_is_shown_at_the_same_steps(tmp_path: Path) -> None:
     assert _shown(tmp_path, replace_loops) == expected
 
 
-def test_a_value_that_a_bar_shows_is_read_once(tmp_path: Path) -> None:
-    class LoggingOnce(PlainModel):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            if batch_idx == 0:
-                self.log("train/loss", loss, prog_bar=True)
-            return loss
-
-    def readings(arrange: Callable[[Trainer], None]) -> int:
-        trainer = trained_by(tmp_path, [], max_epochs=1, limit_val_batches=0)
-        arrange(trainer)
-        with Readings() as counted:
-            trainer.fit(LoggingOnce(), PlainData())
-        return counted.count
-
-    assert readings(lambda trainer: None) - readings(replace_loops) == 3  # of 4 batches
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_weights_are_the_same_to_the_bit(accumulation: int, tmp_path: Path) -> None:
     def weights(arrange: Callable[[Trainer], None]) -> dict[str, Tensor]:
@@ -139,18 +120,6 @@ def test_a_step_that_is_replaced_between_epochs_gets_the_arguments_it_takes(tmp_
     replace_loops(trainer)
     trainer.fit(model, PlainData())
     assert len(model.took) == 4
-
-
-class Readings(TorchDispatchMode):
-    """Counts how often a tensor's value is read: on a GPU, the process would wait each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 def _shown(folder: Path, arrange: Callable[[Trainer], None]) -> list[dict[str, dict[str, float]]]:
