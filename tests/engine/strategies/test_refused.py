@@ -52,7 +52,8 @@ MODULES = {  # others are in the catalogue: tests/engine/modules
 @pytest.mark.parametrize("module", MODULES)
 def test_of_modules(module: str, train: Train) -> None:
     name, strategy = module.split()
-    run = train(f"model._target_=tests.engine.foreign.{name}", PICTURES, *CPU, f"strategy={strategy}", ranks=2, check=False)
+    words = (f"model._target_=tests.engine.foreign.{name}", PICTURES, *CPU, f"strategy={strategy}")
+    run = train(*words, ranks=2, check=False)
     assert run.returncode == 2
     assert run.err.splitlines()[0] == f"error: {MODULES[module]}"
     assert "Traceback" not in run.err
