@@ -82,44 +82,18 @@ def test_a_harmed_checkpoint_is_passed_over_with_a_word(
     assert caplog.text.count(f"{harmed} can't be read as a checkpoint: ") == 1
 
 
-def edited(path: Path, what: str) -> Path:
-    """A checkpoint whose checksums are right, and whose index is not."""
-
-    def edit(tensors: Any) -> None:
-        (shard,) = tensors["model.w"]["shards"]
-        if what == "a file without a checksum":
-            shutil.copy(path / "tensors_0.bin", path / "tensors_9.bin")
-            shard["file"] = "tensors_9.bin"
-        if what == "2^44 numbers":
-            tensors["model.w"]["shape"] = shard["shape"] = [1 << 44]
-        if what == "a part of the numbers":
-            tensors["model.w"]["shape"] = [1001]
-        if what == "a part that lies outside":
-            shard["offset"] = [1]
-        if what == "a place beyond the file":
-            shard["bytes"] = [1 << 40, (1 << 40) + 4000]
-        if what == "no place":
-            tensors["model.w"]["shards"] = []
-        if what in ODD:
-            tensors["model.w"] |= ODD[what]
-
-    return hostile.edit_index(path, edit)
-
-
-ODD: dict[str, dict[str, Any]] = {
-    "a negative size": {"shape": [-1000]},
-    "a size that torch can't hold": {"shape": [0, 1 << 70]},
-    "no dtype": {"dtype": "nn"},
-    "no list": {"shards": {"file": "tensors_0.bin"}},
-}
-EDITED = {
-    **dict.fromkeys(ODD, "index.json is not an index of tensors"),
-    "a file without a checksum": "SHA256SUMS has no checksum of tensors_9.bin",
-    "2^44 numbers": "tensors_0.bin is shorter than index.json says",
-    "a part of the numbers": "index.json has 1000 of the 1001 elements of model.w",
-    "a part that lies outside": "index.json has a shard outside of model.w",
-    "a place beyond the file": "tensors_0.bin is shorter than index.json says",
-    "no place": "index.json has 0 of the 1000 elements of model.w",
+NO_INDEX = "index.json is not an index of tensors"
+EDITED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # of a tensor, of its shard, and the line
+    "a negative size": ({"shape": [-1000]}, {}, NO_INDEX),
+    "a size that torch can't hold": ({"shape": [0, 1 << 70]}, {}, NO_INDEX),
+    "no dtype": ({"dtype": "nn"}, {}, NO_INDEX),
+    "no list": ({"shards": {"file": "tensors_0.bin"}}, {}, NO_INDEX),
+    "a file without a checksum": ({}, {"file": "x.bin"}, "SHA256SUMS has no checksum of x.bin"),
+    "2^44 numbers": ({"shape": [1 << 44]}, {"shape": [1 << 44]}, "tensors_0.bin is shorter than index.json says"),
+    "a part of the numbers": ({"shape": [1001]}, {}, "index.json has 1000 of the 1001 elements of model.w"),
+    "a part that lies outside": ({}, {"offset": [1]}, "index.json has a shard outside of model.w"),
+    "a place beyond the file": ({}, {"bytes": [1 << 40, 4000 + (1 << 40)]}, "tensors_0.bin is shorter than index.json"),
+    "no place": ({"shards": []}, {}, "index.json has 0 of the 1000 elements of model.w"),
 }
 
 
@@ -127,12 +101,21 @@ EDITED = {
 def test_an_index_that_does_not_fit_its_files_is_passed_over(
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    of_tensor, of_shard, line = EDITED[what]
+
+    def edit(tensors: Any) -> None:
+        (shard,) = tensors["model.w"]["shards"]
+        shard |= of_shard
+        tensors["model.w"] |= of_tensor
+
     good = write(tmp_path / "checkpoints" / "best.ckpt", global_step=10)
-    harmed = edited(write(tmp_path / "checkpoints" / "last.ckpt", global_step=20), what)
+    harmed = write(tmp_path / "checkpoints" / "last.ckpt", global_step=20)
+    shutil.copy(harmed / "tensors_0.bin", harmed / "x.bin")
+    hostile.edit_index(harmed, edit)
     with caplog.at_level(logging.WARNING):
         found = newest(tmp_path)
         assert found == (good, Position(global_step=10))
-    assert f"{harmed} can't be read as a checkpoint: {EDITED[what]}" in caplog.text
+    assert f"{harmed} can't be read as a checkpoint: {line}" in caplog.text
 
 
 @pytest.mark.parametrize("position", [{"global_step": "20"}, {"odd": 1}, [], None])

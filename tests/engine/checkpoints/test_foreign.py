@@ -115,7 +115,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["fsdp × 2", *at_night("single", "deepspeed_stage_3 × 2")])
 def test_a_run_starts_from_those_that_fit_and_tells_the_others(way: str, folder: Path, train: Train) -> None:
     words = (*SHORT, f"init_from={folder}", "init_names={body.: net.}", *WAYS[way].switches)

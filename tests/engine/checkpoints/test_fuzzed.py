@@ -20,11 +20,10 @@ from torch import Tensor
 from lightswitch.checkpoints.format import SUMS
 from lightswitch.checkpoints.last import checkpoints_up_to, first_whole, newest
 from lightswitch.checkpoints.reading import Reader
-from lightswitch.checkpoints.weight_files import Weights
 from lightswitch.errors import UnfitCheckpoint
 from tests.engine.checkpoints import hostile
-from tests.engine.checkpoints.damages import OF_A_FILE, damage, flip_one
-from tests.engine.conftest import PLAIN, Train, runs_in
+from tests.engine.checkpoints.damages import damage, flip_one
+from tests.engine.conftest import PLAIN, runs_in
 from tests.night import at_night
 
 BATCH = 100
@@ -78,48 +77,6 @@ def test_no_flipped_bit_is_read_as_what_was_written(is_signed: bool, tmp_path: P
             pytest.raises(UnfitCheckpoint) if not is_signed else contextlib.suppress(UnfitCheckpoint),
         ):
             whole(Reader(hostile.sign(path) if is_signed else path, group=None))
-
-
-@pytest.mark.parametrize("kind", ["ours", "file", "file of old"])
-def test_damaged_weights_are_read_or_refused_in_a_line(kind: str, tmp_path: Path) -> None:
-    """What Lightning writes has no checksums: a number may have changed, but nothing else may happen."""
-    weights_of(kind, tmp_path / "good")
-    for seed in range(50):
-        with copied(tmp_path / "good") as folder:
-            path = folder / "checkpoints" / "x.ckpt"
-            harmed = path if path.is_file() else Random(seed).choice([f for f in path.rglob("*") if f.is_file()])
-            harm = Random(seed).choice(OF_A_FILE[:5])
-            harm(Random(seed), harmed)
-            with told(seed, [f"{harm.__name__} {harmed.name}"]):
-                try:
-                    weights = Weights(path)
-                    weights.read(weights.like)
-                except UnfitCheckpoint as refused:
-                    assert "\n" not in str(refused)  # noqa: PT017  # it need not be refused
-
-
-def weights_of(kind: str, folder: Path) -> None:
-    path = folder / "x.ckpt"
-    if kind == "ours":
-        hostile.ours(path)
-    if kind.startswith("file"):
-        folder.mkdir()
-        is_zip = kind == "file"
-        torch.save({"state_dict": {"w": torch.rand(100)}}, path, _use_new_zipfile_serialization=is_zip)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", [3, *at_night(*range(7, 24, 4))])
-def test_a_run_goes_on_whatever_happened_to_its_newest_checkpoint(seed: int, trained: Path, train: Train) -> None:
-    with copied(trained) as run_dir:
-        done = damage(Random(seed), run_dir / "checkpoints" / "step_4.ckpt")
-        folder = run_dir.parent / "again"
-        (folder / "runs" / "plainmodel").mkdir(parents=True)
-        run_dir.rename(folder / "runs" / "plainmodel" / "mine")
-        run = train(*RUN, "trainer.max_steps=5", "strategy=single", folder=folder)
-        assert "resumes    runs/plainmodel/mine/checkpoints/step_" in run.out, f"seed {seed}: {done}"
-        assert "Traceback" not in run.err
-        assert "step 5/5" in run.out
 
 
 @contextlib.contextmanager

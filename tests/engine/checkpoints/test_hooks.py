@@ -178,31 +178,6 @@ def test_a_validation_that_is_preempted_counts_once(whole: Finished, train: Trai
         assert largest_difference(gone_on, whole, name) <= 1e-6 * max(1, *whole.column(name).values()), name
 
 
-class GatheringModel(PlainModel):
-    """Keeps what its steps return until the epoch's end, as Lightning's guide to version 2 has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[Tensor] = []
-
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.losses.append(loss := super().training_step(batch, batch_idx))
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.log("train/mean", torch.stack(self.losses).mean())
-        self.losses.clear()
-
-
-def test_a_module_that_keeps_an_epochs_steps_goes_on_where_the_epochs_end_was_cut_off(train: Train) -> None:
-    """From a step of that epoch, so that its end has something to read."""
-    run = (f"model._target_={HERE}.GatheringModel", *WHOLE[1:], f"callbacks.dies._target_={HERE}.Dies")
-    run = (*run, "callbacks.dies.hook=on_validation_start")
-    cut_off = train(*run, "callbacks.dies.step=10", check=False)
-    gone_on = train(*run, "callbacks.dies.step=null", folder=cut_off.folder)
-    assert set(gone_on.column("train/mean")) == {4, 9, 14, 19}
-
-
 def ended(run: Finished) -> dict[str, Any]:
     """What hooks at epochs' ends have made of a run."""
     state = read_state(run.run_dir / "checkpoints/last.ckpt")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -13,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 import lightswitch
 from lightswitch.checkpoints.reading import Reader
@@ -101,27 +97,20 @@ def test_a_run_started_again_passes_it_over(tmp_path: Path, ran: Path, train: Tr
     assert "resumes    runs/plainmodel/mine/checkpoints/step_3.ckpt, at step 3" in again.out
 
 
-KINDS = [build for build in (*hostile.DIRECTORIES, *hostile.FILES) if build != hostile.pickled]
-
-
 def read_all(path: Path) -> dict[str, torch.Tensor]:
     weights = Weights(path)
     return weights.read(weights.like)
 
 
 @pytest.mark.parametrize("read", [read_all, partial(lightswitch.load, trust=True)], ids=["weights", "load"])
-@pytest.mark.parametrize("build", KINDS)
+@pytest.mark.parametrize("build", [*hostile.DIRECTORIES, *hostile.FILES])
 def test_reading_weights_runs_none(build: Build, read: Callable[[Path], Any], tmp_path: Path, ran: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     path = build(tmp_path / "x.ckpt", ran)
-    with pytest.raises(UnfitCheckpoint, match=r"x\.ckpt can't be read as a checkpoint: .*which would run code$"):
+    with pytest.raises(
+        UnfitCheckpoint, match=r"x\.ckpt (can't be read as a checkpoint: .*which would run|is damaged, )"
+    ):
         read(path)
-    assert not ran.exists()
-
-
-def test_a_bare_pickle_is_no_checkpoint(tmp_path: Path, ran: Path) -> None:
-    with pytest.raises(UnfitCheckpoint, match=r"x\.ckpt is damaged, or was not written by torch\.save$"):
-        read_all(hostile.pickled(tmp_path / "x.ckpt", ran))
     assert not ran.exists()
 
 
@@ -140,13 +129,6 @@ def test_an_export_runs_none(
     assert WHY in line
 
 
-@pytest.mark.parametrize("build", hostile.FILES)
-def test_load_of_a_state_dict_runs_none(build: Build, tmp_path: Path, ran: Path) -> None:
-    with pytest.raises(UnfitCheckpoint, match=r"x\.pt can't be read: "):
-        lightswitch.load(build(tmp_path / "x.pt", ran), trust=True)
-    assert not ran.exists()
-
-
 def test_a_class_that_an_index_may_name_stays_as_it_is(tmp_path: Path) -> None:
     """Pickle can set attributes of what it names, of a class for all who use it."""
     path = Path(shutil.copytree(hostile.BEFORE, tmp_path / "x.ckpt"))
@@ -158,18 +140,6 @@ def test_a_class_that_an_index_may_name_stays_as_it_is(tmp_path: Path) -> None:
     assert not hasattr(metadata, "seen")
 
 
-@pytest.mark.nightly
-def test_what_libraries_stumble_over_in_a_state_is_told_in_a_line(tmp_path: Path, train: Train) -> None:
-    good = train(*RUN, "trainer.max_steps=3")
-    path = good.run_dir / "checkpoints" / "step_3.ckpt"
-    state = torch.load(path / "trainer.pt", weights_only=True)
-    for key, value in {"optimizer_states": [{}], "loops": {"fit_loop": {}}}.items():
-        torch.save({**state, key: value}, path / "trainer.pt")
-        hostile.sign(path)
-        refused = train(*RUN, f"resume={path}", folder=good.folder, check=False)
-        assert refused.refusal.startswith("runs/plainmodel/mine/checkpoints/step_3.ckpt"), key
-
-
 def test_safetensors_refuse_a_dtype_that_they_do_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("model:\n  _target_: tests.engine.plain.PlainModel\n")
     torch.save({"state_dict": {"w": torch.zeros(3, dtype=torch.complex128)}}, tmp_path / "x.ckpt")
@@ -178,25 +148,8 @@ def test_safetensors_refuse_a_dtype_that_they_do_not_know(tmp_path: Path, capsys
     assert capsys.readouterr().err == "error: safetensors can't store torch.complex128; use -o NAME.pt\n"
 
 
-def test_an_export_is_written_to_a_disk_without_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.yaml").write_text(CONFIG)
-    save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
-    monkeypatch.setattr(os, "chmod", partial(_refuse, errno.EPERM))
-    main([str(tmp_path / "x.safetensors"), "-o", str(tmp_path / "out.safetensors")])
-    assert (tmp_path / "out.safetensors").is_file()
-
-
-def _refuse(number: int, *_: object, **__: object) -> None:
-    raise OSError(number, os.strerror(number))
-
-
-def test_a_file_of_zeros_is_damaged(tmp_path: Path) -> None:
-    (tmp_path / "x.ckpt").write_bytes(bytes(20_000))
-    with pytest.raises(UnfitCheckpoint, match=r"x\.ckpt is damaged"):
-        Reader(tmp_path / "x.ckpt", group=None)
-
-
-def test_good_safetensors_are_read(tmp_path: Path) -> None:
-    save_file({"w": torch.arange(3.0)}, tmp_path / "x.safetensors")
-    found: Tensor = Reader(tmp_path / "x.safetensors", group=None).read("model.w")
-    assert found.tolist() == [0, 1, 2]
+@pytest.mark.parametrize("build", hostile.FILES)
+def test_load_of_a_state_dict_runs_none(build: Build, tmp_path: Path, ran: Path) -> None:
+    with pytest.raises(UnfitCheckpoint, match=r"x\.pt can't be read: "):
+        lightswitch.load(build(tmp_path / "x.pt", ran), trust=True)
+    assert not ran.exists()

@@ -18,23 +18,17 @@ def _write(path: Path, value: float) -> None:
     directory.write(path, tensors, {"hyper_parameters": {}}, None)
 
 
-def test_a_checkpoint_that_is_replaced_between_two_reads_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_checkpoint_that_is_replaced_or_removed_between_two_reads_is_refused(
+    is_replaced: bool, tmp_path: Path
+) -> None:
     path = tmp_path / "best.ckpt"
     _write(path, 1.0)
     weights = Weights(path)
     weights.read(["a"])
-    _write(path, 2.0)
+    _write(path, 2.0) if is_replaced else directory.remove(path)
     with pytest.raises(UnfitCheckpoint, match=r"a run in progress replaced or removed it during the read; try again"):
         weights.read(["b", "c"])
-
-
-def test_a_checkpoint_that_is_removed_between_two_reads_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "step_1.ckpt"
-    _write(path, 1.0)
-    weights = Weights(path)
-    directory.remove(path)
-    with pytest.raises(UnfitCheckpoint, match="try again"):
-        weights.read(["a"])
 
 
 def test_a_link_that_is_moved_between_two_reads_is_read_to_the_end_where_it_led(tmp_path: Path) -> None:
