@@ -381,8 +381,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run.run_dir / "checkpoints" / "step_4.ckpt"
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", ["model.width=32", *at_night(*(one for one in OTHERS if one != "model.width=32"))])
 def test_what_differs_is_told_in_a_line(other: str, saved: Path, train: Train) -> None:
     refused = train(*SHORT, f"resume={saved}", other, "trainer.max_steps=6", check=False)
     assert refused.refusal.startswith(f"{saved} {OTHERS[other]}")

@@ -78,9 +78,6 @@ class Asks(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._perhaps_ask("on_train_batch_end", trainer)
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._perhaps_ask("on_validation_batch_end", trainer)
-
     def _perhaps_ask(self, hook: str, trainer: pl.Trainer) -> None:
         is_time = (hook, trainer.global_rank) == (self.when, self.rank) and trainer.global_step >= self.step
         if is_time and not Path("asked").exists():

@@ -12,13 +12,11 @@ from omegaconf import OmegaConf
 from lightswitch.errors import LostRank
 from lightswitch.failures import classify
 from lightswitch.failures.classify import Rank, failure_of
-from tests.engine.conftest import PLAIN, PLAIN_DATA, PLAIN_MODEL, Finished, Train, runs_in
+from tests.engine.conftest import PLAIN, PLAIN_DATA, PLAIN_MODEL, Train
 from tests.engine.failures.failing import FAILING_DATA, FAILING_MODEL
-from tests.engine.processes import TRAIN_PY, Start, said
 from tests.engine.tiny import LANGUAGE_MODEL, PICTURES
 from tests.night import at_night
 
-RUN = (*PLAIN, "trainer.accelerator=cpu", "run_id=mine", "trainer.max_steps=1", "trainer.val_check_interval=1")
 SHORT = ("run_id=mine", "trainer.accelerator=cpu", "trainer.max_steps=6", "trainer.val_check_interval=4")
 BUG = (FAILING_MODEL, PLAIN_DATA, *SHORT)
 BAD_DATA = (PLAIN_MODEL, FAILING_DATA, "data.how=refuses", *SHORT)
@@ -30,26 +28,44 @@ LAUNCHERS = {  # arguments, and the ranks that are started as torchrun starts th
 REFUSED = "this is no batch of mine"  # as the user's own code says
 
 
-@pytest.fixture(scope="module")
-def earlier(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return runs_in(tmp_path_factory.mktemp("earlier"))(*RUN)
+LINES: dict[str, tuple[tuple[str, ...], str]] = {  # what the user can mend: a request, and what its line has
+    "a batch that the model does not take": (
+        (*LANGUAGE_MODEL, PICTURES),
+        "model: found a batch of torch.float32 of shape (7, 1, 8, 8); expected bytes (batch, time)",
+    ),
+    "no batches": (
+        (PLAIN_MODEL, FAILING_DATA, "data.how=has no batches", "data.where=sample"),
+        "data: train_dataloader has no batches; trainer.limit_train_batches=0 leaves training out",
+    ),
+    "a batch size of 0": (
+        (*PLAIN, "data.batch_size=0"),
+        "data: batch_size should be a positive integer value, but got batch_size=0",
+    ),
+    "no test set": (
+        (PLAIN_MODEL, FAILING_DATA, "data.how=has no test"),
+        "An invalid dataloader was returned from `FailingData.test_dataloader()`. Found None.",
+    ),
+    "a limit of less than a batch": (
+        (*PLAIN, "trainer.limit_val_batches=0.01"),
+        "You requested to check 0.01 of the `val_dataloader` but 0.01 * 1 < 1.",
+    ),
+    "data that are not there": (
+        (PLAIN_MODEL, "data._target_=tests.engine.plain.AbsentData"),
+        "data: /data/train.bin is not there",
+    ),
+    "a sample that is damaged": ((*BAD_DATA, "data.where=sample", "data.workers=0"), f"data: {REFUSED}"),
+}
 
 
-def _is_a_line(refused: Finished, line: str) -> None:
-    assert refused.err.splitlines()[-1] == f"error: {line}"
-    assert "Traceback" not in refused.err
-    assert refused.returncode == 2
-
-
-def test_a_batch_that_the_model_does_not_take_is_told_in_a_line(train: Train) -> None:
-    refused = train(*LANGUAGE_MODEL, PICTURES, "strategy=single", "trainer.accelerator=cpu", check=False)
-    _is_a_line(refused, "model: found a batch of torch.float32 of shape (7, 1, 8, 8); expected bytes (batch, time)")
-    assert "in validation_step" in (refused.run_dir / "train.log").read_text()  # the traceback
+@pytest.mark.parametrize("what", LINES)
+def test_what_the_user_can_mend_is_told_in_a_line(what: str, train: Train) -> None:
+    words, line = LINES[what]
+    assert line in train(*words, *SHORT, "strategy=single", check=False).refusal
 
 
 def test_what_fails_because_the_run_directory_was_removed_is_told_as_that(train: Train) -> None:
     refused = train(*BUG, "model.how='loses its run'", "model.rank=0", "strategy=single", check=False)
-    _is_a_line(refused, "runs/failingmodel/mine was removed while the run wrote to it; start the run again")
+    assert refused.refusal == "runs/failingmodel/mine was removed while the run wrote to it; start the run again"
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", *at_night("one process", "python")])
@@ -154,45 +170,6 @@ def test_data_that_are_not_there_are_told_once_and_as_the_datas(where: str, trai
     assert (refused.err, refused.returncode) == (f"error: data: {REFUSED}\n", 2)
 
 
-NO_BATCHES = "train_dataloader has no batches; trainer.limit_train_batches=0 leaves training out"
-NO_SIZE = "batch_size should be a positive integer value, but got batch_size=0"
-
-
-@pytest.mark.parametrize(
-    ("data", "line"),
-    [
-        ((FAILING_DATA, "data.how=has no batches", "data.where=sample"), NO_BATCHES),
-        ((PLAIN_DATA, "data.batch_size=0"), NO_SIZE),
-    ],
-)
-def test_data_without_batches_are_told_in_a_line(data: tuple[str, ...], line: str, train: Train) -> None:
-    refused = train(PLAIN_MODEL, *data, *SHORT, "strategy=single", check=False)
-    _is_a_line(refused, f"data: {line}")
-
-
-NO_TEST = "An invalid dataloader was returned from `FailingData.test_dataloader()`. Found None."
-LIMIT = "You requested to check 0.01 of the `val_dataloader` but 0.01 * 1 < 1."
-
-
-@pytest.mark.parametrize(
-    ("run", "line"), [((FAILING_DATA, "data.how=has no test"), NO_TEST), (("trainer.limit_val_batches=0.01",), LIMIT)]
-)
-def test_what_lightning_refuses_is_told_in_a_line(run: tuple[str, ...], line: str, train: Train) -> None:
-    data = () if FAILING_DATA in run else (PLAIN_DATA,)
-    refused = train(PLAIN_MODEL, *data, *run, *SHORT, "strategy=single", check=False)
-    assert line in refused.refusal
-
-
-def test_of_model_and_data_in_one_module_the_one_that_raises_is_named(train: Train) -> None:
-    both = ("model._target_=tests.engine.plain.PlainModel", "data._target_=tests.engine.plain.AbsentData")
-    _is_a_line(train(*both, *SHORT, "strategy=single", check=False), "data: /data/train.bin is not there")
-
-
-def test_data_that_turn_out_to_be_damaged_later_are_told_in_a_line(train: Train) -> None:
-    sample = ("data.where=sample", "data.workers=0")
-    _is_a_line(train(*BAD_DATA, *sample, "strategy=single", check=False), f"data: {REFUSED}")
-
-
 @pytest.mark.parametrize(
     ("path", "told"),
     [
@@ -221,16 +198,6 @@ def test_what_torchs_optimizer_refuses_before_the_first_step_is_told_in_a_line()
     assert classify.problems_of(empty.value, OmegaConf.create(), True) == []
 
 
-CLOSED = ("strategy=single", "run_id=mine", "trainer.accelerator=cpu", "trainer.max_steps=50")
-
-
-@pytest.mark.nightly
-def test_a_run_without_stdout_ends_as_it_should(start: Start) -> None:
-    words = (*PLAIN, *CLOSED, "trainer.max_steps=2")
-    process = start("bash", "-c", 'exec "$@" >&-', "bash", "python", TRAIN_PY, *words)
-    assert (said(process), process.returncode) == ("", 0)
-
-
 def test_a_bug_in_a_constructor_is_none_of_its_arguments(train: Train) -> None:
     failed = train(*BUG, "model.how='has Python raise'", "model.where=__init__", check=False)
     assert failed.returncode == 1
@@ -256,24 +223,6 @@ def test_a_loaders_worker_that_ends_is_named_for_how_it_did(train: Train) -> Non
     assert failed.returncode == 1
     assert re.search(r"DataLoader worker \(pid.* exited unexpectedly", failed.err)
     assert "ran out of memory" not in failed.err
-
-
-@pytest.mark.parametrize(
-    ("reads", "told"),
-    [
-        *at_night(("mode=test ckpt_path={}", "net.0.weight is 16×2 in the checkpoint and 8×2 in the model")),
-        ("trainer.max_steps=2", "net.0.weight is 16×2 in the checkpoint and 8×2 in the model"),
-        ("mode=test ckpt_path=some.pt", "can't be read as a checkpoint: it has no state_dict"),
-    ],
-)
-def test_a_file_that_is_no_checkpoint_of_the_model_is_told_in_a_line(
-    reads: str, told: str, earlier: Finished, train: Train
-) -> None:
-    torch.save({"weights": torch.zeros(3)}, earlier.folder / "some.pt")
-    path = earlier.run_dir / "checkpoints" / "last.ckpt"
-    refused = train(*RUN, "model.width=8", *reads.format(path).split(), folder=earlier.folder, check=False)
-    assert (refused.returncode, len(refused.err.splitlines())) == (2, 1)
-    assert told in refused.err
 
 
 OUT_OF_MEMORY = {

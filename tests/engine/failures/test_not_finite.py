@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
-import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightswitch.failures.stopping import _not_finite
 from tests.engine.conftest import PLAIN, Train
@@ -65,26 +61,3 @@ def test_the_lowest_finite_value_is_finite() -> None:
     for value in (torch.nan, torch.inf, -torch.inf):
         module.mask.data[1] = value
         assert _not_finite(module) == "mask"
-
-
-def test_parameters_of_a_device_and_of_the_host_are_looked_at_together() -> None:
-    """As under fsdp_offload, where one that is replicated stays on the GPU; tensors without values stand for it."""
-    with FakeTensorMode():
-        module = nn.Module()
-        module.sharded, module.replicated = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device="cuda"))
-        with Stacked() as stacked, pytest.raises(DataDependentOutputException):  # which asks for the values
-            _not_finite(module)
-    assert stacked.devices == {"cpu"}
-
-
-class Stacked(TorchDispatchMode):
-    """Notes the devices of what is stacked, which CUDA takes of one device alone; tensors without values are let by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.devices: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.stack.default:
-            self.devices |= {tensor.device.type for tensor in args[0]}
-        return func(*args, **(kwargs or {}))

@@ -96,16 +96,6 @@ def test_a_run_that_ends_beside_a_validation_validates_once(step: int, train: Tr
         assert ended.column(metric) == uninterrupted.column(metric), metric
 
 
-def test_a_long_validation_is_broken_off_and_run_again(train: Train) -> None:
-    run = (*RUN, FAST, "strategy=single", "trainer.val_check_interval=1", "trainer.num_sanity_val_steps=0")
-    stopped = train(*run, *ASKS, "callbacks.asks.when=on_validation_batch_end", check=False)
-    assert stopped.returncode == 143
-    assert "val/loss" not in stopped.out, "it was to be in its first validation"
-    ended, whole = train(*run, folder=stopped.folder), train(*run)
-    for metric in ("train/loss", "val/loss"):
-        assert ended.column(metric) == whole.column(metric), metric
-
-
 @pytest.mark.parametrize("seconds", [1.2, *at_night(0.3)])
 def test_before_it_trains_a_run_ends_at_once(seconds: float, train: Train, tmp_path: Path) -> None:
     asks = Asks(signal.SIGTERM, seconds=seconds)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import lightswitch
 from lightswitch.errors import Failure
 from lightswitch.failures import stopping
-from lightswitch.failures.classify import Rank, failure_of
+from lightswitch.failures.classify import Rank
 from lightswitch.failures.stopping import Rounds
 from lightswitch.failures.verdict import ANSWER_SECONDS, Position, RankState, Timeouts, verdict
 from lightswitch.failures.watchdog import position
@@ -78,12 +78,6 @@ def test_of_a_hang_the_rank_is_blamed_that_waits_for_nobody() -> None:
 def test_a_rank_left_alone_may_take_its_time() -> None:
     ranks = [_state(0, 5000, moved=0), *(_state(number, 9, left=True) for number in (1, 2, 3))]
     assert verdict(ranks, 5010, TIMEOUTS) is None
-
-
-def test_errors_of_connections_are_taken_for_those_that_follow() -> None:
-    rank = Rank(1, 2, "node1", 7)
-    assert failure_of(rank, RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")).follows
-    assert not failure_of(rank, ValueError("a bug")).follows
 
 
 def test_a_position_names_the_line_of_the_code_that_called() -> None:

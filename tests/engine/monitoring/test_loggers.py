@@ -1,50 +1,13 @@
 import os
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 
-from lightswitch.config.hydra_versions import instantiate
 from lightswitch.regular_files import remove_tree
-from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train
-from tests.engine.monitoring.tiny import Engine, Regression, loader, trainer
+from tests.engine.conftest import PLAIN, Finished, Train
 from tests.engine.processes import TRAIN_PY, Start, said
-
-CONF = CHECKOUT / "conf"
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return tmp_path / "runs" / "toy" / "first"
-
-
-@pytest.fixture
-def hydra_home(directory: Path) -> Iterator[None]:
-    with initialize_config_dir(str(CONF), version_base=None):
-        config = compose(overrides=[f"hydra.runtime.output_dir={directory}"], return_hydra_config=True)
-        OmegaConf.set_readonly(config.hydra, False)
-        config.hydra.runtime.cwd = str(directory.parents[2])  # compose sets it, after the overrides
-        HydraConfig.instance().set_config(config)
-        yield
-
-
-def logger(choice: str) -> Any:
-    root = OmegaConf.create({"name": "toy", "run_id": "first", "tags": ["baseline"], "resume": "auto"})
-    node = OmegaConf.load(CONF / "logger" / f"{choice}.yaml")
-    return instantiate(OmegaConf.merge(root, node)[choice])
-
-
-def fit(directory: Path, choice: str) -> None:
-    run = trainer(directory, logger=logger(choice), callbacks=[Engine()])
-    run.logger.log_hyperparams({"optimizer": {"lr": 0.01}})
-    run.fit(Regression(), loader(), loader(16))
-
 
 DRAWS = (
     *("model._target_=tests.engine.modules.optimization.ShowsPictures", "trainer.accelerator=cpu"),
@@ -70,25 +33,6 @@ def test_the_default_self_logger_draws_on_tensorboard_by_rank_0_alone(train: Tra
     sizes = {"nodes": 1, "devices": 2, "global_batch": 8, "micro_batch": 4, "accumulation": 1}
     assert told["sizes"].items() >= sizes.items()
     assert told["sizes"]["parameters"] == told["sizes"]["trained_parameters"] > 0
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(
-    find_spec("mlflow") is None and not os.environ.get("LIGHTSWITCH_REQUIRE_ALL"), reason="MLflow is an extra"
-)
-@pytest.mark.usefixtures("hydra_home")
-def test_mlflow_keeps_metrics_and_parameters_in_a_local_store(directory: Path) -> None:
-    from mlflow.tracking import MlflowClient
-
-    fit(directory, "mlflow")
-    client = MlflowClient(f"sqlite:///{directory.parents[1]}/mlflow.db")
-    experiment = client.get_experiment_by_name("toy")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.run_name == "first"
-    assert run.info.status == "FINISHED"
-    assert run.data.params == {"optimizer/lr": "0.01"}
-    assert {"train/loss", "val/loss", "samples"} <= run.data.metrics.keys()
-    assert {metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")} == {4, 9, 14, 19}
 
 
 SERVICES = pytest.mark.skipif(
