@@ -96,21 +96,6 @@ def test_two_loaders_read_the_same_at_any_world_size_and_after_a_resume(mode: st
     assert {name: len(read) for name, read in _read(whole)[7].items()} == longest[mode]
 
 
-@pytest.mark.nightly
-def test_a_fraction_is_one_of_the_epoch_of_all_loaders(train: Train) -> None:
-    run = (*PAIRS, "data.mode=null", "data.a=320", "data.b=640", "trainer.max_epochs=1", "trainer.max_steps=-1")
-    run += ("trainer.check_val_every_n_epoch=null",)
-    for cut in ((), ("micro_batch_size=32", "run_id=cut")):
-        assert len(_read(train(*run, "trainer.limit_train_batches=0.5", *cut))) == 5
-
-
-@pytest.mark.nightly
-def test_what_can_not_be_combined_is_refused_in_a_line(train: Train) -> None:
-    refused = train(*PAIRS, "data.mode=null", "data.b=321", "micro_batch_size=32", check=False)
-    assert refused.err.startswith("error: one of several training loaders has a step which does not divide")
-    assert (refused.returncode, len(refused.err.splitlines())) == (2, 1)
-
-
 # Streams beside other training loaders, in one process: what each step reads, whatever the accumulation
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -27,11 +26,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightswitch.batches.loaders import evaluation_loader, obstacle, takes_one, training_loader
+from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.errors import Refused
 from tests.engine.conftest import PLAIN_MODEL, Train
-from tests.engine.plain import PlainData, Points
+from tests.engine.plain import PlainData
 
 DATA = TensorDataset(torch.arange(50))
 PLAN = BatchPlan(global_batch=12, micro_batch=6, replicas=2, accumulation=1)
@@ -117,16 +116,6 @@ class Weighing(InPlace):
         return iter(torch.multinomial(self.weights, 50, replacement=True).tolist())
 
 
-class Endless(InPlace):
-    """Goes on where it was, in an iterator."""
-
-    def __init__(self) -> None:
-        self.stream = (index % 47 for index in itertools.count())
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.islice(self.stream, 50)
-
-
 def epochs(loader: DataLoader, first: int = 0) -> list[list[int]]:
     """Return what a run reads from an epoch on, up to the fourth."""
     made = training_loader(loader, BatchPlan(10, 10, 1, 1), 0, seed=1, at=Position(epoch=first))
@@ -158,14 +147,6 @@ def test_a_sampler_inside_of_a_batch_sampler_draws() -> None:
     assert sorted(evaluated(some)) == [0, 1, 2, 3, 4]
 
 
-def test_what_lightning_wraps_for_a_prediction_keeps_sampler_and_batch_size() -> None:
-    inner = BatchSampler(SubsetRandomSampler(range(7)), 1, drop_last=False)
-    wrapped = DataLoader(DATA, batch_sampler=_IndexBatchSamplerWrapper(inner))
-    batches = list(evaluation_loader(wrapped, BatchPlan(6, 6, 1, 1), 0, seed=1))
-    assert [len(batch) for (batch,) in batches] == [1] * 7
-    assert sorted(int(batch) for (batch,) in batches) == list(range(7))
-
-
 @pytest.mark.parametrize(
     "generator",
     [np.random.default_rng(), np.random.RandomState(), random.Random(), torch.Generator()],
@@ -191,21 +172,13 @@ def test_a_resumed_run_reads_what_a_sampler_draws_by_seed_and_epoch(
         assert epochs(DataLoader(DATA, 4, sampler=kind()), first) == whole[first:]
 
 
-@pytest.mark.parametrize("kind", [InPlace, Endless])
 @pytest.mark.parametrize("read", [lambda loader: epochs(loader), lambda loader: evaluated(loader, 0)])
 def test_a_sampler_that_keeps_state_is_reported_once(
-    read: Callable[[DataLoader], Any], kind: type[Sampler[int]], caplog: pytest.LogCaptureFixture
+    read: Callable[[DataLoader], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    read(DataLoader(DATA, 4, sampler=kind()))
+    read(DataLoader(DATA, 4, sampler=InPlace()))
     (line,) = caplog.messages
-    assert f"the sampler {kind.__name__} keeps state: " in line
-
-
-class SplitByEntropy(PlainData):
-    """Each process draws another split, and a resumed one, too."""
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(Subset(Points(300), np.random.default_rng().permutation(300)[: self.samples]), shuffle=True)
+    assert "the sampler InPlace keeps state: " in line
 
 
 @pytest.mark.parametrize(("seed", "step"), [(1, 0), (1, 2), (2, 0), (2, 2)])
@@ -234,22 +207,6 @@ def test_samples_that_are_batches_are_not_dropped(train: Train) -> None:
     run = (PLAIN_MODEL, f"data._target_={__name__}.WholeBatches", "trainer.accelerator=cpu", "trainer.max_steps=2")
     assert "type micro_batch_size=1" in train(*run, check=False).refusal
     train(*run, "micro_batch_size=1", "global_batch_size=2")
-
-
-def test_ranks_that_draw_other_samples_are_refused(train: Train) -> None:
-    split = f"data._target_={__name__}.SplitByEntropy"
-    refused = train(PLAIN_MODEL, split, "trainer.accelerator=cpu", "strategy=ddp", ranks=2, check=False)
-    assert refused.returncode == 2
-    assert "the ranks draw different samples of a training set" in refused.err
-
-
-def test_what_a_hook_sets_on_a_sampler_counts_from_the_next_epoch() -> None:
-    loader = DataLoader(DATA, 4, sampler=Weighing())
-    made = training_loader(loader, PLAN, 0, seed=1, at=Position())
-    assert len({int(index) for (batch,) in made for index in batch}) > 3
-    loader.sampler.weights[3:] = 0
-    made.batch_sampler.set_epoch(1)
-    assert {int(index) for (batch,) in made for index in batch} == {0, 1, 2}
 
 
 def test_a_sampler_is_told_the_epoch() -> None:
@@ -345,31 +302,8 @@ class Doubling(DataLoader):
             yield batch * self.factor
 
 
-class Positional(DataLoader):
-    """A subclass that takes other arguments and sets its own."""
-
-    def __init__(self, samples: int) -> None:
-        super().__init__(TensorDataset(torch.arange(samples)), batch_size=4, shuffle=True)
-
-
 class Buckets(BatchSampler):
     pass
-
-
-@pytest.mark.parametrize(
-    "loader",
-    [
-        DataLoader(DATA, 5, shuffle=True),
-        DataLoader(DATA, 5, shuffle=True, num_workers=2),
-        Positional(50),
-        DataLoader(Subset(DATA, range(50))),
-    ],
-)
-def test_a_loader_is_remade_whoever_wrote_it(loader: DataLoader) -> None:
-    ranks = [training_loader(loader, PLAN, rank, seed=1, at=Position()) for rank in range(2)]
-    read = [torch.cat([batch[0] for batch in rank]) for rank in ranks]
-    assert sorted(torch.cat(read).tolist()) == list(range(50))
-    assert [len(rank) for rank in ranks] == [5, 5]
 
 
 @pytest.mark.parametrize(
@@ -434,11 +368,3 @@ def test_all_arguments_of_a_loader_are_those_of_the_remade_one() -> None:
 def test_batches_come_in_order_although_a_loader_takes_them_as_they_are_ready() -> None:
     loader = DataLoader(DATA, 4, num_workers=2, in_order=False)
     assert training_loader(loader, PLAN, 0, 1, Position()).in_order
-
-
-@pytest.mark.parametrize(
-    ("collate_fn", "takes"),
-    [(lambda samples: samples[0], True), (list, False), (torch.utils.data.default_collate, False), (min, False)],
-)
-def test_a_collate_function_that_drops_all_but_the_first_sample_is_found(collate_fn: Callable, takes: bool) -> None:
-    assert takes_one(DataLoader(DATA, collate_fn=collate_fn)) == takes

@@ -9,13 +9,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightswitch.batches.callback import GlobalBatch
@@ -24,6 +22,7 @@ from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.errors import Refused
 from lightswitch.planning.simulation import first_samples
 from tests.engine.batches.streams import SizedStream, StatefulStream, Stream, StreamData, WorkerSplit
+from tests.engine.batches.test_randomness import Masking
 from tests.engine.fits import local_trainer
 from tests.engine.plain import PlainModel
 from tests.night import at_night
@@ -46,16 +45,6 @@ def _training(stream: Any, plan: BatchPlan, rank: int = 0, at: Position = ALONE,
 
 def _ids(loader: Any, count: int | None = None) -> list[list[int]]:
     return [batch.tolist() for batch in islice(loader, count)]
-
-
-class Masking:
-    """A collate function that keeps a generator."""
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng()
-
-    def __call__(self, samples: list[Any]) -> Tensor:
-        return torch.tensor([len(samples), self.rng.random()])
 
 
 @pytest.mark.parametrize("workers", [0, *at_night(2)])
