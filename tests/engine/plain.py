@@ -263,16 +263,6 @@ class Buckets(Sampler[list[int]]):
         return iter([self.batches[at] for at in torch.randperm(len(self.batches)).tolist()])
 
 
-class NamedData(PlainData):
-    """Numbers its classes in the order of a set of their names, which is that of Python's hashes."""
-
-    def train_dataloader(self) -> DataLoader:
-        points = Points(self.samples)
-        numbers = {name: number for number, name in enumerate({f"class {at}" for at in range(50)})}
-        points.y = (points.y + torch.tensor([numbers[f"class {at % 50}"] for at in range(self.samples)])) % 4
-        return DataLoader(points, self.batch_size, shuffle=True)
-
-
 class BucketsData(PlainData):
     def train_dataloader(self) -> DataLoader:
         return self._formed(Points(self.samples))

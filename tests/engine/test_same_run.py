@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.engine.conftest import CHECKOUT, PLAIN, Finished, Train, runs_in
-from tests.engine.processes import TRAIN_PY
+from tests.engine.conftest import PLAIN, Finished, Train, runs_in
 from tests.engine.tiny import LANGUAGE, RECORD
-from tests.night import at_night
 from tests.runs import largest_difference
 
 RUN = (
@@ -27,7 +22,6 @@ RUN = (
     *RECORD,
 )
 SWITCHES = {  # words, and the ranks that are started
-    "three devices": (("strategy=ddp",), 3),
     "accumulation and two devices": (("strategy=ddp", "micro_batch_size=4"), 2),
     "loader workers": (("strategy=single", "data.workers=2"), 0),
 }
@@ -38,10 +32,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return runs_in(tmp_path_factory.mktemp("alone"))(*RUN, "strategy=single")
 
 
-@pytest.mark.parametrize(
-    "switch",
-    ["accumulation and two devices", "loader workers", *at_night("three devices")],
-)
+@pytest.mark.parametrize("switch", SWITCHES)
 def test_a_switch_keeps_samples_losses_metrics_and_weights(switch: str, alone: Finished, train: Train) -> None:
     words, ranks = SWITCHES[switch]
     switched = train(*RUN, *words, ranks=ranks)
@@ -80,21 +71,6 @@ def test_the_batches_of_a_batch_sampler_are_cut_and_the_run_is_the_same_after_a_
         for place, samples in _samples_of_steps(whole.run_dir).items()
         if place in _samples_of_steps(resumed.run_dir)
     }
-
-
-@pytest.mark.nightly
-def test_classes_that_a_set_of_names_numbers_are_those_of_all_ranks_and_starts(tmp_path: Path) -> None:
-    run = (*RUN, "data._target_=tests.engine.plain.NamedData", "trainer.max_steps=6")
-    run = (*run, "trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    environment["PYTHONPATH"] = f"{CHECKOUT}:{CHECKOUT / 'src'}"
-    found = []
-    for strategy in ("single", "ddp"):  # in processes of their own: forks have the hashes of the one that they are of
-        folder, words = tmp_path / strategy, (*run, f"strategy={strategy}", f"trainer.devices={1 + len(found)}")
-        folder.mkdir()
-        subprocess.run([sys.executable, TRAIN_PY, *words], cwd=folder, env=environment, check=True, capture_output=True)
-        found.append(Finished(0, "", "", folder))
-    assert largest_difference(found[1], found[0]) <= 1e-5
 
 
 @pytest.mark.nightly

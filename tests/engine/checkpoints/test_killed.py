@@ -43,11 +43,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_killed_over_and_over_is_the_uninterrupted_one_to_the_bit(way: str, train: Train) -> None:
     """At five moments that nobody chose, by chance and by augmentation, too."""
-    assert_survives(5, way, train)
-
-
-def assert_survives(kills: int, way: str, train: Train) -> None:
-    switches, ranks = (*WAYS[way][0], *RANDOM), WAYS[way][1]
+    kills, switches, ranks = 5, (*WAYS[way][0], *RANDOM), WAYS[way][1]
     steps = 12 + 12 * kills  # the last of them in the twelve after the newest checkpoint
     run = (*RUN, f"trainer.max_steps={steps}", *switches)
     whole = train(*run, ranks=ranks)

@@ -1,11 +1,7 @@
 """Digits, Fashion-MNIST, and the vision transformer that reads them."""
 
 import gzip
-import os
-import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +14,6 @@ from project.data.fashion_mnist import FILES, FashionMNIST, read_idx
 from project.data.folds import Folds
 from project.data.images import Images
 from project.models.vit import patches
-from tests.runs import CHECKOUT
 
 
 def write_idx(file: Path, values: np.ndarray) -> None:
@@ -149,18 +144,3 @@ def test_each_sample_is_validated_in_one_fold_and_trained_on_in_the_others():
         Folds(range(11), folds=12)
     with pytest.raises(ValueError, match=r"data\.fold is 5; expected 0 to 4, as data\.folds is 5"):
         Digits(image_size=8, fold=5)
-
-
-@pytest.mark.nightly
-def test_a_sweep_over_folds_ends_with_mean_and_deviation(tmp_path):
-    pytest.importorskip("sklearn")
-    short = ("trainer.max_steps=2", "trainer.limit_val_batches=2", "trainer.limit_test_batches=1", "model.layers=1")
-    words = ("-m", "model=vit", "data=digits", "data.folds=2", "data.fold=0,1", "trainer.accelerator=cpu", *short)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(CHECKOUT / "train.py"), *words]
-    out = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
-    losses = [float(row.split()[2]) for row in re.findall(r"^\d +data\.fold=.*$", out, re.MULTILINE)]
-    found = re.search(r"^val/loss (\S+) ± (\S+) over 2 jobs$", out, re.MULTILINE)
-    assert found is not None, out
-    assert float(found[1]) == pytest.approx(np.mean(losses), rel=1e-3)
-    assert float(found[2]) == pytest.approx(np.std(losses, ddof=1), rel=0.1)

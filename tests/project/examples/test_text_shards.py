@@ -30,7 +30,6 @@ from project.data.pack import Request, main, pack
 from project.data.text_shards import TextShards
 from project.data.text_stream import TextStream
 from project.data.tokenizer import named
-from tests.runs import Train
 
 WORDS = [f"{number:03} " + "abcdefghij"[number % 10] * (number % 23) for number in range(400)]
 Write = Callable[..., str]
@@ -130,26 +129,6 @@ def test_a_stream_is_mixed_by_weight_and_a_short_source_is_repeated(tmp_path: Pa
     assert all(letters[block : block + 40].count("b") == 10 for block in range(0, len(letters) // 40 * 40, 40))
     assert letters.count("a") in range(280, 301)
     assert letters.count("b") == pytest.approx(letters.count("a") / 3, abs=2)
-
-
-@pytest.mark.nightly
-def test_a_mixture_has_the_curve_of_one_process_and_goes_on_under_another_strategy(
-    tmp_path: Path, train: Train
-) -> None:
-    for letter, times in (("a", 300), ("b", 40)):
-        write_lines(tmp_path / f"{letter}.jsonl", [f"{number} {letter * 15}" for number in range(times)])
-    words = (
-        *("data=text_shards", f"data.sources=[{tmp_path}/a.jsonl,{tmp_path}/b.jsonl]", "data.weights=[3,1]"),
-        *("data.held_out_bytes=500", "data.buffer_windows=40", "model.context=16", "model.width=16", "model.layers=1"),
-        *("global_batch_size=12", "trainer.log_every_n_steps=1", "trainer.val_check_interval=20", "run_id=mine"),
-        *("trainer.accelerator=cpu", "trainer.limit_test_batches=0", "scheduler=constant"),
-    )
-    alone = train(*words, "trainer.max_steps=40", "strategy=single")  # an epoch has 38 steps, the last of one window
-    first = train(*words, "trainer.max_steps=20", "strategy=ddp", ranks=2)
-    resumed = train(*words, "trainer.max_steps=40", "strategy=fsdp", "data.num_workers=1", ranks=2, folder=first.folder)
-    for metric in ("train/loss", "val/loss", "samples"):
-        assert resumed.column(metric) == pytest.approx(alone.column(metric), abs=1e-5), metric
-    assert "skipped" not in resumed.out
 
 
 def test_text_json_lines_and_parquet_at_any_address_are_the_same_documents(tmp_path: Path) -> None:
