@@ -109,18 +109,6 @@ def test_another_batch_or_seed_is_refused_and_never_and_a_path_are_the_alternati
     assert sorted(anew.column("train/loss")) == [0, 1, 2]
 
 
-@pytest.mark.nightly
-def test_a_model_with_a_partial_among_its_hyperparameters_is_resumed(train: Train) -> None:
-    model = (
-        "model._target_=tests.engine.plain.PartialModel",
-        "model.optimizer={_target_: torch.optim.SGD, _partial_: true}",
-    )
-    data = (PLAIN_DATA, "model.optimizer.lr=0.1", "run_id=mine", "global_batch_size=20")
-    first = train(*model, *data, "trainer.max_steps=3")
-    second = train(*model, *data, "trainer.max_steps=6", folder=first.folder)
-    assert "resumes    runs/partialmodel/mine/checkpoints/step_3.ckpt" in second.out
-
-
 def test_a_schedule_by_validation_steps_in_the_epoch_that_a_run_resumes_in(train: Train) -> None:
     plateau = ("++model._target_=tests.engine.plain.PlateauModel", PLAIN_DATA, "run_id=mine", "global_batch_size=40")
     plateau += ("trainer.check_val_every_n_epoch=1",)

@@ -57,10 +57,6 @@ def swap(random: Random, path: Path) -> None:
     other.write_bytes(own)
 
 
-def rename(random: Random, path: Path) -> None:
-    path.rename(path.with_name(random.choice((f"{path.name}.bak", "tensors_7.bin", "x"))))
-
-
 def take_that_of_another(random: Random, path: Path) -> None:
     shutil.copyfile(path.parents[1] / "step_2.ckpt" / path.name, path)
 
@@ -90,12 +86,6 @@ def lose_lines(random: Random, path: Path) -> None:
     sums.write_text("".join(line for line in lines if path.name not in line and random.random() < 0.8))
 
 
-def add_lines(random: Random, path: Path) -> None:
-    with _sums(path).open("a") as file:
-        name = random.choice((path.name, "x", "", "."))
-        file.write(f"{random.randbytes(32).hex()}  {name}\n")
-
-
 def lose_it_and_its_line(random: Random, path: Path) -> None:
     lose_lines(random, path)
     path.unlink(missing_ok=True)
@@ -109,8 +99,8 @@ def _sums(path: Path) -> Path:
 
 
 OF_A_FILE: tuple[Damage, ...] = (
-    *(flip, truncate, extend, zero, fill_with_noise, delete, swap, rename, take_that_of_another, put_a_directory),
-    *(put_a_link, forbid, lose_lines, add_lines, lose_it_and_its_line),
+    *(flip, truncate, extend, zero, fill_with_noise, delete, swap, take_that_of_another, put_a_directory),
+    *(put_a_link, forbid, lose_lines, lose_it_and_its_line),
 )
 
 

@@ -229,7 +229,7 @@ def best(folder: Path, monitor: str | None = None, names: tuple[str, ...] = ("va
     found = BestCheckpoint(monitor, dirpath=folder, filename="best")
     model = TwoSets()
     model.names = names
-    trainer(folder, callbacks=[found], enable_checkpointing=True, max_epochs=1).fit(model, loader())
+    trainer(folder, callbacks=[found], max_epochs=1).fit(model, loader())
     return found
 
 

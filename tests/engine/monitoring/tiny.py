@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightswitch.hooked_strategy import hooked
-from lightswitch.strategies.ddp import Single
+from tests.engine.fits import local_trainer
 
 BATCH = 8
 
@@ -74,20 +75,7 @@ def loader(samples: int = 80, batch: int = BATCH) -> DataLoader[tuple[Tensor, ..
     return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=batch)
 
 
-def trainer(directory: Path, **options: Any) -> Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "default_root_dir": directory,
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-        "logger": False,
-        "log_every_n_steps": 5,
-        "max_steps": 20,
-        "num_sanity_val_steps": 0,
-        "use_distributed_sampler": False,
-        "strategy": hooked(Single()),
-    }
-    if not any(callback for callback in options.get("callbacks", []) if hasattr(callback, "print")):
-        defaults["enable_progress_bar"] = False
-    return Trainer(**(defaults | options))
+def trainer(directory: Path, *, callbacks: Sequence[Callback] = (), **options: Any) -> Trainer:
+    has_bar = any(isinstance(one, ProgressBar) for one in callbacks)
+    few = {"log_every_n_steps": 5, "max_steps": 20, "num_sanity_val_steps": 0, "enable_progress_bar": has_bar}
+    return local_trainer(directory, *callbacks, **{**few, **options})

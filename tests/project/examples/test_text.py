@@ -16,7 +16,6 @@ from project.data.text import HELD_OUT_BYTES, PythonSource, TextFiles
 from project.data.tokens import TokenFiles
 from project.data.windows import Windows
 from project.models.language_model import printable
-from project.schedule import WarmupDecay
 
 
 @given(length=st.integers(3, 300), context=st.integers(1, 40))
@@ -125,16 +124,6 @@ def test_what_an_untrained_model_draws_commands_no_terminal() -> None:
 def text(tmp_path):
     (tmp_path / "rhyme.txt").write_text("the cat sat on the mat, and the rat sat on the cat. " * 40)
     return TextFiles(f"{tmp_path}/rhyme.txt", context=8, batch_size=16)
-
-
-@pytest.mark.nightly
-def test_a_gpt_learns_a_text_under_a_schedule(gpt, trainer, text):
-    model = gpt(vocab_size=256, scheduler=WarmupDecay(total_steps=60))
-    run = trainer(max_steps=60)
-    run.fit(model, text)
-    (tested,) = run.test(model, text, verbose=False)
-    assert tested["test/loss"] < 1.5
-    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3)
 
 
 def test_loss_is_the_mean_over_tokens_and_perplexity_its_exponential(gpt, trainer, text):
