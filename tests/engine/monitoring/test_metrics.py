@@ -180,7 +180,7 @@ def test_a_table_that_was_removed_is_not_begun_anew(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-# What is logged is held as Lightning holds it, in fewer calls
+# What is logged is held as Lightning holds it
 
 
 def test_a_metric_is_held_itself() -> None:
