@@ -17,7 +17,7 @@ from benchmarks import dependencies
 from benchmarks.results import Row, interleaved, options, publish, row
 
 CHECKOUT = Path(__file__).parents[1]
-QUESTIONS = {"strategy=fdsp": "≤ 0.10", "trainer.max_stps=1": "≤ 0.10", "--help": "≤ 0.15"}
+QUESTIONS = {"strategy=fdsp": "≤ 0.05", "stratgy=fsdp": "≤ 0.05", "--help": "≤ 0.15"}
 RESTART, RESTARTED = "train.py from a kill to its next step", "a plain Trainer from a kill to its next step"
 FIRST_STEP, BARE, PLAIN, EXTRAS = (
     "train.py to its first step",

@@ -85,12 +85,6 @@ PATCHES = (
         "loops that recompute less in each batch, and end a run that is resumed with no step left to train",
     ),
     Patch(
-        "lightning.pytorch.Trainer",
-        "limit_val_batches",
-        "int | float",
-        "mode=check sets 0, to end within an epoch without a validation",
-    ),
-    Patch(
         "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector",
         "register_signal_handlers",
         "(self)",

@@ -134,6 +134,7 @@ TYPED_BY = {  # a command: the file of that test, and what is found there
     r"python -m (lightswitch\.compare) ": ("test_guides.py", None),
     r"python -m (lightswitch\.export) ": ("export/test_export.py", None),
     r"(?:srun .*)?python -m (lightswitch\.doctor)": ("doctor/test_doctor.py", None),
+    r"python -m (lightswitch\.patches)": ("../nightly/test_checkout.py", "pages()"),
     r"python -m (project\.data\.pack) ": ("../project/examples/test_text_shards.py", None),
     r"make (train|test)$": ("../nightly/fork/test_forks.py", '"make {}'),
     r"(nohup) python": ("sweeps/test_sweeps.py", "that_{}_started"),
@@ -142,14 +143,14 @@ TYPED_BY = {  # a command: the file of that test, and what is found there
     r"make (?:train WHEELHOUSE=)?(wheelhouse)": ("../nightly/slurm/test_without_internet.py", None),
     r"make docs": ("../nightly/test_checkout.py", '"mkdocs", "build"'),
     r"sbatch .*slurm/(multinode\.sh)": ("slurm/test_nodes.py", None),
-    r"sbatch .*slurm/(single\.sh|sweep\.sh)": ("slurm/sites.yaml", None),
+    r"sbatch .*slurm/(single\.sh|sweep\.sh|torchrun\.sh)": ("slurm/sites.yaml", None),
     r"(srun) .* train\.py": ("slurm/test_nodes.py", '"{}", "--nodes=2"'),
     r"(scancel) ": ("slurm/test_preemption.py", '"{}"'),
     r"torchrun (--standalone)|torchrun .*(--node-rank)": ("launch/test_launchers.py", None),
     r"torchrun .*(--nnodes)=2:4|export (TORCH_DISABLE_SHARE_RDZV_TCP_STORE)": ("elastic/agents.py", None),
     r"MASTER_ADDR=.*(NODE_RANK|WORLD_SIZE)": ("launch/test_launchers.py", None),
 }
-NOT_TYPED = r"PIP_EXTRA_INDEX_URL|pip install|export NCCL_"  # an index of packages, the cards of a network
+NOT_TYPED = r"PIP_EXTRA_INDEX_URL|pip install|uv sync|make train EXTRAS|export NCCL_"  # from an index; of a network
 A_COMMAND = re.compile(r"(python|make|source|export|torchrun|sbatch|srun|scancel|uvx|pip|nohup|[A-Z_]+=\S+) \S")
 
 

@@ -156,22 +156,22 @@ def test_private_methods_that_are_overridden_are_listed_and_there() -> None:
 
 
 class _Renamed(Trainer):
-    """A Trainer of a version that has no `limit_val_batches`."""
+    """A Trainer of a version that has no `fit_loop`."""
 
     @property
-    def limit_val_batches(self) -> None:  # type: ignore[override]
-        raise AttributeError("limit_val_batches")
+    def fit_loop(self) -> None:  # type: ignore[override]
+        raise AttributeError("fit_loop")
 
 
 def test_a_name_that_is_gone_is_refused() -> None:
     trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", enable_progress_bar=False)
     trainer.__class__ = _Renamed
     with pytest.raises(RefusedRequest) as refused:
-        patches.replace(trainer, "limit_val_batches", 1)
+        patches.replace(trainer, "fit_loop", None)
     (line,) = refused.value.problems
     assert re.fullmatch(
-        r"lightning\.pytorch\.Trainer\.limit_val_batches of lightning \d\S+ is .*, but lightswitch replaces it and "
-        r"expects int \| float; type pip install 'lightning>=\S+'",
+        r"lightning\.pytorch\.Trainer\.fit_loop of lightning \d\S+ is .*, but lightswitch replaces it and "
+        r"expects _FitLoop; type pip install 'lightning>=\S+'",
         line,
     )
 

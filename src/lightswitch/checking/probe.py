@@ -23,7 +23,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightswitch import patches
 from lightswitch.batches.seeds import generator_states
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
@@ -65,7 +64,7 @@ class Probe(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.num_training_batches >= self._steps * trainer.accumulate_grad_batches:
-            patches.replace(trainer, "limit_val_batches", 0)  # no epoch ends, so none needs validation metrics
+            trainer.limit_val_batches = 0  # no epoch ends, so none needs validation metrics
         if self._nudge and trainer.ckpt_path is None:
             _nudge(pl_module, self._nudge)
 
