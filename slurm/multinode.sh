@@ -4,7 +4,6 @@
 #   sbatch --nodes=4 --gpus-per-node=8 --time=12:00:00 slurm/multinode.sh strategy=fsdp model=gpt2
 #   sbatch --nodes=2-4 slurm/multinode.sh strategy=fsdp    # as many as there are; goes on with the rest if one is lost
 # A node runs one task for each of its GPUs, or as many as --ntasks-per-node says.
-#SBATCH --job-name=lightswitch
 #SBATCH --nodes=2
 #SBATCH --exclusive
 #SBATCH --mem=0

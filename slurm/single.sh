@@ -4,7 +4,6 @@
 #   sbatch slurm/single.sh model=gpt2
 #   sbatch --gpus-per-node=4 --cpus-per-gpu=8 --time=12:00:00 slurm/single.sh strategy=ddp
 # A run that its time limit cuts short is requeued, and goes on.
-#SBATCH --job-name=lightswitch
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=1
 #SBATCH --cpus-per-gpu=4

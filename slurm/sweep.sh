@@ -4,7 +4,6 @@
 #   sbatch --array=0-99%8 slurm/sweep.sh -- "$(cat overrides.txt)"
 # Each is a run of single.sh, on one GPU; it is requeued and goes on by itself. For whole nodes, say so:
 #   sbatch --array=0-3 --nodes=2 --gpus-per-node=8 --exclusive --mem=0 slurm/sweep.sh strategy=fsdp -- …
-#SBATCH --job-name=lightswitch-sweep
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=1
 #SBATCH --cpus-per-gpu=4

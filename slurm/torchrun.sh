@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # As multinode.sh, with one torchrun a node that starts the node's processes:
 #   sbatch --nodes=4 --gpus-per-node=8 slurm/torchrun.sh strategy=fsdp model=gpt2
-#SBATCH --job-name=lightswitch
 #SBATCH --nodes=2
 #SBATCH --exclusive
 #SBATCH --mem=0

@@ -27,7 +27,6 @@ from pathlib import Path
 
 from lightswitch.errors import Command, Refused, listed
 
-_AS_THEY_ARE = ("LICENSE", "constraints.txt")
 _TEMPLATE = "docs/your-project"  # files of a project that the checkout itself does not use
 
 
@@ -55,10 +54,12 @@ def _make(asked: argparse.Namespace, root: Path, space: Path) -> None:
     if not asked.name or not asked.into:  # make passes empty strings for arguments that were not typed
         raise Refused("name the package and a new folder, as in make fork NAME=birdsong INTO=../birdsong")
     into = Path(asked.into)
-    check_name(asked.name, root)
+    _check_name(asked.name, root)
     in_place = into.resolve() == root
-    if not in_place:
-        _check_empty(into, root)
+    is_taken = into.exists() and (not into.is_dir() or any(into.iterdir()))
+    if not in_place and (is_taken or into.resolve().is_relative_to(root)):
+        found = "not an empty folder" if is_taken else "inside the checkout"
+        raise Refused(f"{into} is {found}; name a new one outside, as ../{into.name}, or . for the checkout itself")
     if changes := _git(root, "status", "--porcelain", "--untracked-files=normal").splitlines():
         paths = listed([change[3:] for change in changes], shown=1)
         raise Refused(f"found changes that are not committed: {paths}; commit or stash them")
@@ -67,8 +68,11 @@ def _make(asked: argparse.Namespace, root: Path, space: Path) -> None:
     if not (pin := asked.engine or (f"lightswitch @ git+{address}@{commit}" if address and not in_place else "")):
         pin, wheel = _wheel(root, commit, space)
     folder = space / "project" if in_place else into
-    _write(root, folder, asked, {"name": asked.name, "pin": pin, "pages": address or "lightswitch"}, wheel)
-    _commit(folder, asked.name, author_of=root if in_place else into)
+    _write(root, folder, asked, {"name": asked.name, "pin": pin, "pages": address or "lightswitch"})
+    if wheel is not None:
+        (folder / "wheels").mkdir()
+        shutil.copy(wheel, folder / "wheels")
+    _commit(folder, asked.name)
     if in_place:
         _replace(root, asked.name, folder)
     count = len(_git(folder, "ls-files").splitlines())
@@ -101,12 +105,7 @@ def _checkout(space: Path) -> Path:
     return space / "lightswitch"
 
 
-def check_name(name: str, root: Path) -> None:
-    """Check that a project's package may have a name.
-
-    Raises:
-        Refused: it is not a valid package name, or is already in use.
-    """
+def _check_name(name: str, root: Path) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or keyword.issoftkeyword(name):
         raise Refused(
             f"{name} is not a valid Python package name; use lower-case letters, digits and _, as in bird_song"
@@ -115,16 +114,6 @@ def check_name(name: str, root: Path) -> None:
     used = {"lightswitch", "runs", *(path.stem for path in root.iterdir()), *(pin.replace("-", "_") for pin in pinned)}
     if name in used or name in sys.stdlib_module_names:
         raise Refused(f"{name} is the name of a package or file that the project uses; choose another name")
-
-
-def _check_empty(into: Path, root: Path) -> None:
-    if into.resolve().is_relative_to(root):
-        raise Refused(
-            f"{into} is inside the checkout; name a folder outside of it, such as ../{into.name}, or . for the "
-            "checkout itself"
-        )
-    if into.exists() and (not into.is_dir() or any(into.iterdir())):
-        raise Refused(f"{into} is not an empty folder; name a new one")
 
 
 def _published(root: Path) -> str:
@@ -169,12 +158,11 @@ def _wheel(root: Path, commit: str, space: Path) -> tuple[str, Path]:
 # The files of a project
 
 
-def _write(root: Path, folder: Path, asked: argparse.Namespace, words: Mapping[str, str], wheel: Path | None) -> None:
+def _write(root: Path, folder: Path, asked: argparse.Namespace, words: Mapping[str, str]) -> None:
     """Write the files of a project into a folder.
 
     Args:
         words: what stands for {{name}}, {{pin}} and {{pages}}.
-        wheel: the engine, if the project brings it along.
     """
     taken, examples, words_of_bare = (
         _lines(root / _TEMPLATE / one) for one in ("taken.txt", "examples.txt", "words_of_bare.txt")
@@ -189,20 +177,13 @@ def _write(root: Path, folder: Path, asked: argparse.Namespace, words: Mapping[s
         where = folder / re.sub(r"^(src|tests)/project(?=/)", rf"\1/{asked.name}", path)
         where.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root / source, where)
-        if path in _AS_THEY_ARE:
-            continue
         text = where.read_text(encoding="utf-8")
         for word, value in words.items():
             text = text.replace(f"{{{{{word}}}}}", value)
         for line in words_of_bare if asked.bare else ():
             with_examples, _, without = line.partition(" =>")
             text = text.replace(with_examples, without[1:])
-        if path.startswith("slurm/"):  # names of jobs
-            text = text.replace("lightswitch", asked.name)
         where.write_text(text if path == "pyproject.toml" else _renamed(text, asked.name), encoding="utf-8")
-    if wheel is not None:
-        (folder / "wheels").mkdir()
-        shutil.copy(wheel, folder / "wheels")
 
 
 def _lines(path: Path) -> tuple[str, ...]:
@@ -222,16 +203,15 @@ def _ordered(imports: str) -> str:
     return "".join(sorted(imports.splitlines(keepends=True), key=lambda line: line.split()[1]))
 
 
-def _commit(folder: Path, name: str, author_of: Path) -> None:
-    """Make a repository of a folder, with a single commit by the author that git knows in another folder."""
+def _commit(folder: Path, name: str) -> None:
+    """Make a repository of a folder, with a single commit."""
     _git(folder, "init", "--quiet", "--initial-branch=main")
     _git(folder, "add", "--all", "--force")
+    commit = ("commit", "--quiet", "--no-verify", "--message", f"Begin {name}")
     try:
-        author, address = re.findall(r"(.*) <(.*)> ", _git(author_of, "var", "GIT_COMMITTER_IDENT"))[0]
-    except Refused:  # git was told of none
-        author, address = name, f"{name}@localhost"
-    identity = ("-c", f"user.name={author}", "-c", f"user.email={address}")
-    _git(folder, *identity, "commit", "--quiet", "--no-verify", "--message", f"Begin {name}")
+        _git(folder, *commit)
+    except Refused:  # git does not know who commits
+        _git(folder, "-c", f"user.name={name}", "-c", f"user.email={name}@localhost", *commit)
 
 
 def _replace(root: Path, name: str, made: Path) -> None:
@@ -269,12 +249,9 @@ def _git(folder: Path, *arguments: str) -> str:
     """Run git in a folder and return its output.
 
     Raises:
-        Refused: git is missing, or fails; with its first error.
+        Refused: git fails; with its first error.
     """
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
-    except FileNotFoundError:
-        raise Refused("found no git; install it") from None
+    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         line = next((line for line in lines if line.startswith(("fatal:", "error:"))), lines[-1])
