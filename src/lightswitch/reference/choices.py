@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import re
 import shutil
@@ -16,13 +17,12 @@ import yaml  # type: ignore[import-untyped]  # it comes with omegaconf, its type
 
 from lightswitch.errors import RefusedRequest, nearest
 from lightswitch.preflight.root_keys import KINDS, WORDS
-from lightswitch.preflight.targets import Parameter, Signature, kinds_in_words, signature
+from lightswitch.preflight.targets import Parameter, kinds_in_words, signature
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 15 times as fast, if PyYAML was built with it
 _OF_HYDRA = ("defaults", "hydra")
 _SECTION = re.compile(r"^( *)(?:Args|Arguments|Parameters):[ \t]*\n(.*?)(?=^\1\S|\Z)", re.MULTILINE | re.DOTALL)
 _ENTRY = re.compile(r"^\*{0,2}(\w+(?:, \w+)*)(?: *\([^\n]*?\))? ?: *(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
-_LONGEST = 400  # characters of a sentence
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,9 @@ class Choice:
 
     def _below(self, node: yaml.MappingNode, path: str) -> Iterator[Key]:
         given = {key.value: (key, value) for key, value in node.value if key.value not in _OF_HYDRA}
-        code = signature_of(given["_target_"][1].value if "_target_" in given else None)
+        target, code = given["_target_"][1].value if "_target_" in given else "", None
+        with contextlib.suppress(LookupError):  # there is no such code, or its source does not show its arguments
+            code = signature(target) if "." in target else None
         takes, sentences = (code.parameters, sentences_of_arguments(code.docstrings)) if code else ({}, {})
         for name, (key, value) in given.items():
             below = f"{path}.{name}".lstrip(".")
@@ -139,15 +141,6 @@ class Choice:
         end = value.end_mark if isinstance(value, yaml.ScalarNode) else key.end_mark
         found = re.search(r"\s#\s*(.*)$", self._text[end.index :].partition("\n")[0])
         return found[1] if found else ""
-
-
-def signature_of(target: str | None) -> Signature | None:
-    """Return the signature of the code at a dotted path; None if there is no such code, or its source does not show
-    it."""
-    try:
-        return signature(target) if target and "." in target else None
-    except LookupError:
-        return None
 
 
 def groups(folder: Path) -> dict[str, list[Choice]]:
@@ -182,8 +175,7 @@ def _sentence(told: str) -> str:
     text = re.sub(r":\w+:`~?(?:[\w.]+\.)?([^`]+)`", r"\1", text)
     text = re.sub(r"`([^`<]+?) *(?:<[^>]*>)?`_*", r"\1", text.replace("``", "`"))
     text = re.sub(r" *\((?:[Dd]efault|optional)[^)]*\)+| *[Dd]efaults?(?: to|:|=) .*$", "", text)
-    first = re.split(r"(?<=[^.][a-z)\]'\"0-9])\.(?: |$)", text, maxsplit=1)[0].strip(" .,")
-    return first if len(first) <= _LONGEST else ""
+    return re.split(r"(?<=[^.][a-z)\]'\"0-9])\.(?: |$)", text, maxsplit=1)[0].strip(" .,")
 
 
 _PURPOSES = {
@@ -191,7 +183,7 @@ _PURPOSES = {
     "How it learns": "optimizer scheduler lr_scaling global_batch_size micro_batch_size seed on_nan",
     "What it runs on": "strategy precision num_nodes compile cluster matmul_precision watch meet_timeout_seconds",
     "Duration and starting point": "trainer name run_id resume init_from init_names ckpt_path",
-    "What it shows": "callbacks logger tags compare objective",
+    "What it shows": "callbacks logger tags objective",
     "Instead of a fit": "mode plan dry_run check device sweep",
     "Complete recipes": "experiment debug",
 }
