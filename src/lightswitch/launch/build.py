@@ -30,6 +30,7 @@ from lightswitch.failures.stopping import LossCheck, Survival
 from lightswitch.failures.verdict import Timeouts
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy, hooked
+from lightswitch.launch import commands
 from lightswitch.launch.handshake import arrange_handshake
 from lightswitch.launch.instantiation import OF_PYTORCH_LIGHTNING, instantiated, plugins, raise_all, shards_itself
 from lightswitch.loop.hooks import skip_empty_hooks
@@ -88,7 +89,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Beginning | 
     raise_all(list(problems_of_parts(model, data, cfg, plan)))
     # GlobalBatch stores the random state after the constructors above; nothing may draw random numbers in between.
     batch = GlobalBatch(plan, cfg.seed, shares_streams=not shards_itself(cfg))
-    watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch), partial(_what_to_try, cfg, run, plan))
+    watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch), partial(_what_to_try, plan))
     engine = callbacks_of_engine(cfg, run, record, watchdog, batch, compilation or None)  # {} for compile=false
     users = callbacks_of_config(named, cfg.trainer)
     strategy = _strategy(cfg.trainer)
@@ -186,11 +187,12 @@ def in_order(loggers: dict[str, Logger | None]) -> list[Logger]:
     return sorted(named, key=lambda logger: isinstance(logger, MetricsFile))
 
 
-def _what_to_try(cfg: DictConfig, run: RunContext, plan: BatchPlan, trainer: Trainer) -> str:
+def _what_to_try(plan: BatchPlan, trainer: Trainer) -> str:
     """Return advice on what to try next after memory has run out."""
-    from lightswitch.launch import fitting  # and the planning code, which no other run imports
-
-    return fitting.out_of_memory(cfg, run, plan, trainer)
+    share = plan.micro_batch * plan.accumulation
+    smaller = [size for size in range(1, plan.micro_batch // 2 + 1) if share % size == 0]
+    typed = f"type micro_batch_size={smaller[-1]}; " if smaller else ""
+    return f"next: {typed}what fits is computed by {commands.plan(trainer.num_nodes, trainer.num_devices)}"
 
 
 def _with_scaled_learning_rate(cfg: DictConfig, plan: BatchPlan) -> DictConfig:

@@ -49,11 +49,12 @@ def repeat(cfg: DictConfig, placement: Placement) -> str:
     return _again(placement, start, f"run_id={cfg.run_id}")
 
 
-def instead(cfg: DictConfig, placement: Placement, words: list[str]) -> str:
-    """Return the command that starts a run again, in the same directory, with some overrides replaced."""
-    keys = [word.partition("=")[0] for word in words]
-    other = ("trainer.strategy",) if "strategy" in keys else ()  # its arguments belong to the strategy that is replaced
-    return _again(placement, (*_START, "ckpt_path", *keys, *other), *words, f"run_id={cfg.run_id}")
+def plan(nodes: int, devices_per_node: int) -> str:
+    """Return the command that plans the run under every strategy, in one process."""
+    words = ("mode=plan", "strategy=auto", f"trainer.num_nodes={nodes}", f"trainer.devices={devices_per_node}")
+    replaced = ("mode", "strategy", "trainer.strategy", "trainer.num_nodes", "num_nodes", "trainer.devices")
+    script = sys.orig_argv[_script(sys.orig_argv)]
+    return _joined(["python", *script, *overrides((*_START, "ckpt_path", "micro_batch_size", *replaced)), *words])
 
 
 def evaluate(checkpoint: str, placement: Placement, mode: str) -> str:

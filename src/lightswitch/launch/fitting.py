@@ -1,4 +1,4 @@
-"""The choice of a strategy and micro-batch that fit into memory, for `auto`, and advice after memory has run out."""
+"""The choice of a strategy and micro-batch that fit into memory, for `auto`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
-import torch
-from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, Unplanned
-from lightswitch.launch import commands, plan
+from lightswitch.launch import plan
 from lightswitch.launch.plan import Request
 from lightswitch.planning import candidates, report
 from lightswitch.planning.candidates import Candidate
-from lightswitch.planning.device import GIB, Device, World
+from lightswitch.planning.device import World
 from lightswitch.planning.estimate import Estimate
 from lightswitch.strategies.ddp import DDP, Single, auto
 
@@ -141,29 +138,3 @@ def _run_under(cfg: DictConfig, run: RunContext, world: World) -> Candidate:
 
 def _path(known: Any) -> str:
     return f"{known.__module__}.{known.__qualname__}"
-
-
-def out_of_memory(cfg: DictConfig, run: RunContext, batch: BatchPlan, trainer: Trainer) -> str:
-    """Return a line on what to try next, with its command, derived from the size of the model's states."""
-    world, device = World(trainer.num_nodes, trainer.num_devices), _device_of(trainer)
-    states, usable = _states_of(trainer), device.usable_bytes(world.devices_per_node)
-    message = f"parameters, gradients and optimizer state are about {report.amount(states)} in total, and a device has "
-    message += report.amount(usable)
-    others = candidates.simplest(run.hydra, world.nodes, world.devices_per_node, device)
-    words = candidates.next_words(states, usable, batch, _run_under(cfg, run, world), others, world)
-    if not words:
-        return f"next: {message}; use more devices, or larger ones: mode=plan says how many"
-    return f"next: {message}; try {commands.instead(cfg, run.placement, list(words))}"
-
-
-def _device_of(trainer: Trainer) -> Device:
-    at = trainer.strategy.root_device
-    if at.type == "cuda":
-        return Device("", torch.cuda.get_device_properties(at).total_memory / GIB, {})
-    return Device("", psutil.virtual_memory().total / GIB, {}, kind="cpu")
-
-
-def _states_of(trainer: Trainer) -> float:
-    """Return about the bytes of the whole model's states, over all devices: those of Adam."""
-    parameters = list(trainer.lightning_module.parameters())
-    return _STATES_BY_ADAM * sum(getattr(one, "ds_numel", one.numel()) * one.itemsize for one in parameters)

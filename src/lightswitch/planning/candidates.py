@@ -13,10 +13,9 @@ from hydra.conf import HydraConf
 from hydra.utils import get_class, get_object
 from omegaconf import OmegaConf
 
-from lightswitch.batches.plan import BatchPlan
 from lightswitch.config.overrides import files_of_group
 from lightswitch.planning import report
-from lightswitch.planning.device import GIB, Device, World
+from lightswitch.planning.device import GIB, Device
 from lightswitch.planning.estimate import STATES, Estimate
 
 _TRIED = ("single", "ddp", "fsdp_grad_op", "fsdp_hybrid", "fsdp", "fsdp_offload")  # by auto, the simplest first
@@ -25,7 +24,6 @@ _RECOMPUTES = "activation_checkpointing"
 _OFFLOADS = "cpu_offload"
 _REPLICATED = ("Single", "DDP")
 _ZERO = "DeepSpeed"
-_FULL = 0.9  # share of a device's memory; states that take more leave no room for a step
 
 
 @dataclass(frozen=True)
@@ -71,10 +69,6 @@ class Candidate:
     def is_zero(self) -> bool:
         """Whether it is a DeepSpeed strategy."""
         return str(self.node.get("_target_")).rpartition(".")[2] == _ZERO
-
-    def resident_share(self, world: World) -> float:
-        """Return about the share of parameters, gradients and optimizer state that a device holds between steps."""
-        return 1.0 if self.is_replicated else 0.0 if self.node.get(_OFFLOADS) else 1 / world.size
 
     def recomputing(self) -> Candidate | None:
         """Return the candidate with activation checkpointing; None if it has that already or does not support it."""
@@ -177,35 +171,6 @@ def devices_needed(found: Estimate) -> int | None:
     states = sum(memory.peak.by_kind.get(kind, 0) for kind in STATES)
     room = memory.usable_bytes - (memory.bytes - states)
     return math.ceil(states * found.run.world.size / room) if room > 0 else None
-
-
-def next_words(
-    states: float, usable: float, batch: BatchPlan, at: Candidate, others: Sequence[Candidate], world: World
-) -> tuple[str, ...]:
-    """Return the overrides to try next for a run that is out of memory; none if only more or larger devices help.
-
-    If the states leave room on the device, the activations are too large: use at most half the micro-batch, else
-    activation checkpointing. If there is no room, or both are done already, use the next strategy that holds a smaller
-    share of the states and leaves room.
-
-    Args:
-        states: bytes of all parameters, gradients and optimizer state.
-        usable: usable bytes of a device.
-        at: the strategy that ran out of memory.
-        others: strategies to switch to, in order of preference.
-    """
-    kept = at.resident_share(world)
-    if kept * states < _FULL * usable:
-        share = batch.micro_batch * batch.accumulation
-        smaller = [size for size in range(1, batch.micro_batch // 2 + 1) if share % size == 0]
-        if smaller:
-            return (f"micro_batch_size={smaller[-1]}",)
-        if (recomputing := at.recomputing()) is not None:
-            return recomputing.words[1:]
-    for other in others:
-        if (less := other.resident_share(world)) < kept and less * states < _FULL * usable:
-            return other.words
-    return ()
 
 
 def bytes_needed(bytes: float, device: Device) -> float:

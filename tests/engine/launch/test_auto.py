@@ -76,9 +76,9 @@ def test_a_smaller_micro_batch_is_the_first_thing_to_try(ranks: int, train: Trai
     failed = train(*RAISING, "global_batch_size=32", "strategy=ddp", ranks=ranks, check=False)
     assert failed.returncode == 1
     (line,) = (line for line in failed.err.splitlines() if line.startswith("next: "))
-    started, _, command = line.partition("; try ")
-    assert started.startswith("next: parameters, gradients and optimizer state are about ")
-    assert command.endswith(f" strategy=ddp micro_batch_size={8 if ranks else 16} run_id=mine")
+    assert line.startswith(f"next: type micro_batch_size={8 if ranks else 16}; what fits is computed by python ")
+    planned = f"mode=plan strategy=auto trainer.num_nodes=1 trainer.devices={ranks or 1}"
+    assert line.endswith(f" global_batch_size=32 {planned}")
 
 
 # More of strategy=auto and micro_batch_size=auto

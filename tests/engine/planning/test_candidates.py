@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightswitch.batches.plan import BatchPlan
 from lightswitch.planning import candidates, report
-from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import GIB, Device, World, precision_problems
 from lightswitch.planning.estimate import Estimate, Memory, Peak, estimate
 from tests.engine.planning.test_estimate import DEVICE, HELD, RUN, STEP, found
@@ -28,14 +26,6 @@ def test_a_device_without_bfloat16_is_told(name: str, device: Device, lacks: boo
 # What would have to change where nothing fits, with the arithmetic by hand
 
 __all__ = ["found"]  # a fixture
-FSDP = "lightswitch.strategies.fsdp.FSDP"
-SINGLE = Candidate(("strategy=single",), {"_target_": "lightswitch.strategies.ddp.Single"})
-DDP = Candidate(("strategy=ddp",), {"_target_": "lightswitch.strategies.ddp.DDP"})
-SHARDED = Candidate(("strategy=fsdp",), {"_target_": FSDP})
-OFFLOADED = Candidate(("strategy=fsdp_offload",), {"_target_": FSDP, "cpu_offload": True})
-RECOMPUTING = Candidate(("strategy=fsdp", "trainer.strategy.activation_checkpointing=true"), dict(SHARDED.node) | {
-    "activation_checkpointing": True
-})  # fmt: skip
 
 
 def _of(found: Estimate, usable: float) -> Estimate:
@@ -70,29 +60,3 @@ def test_where_the_host_is_too_small_its_memory_is_named_and_not_the_devices() -
     sharded = estimate((), STEP, HELD, RUN, DEVICE.with_memory(8))
     advice = candidates.what_would_fit([small, replace(sharded, largest_micro_batch=0)], [], DEVICE)
     assert advice == "use devices of 9.11 GiB, or shorter samples"  # not the 2.84 that the other one takes
-
-
-@pytest.mark.parametrize(
-    ("states", "samples", "at", "words"),
-    [
-        (10, 8, DDP, ("micro_batch_size=4",)),  # 10 of 20 GiB are states: the rest is of samples
-        (10, 3, DDP, ("micro_batch_size=1",)),
-        (10, 1, SHARDED, ("trainer.strategy.activation_checkpointing=true",)),
-        (10, 1, DDP, ("strategy=fsdp",)),  # half of the states are less than all
-        (19, 8, DDP, ("strategy=fsdp",)),  # 19 > 0.9 × 20, whatever the samples
-        (40, 8, DDP, ("strategy=fsdp_offload",)),  # 40 / 2 > 0.9 × 20, too
-        (10, 1, RECOMPUTING, ("strategy=fsdp_offload",)),
-        (10, 1, OFFLOADED, ("trainer.strategy.activation_checkpointing=true",)),
-    ],
-)
-def test_after_memory_ran_out_the_next_thing_that_takes_less_is_named(
-    states: float, samples: int, at: Candidate, words: tuple[str, ...]
-) -> None:
-    batch = BatchPlan(24, samples, 1, 24 // samples)
-    others = [SINGLE, DDP, SHARDED, OFFLOADED]
-    assert candidates.next_words(states * GIB, 20 * GIB, batch, at, others, World(1, 2)) == words
-
-
-def test_nothing_is_named_where_only_larger_devices_help() -> None:
-    batch = BatchPlan(1, 1, 1, 1)
-    assert candidates.next_words(40 * GIB, 20 * GIB, batch, SINGLE, [SINGLE], World(1, 1)) == ()
