@@ -47,14 +47,6 @@ def write(paths: Sequence[Path], file: Path | None = None) -> Iterator[str]:
     yield f"page       {shown(file.resolve())}"
 
 
-def of_sweep(folder: Path) -> Iterator[str]:
-    """Compare the jobs of a sweep with `write`; if they can't be compared, yield the reason in one line."""
-    try:
-        yield from write([folder])
-    except (Refused, OSError) as error:
-        yield f"compare    {error}"
-
-
 def terminal(runs: Sequence[Run], named: Sequence[Section]) -> list[str]:
     """Return the lines of one table: a column for each run or, of many runs, a row for each with values and speeds."""
     labels = [run.label for run in runs]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 _OVER = "--cfg job, which shows the config and starts nothing"
 _PLACE = "name=NAME run_id=RUN_ID, whose folder is runs/NAME/RUN_ID, or hydra.run.dir=FOLDER"
-_RATES = "-m optimizer.lr=1e-4,1e-3,1e-2 trainer.max_steps=100 compare=true, which compares short runs"
+_RATES = "-m optimizer.lr=1e-4,1e-3,1e-2 trainer.max_steps=100, which compares short runs"
 _ARRAY = "sbatch --array=0-1 slurm/sweep.sh -- seed=1 seed=2"
 AT_ONCE = f"sweep.devices_per_job=1, or sweep.jobs_at_once=2 on CPUs; on Slurm {_ARRAY}"
 _ONLY_CSV = "logger=csv, which writes only metrics.csv"
@@ -158,6 +158,7 @@ _WORDS = {
     _DATA: "data_dir paths.data_dir",
     "objective": "optimized_metric",
     "hydra/sweeper=optuna as well": "hydra.sweeper.n_trials",
+    "python -m lightswitch.compare runs/NAME/RUN_ID after the sweep, which prints this command": "compare",
     AT_ONCE: "hydra/launcher=submitit_slurm hydra/launcher=submitit_local hydra/launcher=joblib hydra/launcher=ray",
     f"{_OVER}; tags=[a,b] to mark a run": "extras",
     _OVER: "print_config extras.print_config",

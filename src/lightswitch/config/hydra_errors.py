@@ -24,7 +24,7 @@ from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]  # P
 
 from lightswitch.config import aliases
 from lightswitch.config.overrides import CONSTRUCTED, GROUPS, MODES, key_and_value, raw_keys
-from lightswitch.errors import RefusedRequest, listed, nearest
+from lightswitch.errors import Refused, RefusedRequest, listed, nearest
 
 _KEY = re.compile(r"[+~]*[^\W\d][\w@/-]*(\.[\w@/-]+)*( *=|$)")
 _SHOWN = 80  # characters to show of a long setting
@@ -78,7 +78,7 @@ def _unknown_flag(flag: str, typed: list[str]) -> str:
 def problems_of_composition(error: BaseException) -> list[str]:
     """Return messages for an error that Hydra raised while it composed the config or created the run directory."""
     refusal: BaseException | None = error
-    while refusal is not None and not isinstance(refusal, RefusedRequest):  # one that a resolver has raised
+    while refusal is not None and not isinstance(refusal, Refused):  # one that a resolver has raised
         refusal = refusal.__cause__ or refusal.__context__
     if refusal is not None:
         return refusal.problems

@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from lightswitch.config.overrides import (
     normalised,
 )
 from lightswitch.context import RunContext
-from lightswitch.errors import Ended, RefusedRequest, Stopped
+from lightswitch.errors import Ended, Refused, RefusedRequest, Stopped
 from lightswitch.launch import ending, spawn
 from lightswitch.preflight import devices
 from lightswitch.preflight.targets import own_batch
@@ -78,7 +78,7 @@ class Entry:
         except Stopped as stopped:
             ignore_signals()
             raise self.signals.end_by(stopped) from None
-        except (HydraException, OmegaConfBaseException, OSError, RefusedRequest, *NO_YAML) as error:
+        except (HydraException, OmegaConfBaseException, OSError, Refused, *NO_YAML) as error:
             if self.is_composed:
                 raise
             if isinstance(error, BrokenPipeError):  # the reader has closed the pipe, as in `--help | head`
@@ -110,20 +110,21 @@ class Entry:
         self.typed = [str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
 
         @functools.wraps(self.main)  # so that Hydra finds the script
-        def composed(cfg: DictConfig, pool: Pool | None = None) -> float | None:
-            return self._run_composed(cfg, pool)
+        def composed(cfg: DictConfig, pool: Pool | None = None) -> None:
+            self._run_composed(cfg, pool)
 
         with hydra_versions.any_target():
             hydra.main(**hydra_versions.VERSION, config_path=str(folder), config_name=config_name)(composed)()
 
-    def _run_composed(self, cfg: DictConfig, pool: Pool | None) -> float | None:
+    def _run_composed(self, cfg: DictConfig, pool: Pool | None) -> None:
         found = placement.detect()
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             from lightswitch.sweeps import job
 
             gc.enable()
             assert pool is not None  # of multirun, whose launcher starts all jobs
-            return job.run(self.typed, cfg, pool)
+            job.run(self.typed, cfg, pool)
+            return
         self.is_composed = True
         hydra = HydraConfig.get()
         folder, mode = Path(hydra.runtime.output_dir), str(cfg.get("mode"))
@@ -146,7 +147,6 @@ class Entry:
             raise
         except BaseException as error:  # also a SystemExit raised by the model: the run is not finished
             ending.answer(error, cfg, run)
-        return None
 
 
 def _resume_restarted(cfg: DictConfig, run: RunContext) -> None:
@@ -188,15 +188,7 @@ class _Hydra(hydra._internal.hydra.Hydra):
         from lightswitch.sweeps import multirun
 
         walk_jobs = functools.partial(super().multirun, config_name, task_function)
-        multirun.run(walk_jobs, self, config_name, overrides, self.process, _beside_one_another)
-
-
-def _beside_one_another(cfg: DictConfig, folder: Path) -> Iterator[str]:
-    """Yield the lines of a comparison about all jobs of a sweep."""
-    if cfg.get("compare"):
-        from lightswitch.compare import page
-
-        yield from page.of_sweep(folder)
+        multirun.run(walk_jobs, self, config_name, overrides, self.process)
 
 
 def register_resolvers(placement: Placement, process: Process | None = None) -> None:

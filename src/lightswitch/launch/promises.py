@@ -28,7 +28,7 @@ from lightswitch.launch import commands
 log = logging.getLogger(__name__)
 
 _OF_RUNS = (  # keys that the check sets for each run, and whose overrides it drops
-    *("mode", "plan", "dry_run", "check", "device", "run_id", "hydra", "resume", "ckpt_path", "compare"),
+    *("mode", "plan", "dry_run", "check", "device", "run_id", "hydra", "resume", "ckpt_path"),
     *("strategy", "trainer.strategy", "cluster", "num_nodes", "trainer.num_nodes", "trainer.devices"),
     *(f"trainer.{key}" for key in ("accelerator", "log_every_n_steps", "num_sanity_val_steps")),
     *("trainer.limit_test_batches", "trainer.enable_checkpointing", "trainer.fast_dev_run"),

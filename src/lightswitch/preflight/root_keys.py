@@ -27,7 +27,7 @@ _BY_KINDS: dict[tuple[type, ...], str] = {
     (int, _NULL): "micro_batch_size plan.tokens_per_sample sweep.jobs_at_once sweep.devices_per_job",
     _NUMBER: "meet_timeout_seconds watch.lost_after_seconds watch.hung_after_seconds",
     (*_NUMBER, _NULL): "plan.memory_gib",
-    (bool,): "compare plan.deepspeed",
+    (bool,): "plan.deepspeed",
     (list,): "tags",
     (dict, _NULL): "init_names",
     (str, list, _NULL): "check.strategies",

@@ -31,7 +31,7 @@ NOWHERE = {
     "GradientAccumulationScheduler": "each step uses global_batch_size samples in every epoch; leave it out, and type "
     "global_batch_size=N; to change N later, start a new run from this run's weights with init_from=PATH",
     "LearningRateFinder": "compare short runs with different learning rates instead; type python train.py -m "
-    "optimizer.lr=1e-4,1e-3,1e-2 trainer.max_steps=100 compare=true",
+    "optimizer.lr=1e-4,1e-3,1e-2 trainer.max_steps=100",
     "ModelPruning": "runs could not be resumed, because its checkpoints do not match the module that it prepares; "
     "prune in the module's constructor, with torch.nn.utils.prune",
     "SpikeDetection": "runs could not be resumed, because it can't load its saved state; on_nan=stop ends a run whose "

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 
 from lightswitch.config.confidential import masked_override
 from lightswitch.config.overrides import flags_of_a_job, quoted, typed_overrides
-from lightswitch.errors import ExitCode, RefusedRequest
+from lightswitch.errors import ExitCode, RefusedRequest, shown
 from lightswitch.monitoring.objective import find
 from lightswitch.process import CAUGHT, REQUEUED, heard
 from lightswitch.runs import resume
@@ -31,23 +31,16 @@ from lightswitch.sweeps.record import FAILED, FINISHED, STOPPED, Record
 _OF_THE_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")
 _OUTPUT = "output.txt"
 FAILURE = "failure.txt"  # of the run's directory: its failure
-_ENOUGH = 3  # interrupts until SIGKILL; the run saves at the first and ends without saving at the second
 _LOOK_EVERY_SECONDS = 0.2
 
 End = Callable[[int, list[int]], None]  # takes the exit code (the negative signal number if killed) and the signals
 
 
-def run(typed: list[str], cfg: DictConfig, pool: Pool) -> float | None:
-    """Start one job, and wait for its end unless several run at once.
-
-    Hydra calls this for each job.
+def run(typed: list[str], cfg: DictConfig, pool: Pool) -> None:
+    """Start one job once a slot is free. Hydra calls this for each job.
 
     Args:
         typed: script and arguments of the sweep.
-
-    Returns:
-        The objective, for Optuna; None if the job failed, did not log it, or still runs. The sweep continues in each
-        case.
 
     Raises:
         RefusedRequest: the directory belongs to another job, whose checkpoints this job must not reuse.
@@ -55,8 +48,8 @@ def run(typed: list[str], cfg: DictConfig, pool: Pool) -> float | None:
     """
     pool.wait(for_slot=True)
     hydra = HydraConfig.get()
-    folder, cwd = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd)
-    directory = str(folder.relative_to(cwd)) if folder.is_relative_to(cwd) else str(folder)
+    folder = Path(hydra.runtime.output_dir)
+    directory = shown(folder)
     overrides = typed_overrides(hydra)
     job = Record(hydra.job.num, [masked_override(override) for override in overrides], directory)
     earlier = record.read(folder)
@@ -64,7 +57,7 @@ def run(typed: list[str], cfg: DictConfig, pool: Pool) -> float | None:
         raise RefusedRequest([f"{directory} belongs to the job with {other}; start this sweep under another run_id"])
     if earlier is not None and (earlier.state, earlier.overrides) == (FINISHED, job.overrides):
         print(f"job {job.number:<6} has already finished", flush=True)
-        return earlier.comparable_objective
+        return
     script, *arguments = typed
     kept = [override for override in hydra.overrides.hydra if not _OF_THE_SWEEP.match(override)]
     own = [*flags_of_a_job(arguments), *kept, "hydra.mode=RUN", f"hydra.run.dir={quoted(directory)}"]
@@ -75,14 +68,10 @@ def run(typed: list[str], cfg: DictConfig, pool: Pool) -> float | None:
     (folder / FAILURE).unlink(missing_ok=True)
     pool.start(
         [sys.executable, script, *own, *overrides],
-        cwd,
+        Path(hydra.runtime.cwd),
         partial(_end, job, folder, str(cfg.objective), pool),
         folder / _OUTPUT if pool.is_shared else None,
     )
-    if pool.is_shared:
-        return None
-    pool.wait()
-    return ended.comparable_objective if (ended := record.read(folder)) is not None else None
 
 
 def _end(job: Record, folder: Path, objective: str, pool: Pool, exit_code: int, signals: list[int]) -> None:
@@ -198,6 +187,6 @@ class Pool:
         for job in self._running:
             job.signals.append(number)
             if number == signal.SIGINT:
-                job.signal_all(signal.SIGKILL if job.signals.count(number) >= _ENOUGH else number)
+                job.signal_all(number)
             else:
                 job.process.send_signal(number)

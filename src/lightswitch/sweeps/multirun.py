@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,10 @@ from lightswitch.cluster import placement
 from lightswitch.config import aliases
 from lightswitch.config.confidential import masked_override
 from lightswitch.config.overrides import check_names, key_and_value, quoted, typed_overrides
-from lightswitch.errors import ExitCode, Refused, RefusedRequest
+from lightswitch.errors import ExitCode, RefusedRequest, shown
 from lightswitch.preflight import check, devices, root_keys
 from lightswitch.process import Process
-from lightswitch.runs import claim, resume
+from lightswitch.runs import claim
 from lightswitch.sweeps import record
 from lightswitch.sweeps.job import Pool
 from lightswitch.sweeps.record import FINISHED, NOT_BEGUN, Record
@@ -40,21 +41,16 @@ Compose = Callable[[list[str]], DictConfig]
 
 
 def run(
-    walk: Callable[[list[str]], None],
-    hydra: Hydra,
-    config_name: str | None,
-    overrides: list[str],
-    process: Process,
-    of_jobs: Callable[[DictConfig, Path], Iterable[str]],
+    walk: Callable[[list[str]], None], hydra: Hydra, config_name: str | None, overrides: list[str], process: Process
 ) -> None:
-    """Run the jobs of a sweep, then print their table.
+    """Run the jobs of a sweep, then print their table, and the commands to go on and to compare them.
 
     Args:
         walk: Hydra's original `multirun`, called with the overrides.
-        of_jobs: yields the text to print below the table, given the sweep's config and folder.
 
     Raises:
-        RefusedRequest: the sweep has problems, all its jobs share some, or another process has its folder.
+        RefusedRequest: the sweep has problems, or all its jobs share some.
+        Refused: another process has its folder.
         SystemExit: with code 1 if a job failed.
     """
     cfg = hydra.compose_config(config_name, overrides, RunMode.MULTIRUN, with_log_configuration=False)
@@ -62,10 +58,7 @@ def run(
     if problems := list(_problems(cfg)) or shared_problems(cfg, partial(hydra.config_loader.load_sweep_config, cfg)):
         raise RefusedRequest(problems)
     folder = Path(str(cfg.hydra.sweep.dir)).absolute()
-    try:
-        claim.take_folder(folder, process)  # until this process ends
-    except Refused as refused:
-        raise RefusedRequest(refused.problems) from refused
+    claim.take_folder(folder, process)  # until this process ends
     pinned = f"hydra.sweep.dir={quoted(str(folder))}"  # in each job the same time and id
     planned: list[Record] = []
     try:
@@ -77,12 +70,11 @@ def run(
         claim.remove_if_empty(folder)
         there = {job.number: job for job in record.read_all(folder)}
         jobs = [*({job.number: job for job in planned} | there).values()]
-        logged = {name for file in folder.glob(f"*/{resume.RESULTS}") for name in resume.read_results(file.parent)}
-        print(record.table(jobs, str(cfg.objective), logged), end="", flush=True)
+        print(record.table(jobs, str(cfg.objective)), end="", flush=True)
         if any(job.state != FINISHED for job in jobs):
             print(f"\ngo on      {go_on(cfg)}", flush=True)
-    for text in of_jobs(cfg, folder) if jobs else ():
-        print(f"\n{text}" if text.endswith("\n") else text, flush=True)
+    if len(jobs) > 1:
+        print(f"\ncompare    python -m lightswitch.compare {shlex.quote(shown(folder))}", flush=True)
     if any(job.has_failed for job in jobs):
         raise SystemExit(ExitCode.FAILED)
 
@@ -188,16 +180,13 @@ def shared_problems(cfg: DictConfig, compose: Compose) -> list[str]:
     params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
     parsed = OverridesParser.create().parse_overrides([*params, *typed_overrides(cfg.hydra)])
     (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-    shared: list[str] | None = None
-    try:
-        for overrides in [*jobs[:_MOST_CHECKED], jobs[-1]]:
-            found = _problems_of_job(compose(list(overrides)))
-            shared = [problem for problem in (found if shared is None else shared) if problem in found]
-            if not shared:
-                break
-    except (HydraException, OmegaConfBaseException):
-        return []
-    return shared or []
+    found = (_problems_of_job(compose(list(overrides))) for overrides in [*jobs[:_MOST_CHECKED], jobs[-1]])
+    with contextlib.suppress(HydraException, OmegaConfBaseException):
+        shared = next(found)
+        while shared and (other := next(found, None)) is not None:
+            shared = [problem for problem in shared if problem in other]
+        return shared
+    return []
 
 
 def _problems_of_job(job: DictConfig) -> list[str]:

@@ -7,16 +7,13 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
 from lightswitch import regular_files
 from lightswitch.config.overrides import key_and_value
-from lightswitch.errors import listed
 from lightswitch.monitoring.display import aligned
-from lightswitch.monitoring.objective import find, of_module
 
 _FILE = "job.json"
 # A job may be started again with others of these: a higher limit continues it, and the last two do not change the run
@@ -80,12 +77,8 @@ def read_all(sweep: Path) -> list[Record]:
     return sorted((record for record in found if record is not None), key=lambda record: record.number)
 
 
-def table(records: list[Record], objective: str, logged: Iterable[str] = ()) -> str:
-    """Return a table with one row per job and, below it, the first line of each failure.
-
-    Args:
-        logged: names of the metrics that jobs logged, to list them if no job has logged the objective.
-    """
+def table(records: list[Record], objective: str) -> str:
+    """Return a table with one row per job and, below it, the first line of each failure."""
     if not records:
         return ""
     header = ("job", "overrides", objective, "state", "directory")
@@ -100,10 +93,8 @@ def table(records: list[Record], objective: str, logged: Iterable[str] = ()) -> 
         lines = ["", f"{len(failed)} of {len(records)} jobs failed", *lines]
     finished = [record for record in records if record.state == FINISHED]
     if finished and all(record.objective is None for record in finished):
-        names = of_module(logged)
-        there = f", only {listed(names, 'metrics', shown=8)}" if names else ""
-        advice = f"objective={find(names, None) or 'NAME'} for another metric, or trainer.val_check_interval=N"
-        lines += ["", f"no job has logged {objective}{there}; type {advice} if jobs end before a validation"]
+        advice = "objective=NAME for another metric, or trainer.val_check_interval=N if jobs end before a validation"
+        lines += ["", f"no job has logged {objective}; type {advice}"]
     return "\n".join(["", *aligned([header, *rows], range(len(header))), *means(records, objective), *lines, ""])
 
 
