@@ -121,9 +121,8 @@ def _published(root: Path) -> str:
 
     It is `origin`'s, if that is on a host and has the commit, without a user name and a password.
     """
-    if "origin" not in _git(root, "remote").split():
-        return ""
-    address = re.sub(r"^git@([^:/]+):", r"ssh://git@\1/", _git(root, "remote", "get-url", "origin").strip())
+    origin = _git(root, "config", "--default=", "--get", "remote.origin.url").strip()
+    address = re.sub(r"^git@([^:/]+):", r"ssh://git@\1/", origin)
     has_it = _git(root, "for-each-ref", "--contains=HEAD", "refs/remotes/origin").strip()
     is_on_host = address.startswith(("https://", "ssh://"))
     return re.sub(r"^https://[^/]*@", "https://", address) if has_it and is_on_host else ""
@@ -196,11 +195,7 @@ def _renamed(text: str, name: str) -> str:
     text = re.sub(r"\b((?:src|tests)[/.])project\b", rf"\1{name}", text)
     text = re.sub(r"\b(from|import) project\b", rf"\1 {name}", text)
     block = rf"(?:^from (?:{name}|lightswitch|tests)[\w.]* import [^(\n]+\n)+"
-    return re.sub(block, lambda lines: _ordered(lines[0]), text, flags=re.MULTILINE)
-
-
-def _ordered(imports: str) -> str:
-    return "".join(sorted(imports.splitlines(keepends=True), key=lambda line: line.split()[1]))
+    return re.sub(block, lambda found: "".join(sorted(found[0].splitlines(keepends=True))), text, flags=re.MULTILINE)
 
 
 def _commit(folder: Path, name: str) -> None:

@@ -31,7 +31,6 @@ REMEDIES = {
     "micro_batch_size everywhere",
 }
 _NUDGE = 8  # units in the last place
-_OF_PROBE = "callbacks.check_probe"
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class Check:
             settings: dict[str, object] = {"mode": "fit", "run_id": "check", "hydra.run.dir": f"'{folder / 'run'}'"}
             settings |= {"trainer.num_nodes": 1, "trainer.devices": way.ranks, "trainer.log_every_n_steps": 1}
             settings |= {"trainer.num_sanity_val_steps": 0, "trainer.limit_test_batches": 0}
-            settings |= {f"{_OF_PROBE}.{key}": value for key, value in probe.items()}
+            settings |= {f"callbacks.check_probe.{key}": value for key, value in probe.items()}
             typed = [f"{key}={value}" for key, value in settings.items()]
             self._runs[way, name] = self.start(folder, [*self.words, *way.words, *typed, *words])
         return self._runs[way, name]
@@ -199,17 +198,17 @@ class Check:
         again = self._comparison.again(killed.states, whole)
         starts = _cell(again) if killed.code <= 0 and again.count else Cell("failed", killed.problem)
         checkpoint = killed.run_dir / "checkpoints" / "last.ckpt"
+        cells = {STARTS: starts, RESUMED: Cell("failed", "the killed run saved no checkpoint"), IN_ONE: Cell("none")}
         if not checkpoint.exists():
-            lost = Cell("failed", "the killed run saved no checkpoint")
-            return {STARTS: starts, RESUMED: lost, IN_ONE: Cell("none")}
+            return cells
         resume = f"resume='{linked(checkpoint).resolve()}'"
         run = self.run(way, "resumed", resume)
-        resumed = Cell("failed", run.problem) if run.code else _cell(self._comparison.again(run.states, whole))
-        if way == SINGLE:
-            return {STARTS: starts, RESUMED: resumed, IN_ONE: Cell("none")}
-        run = self.run(SINGLE, f"from_{way.name}", resume)
-        in_one = Cell("failed", run.problem) if run.code else _cell(self._comparison.of_kind("tensors", run.states))
-        return {STARTS: starts, RESUMED: resumed, IN_ONE: in_one}
+        cells[RESUMED] = Cell("failed", run.problem) if run.code else _cell(self._comparison.again(run.states, whole))
+        if way != SINGLE:
+            run = self.run(SINGLE, f"from_{way.name}", resume)
+            compared = self._comparison.of_kind("tensors", run.states)
+            cells[IN_ONE] = Cell("failed", run.problem) if run.code else _cell(compared)
+        return cells
 
     def _first(self, way: Way) -> tuple[str, dict[str, str]]:
         """Return what differs first under a way, when, and what the comparison shows of the cause."""

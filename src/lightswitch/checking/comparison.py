@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from lightswitch.checking.probe import END, FORWARD, LOGGED, MODEL, OPTIMIZER, STEPPED, Digest, minus, norm
 
@@ -37,11 +36,6 @@ class State:
 
 
 States = Mapping[Moment, State]
-
-
-def states(lines: Iterable[Mapping[str, Any]]) -> dict[Moment, State]:
-    """Return the states that a probe has recorded, by moment."""
-    return {(one["moment"][0], one["moment"][1]): State(one["digests"], one.get("draws", False)) for one in lines}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightswitch.checking.comparison import States, states
+from lightswitch.checking.comparison import State, States
 from lightswitch.checking.probe import FILE
 from lightswitch.errors import ExitCode
 from lightswitch.process import ended_by
@@ -52,7 +52,8 @@ class ShortRun:
     @cached_property
     def states(self) -> States:
         """States by moment."""
-        return states(self.moments)
+        found = self.moments
+        return {(one["moment"][0], one["moment"][1]): State(one["digests"], one.get("draws", False)) for one in found}
 
     @property
     def steps(self) -> int:

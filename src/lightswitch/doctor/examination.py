@@ -134,9 +134,7 @@ def _memory(problems: list[str]) -> Iterator[str]:
         shared = shutil.disk_usage("/dev/shm").free
         yield f"{gib(shared)} shared memory free"
         if shared < _LEAST_SHARED_BYTES:
-            problems.append(
-                f"only {gib(shared)} shared memory free, for loader workers and NCCL; in docker: --ipc=host"
-            )
+            problems.append(f"only {gib(shared)} of shared memory, for loader workers and NCCL; in docker: --ipc=host")
     disk = shutil.disk_usage(RUNS if RUNS.exists() else Path.cwd()).free
     yield f"{gib(disk)} disk free for {RUNS}/"
     if disk < _LEAST_DISK_BYTES:

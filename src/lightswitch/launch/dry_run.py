@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from torch.utils._pytree import tree_leaves
 
 from lightswitch import regular_files
-from lightswitch.batches.loaders import CYCLE, Combined, evaluation_loader, obstacle, training_loader
+from lightswitch.batches.loaders import CYCLE, Combined, obstacle, training_loader
 from lightswitch.batches.order import TrainingSlices
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.context import RunContext
@@ -44,9 +43,6 @@ def dry_run(cfg: DictConfig, run: RunContext) -> None:
     batch = plan.batch_of(request, candidate, cfg.micro_batch_size)
     plan.check(request, candidate, batch)
     raise_all(problems_elsewhere(cfg, run, batch, plan.strategy_of(candidate)))
-    owner = request.samples.owner
-    if is_overridden("val_dataloader", owner) and request.trainer.get("limit_val_batches") != 0:
-        _check_evaluation(owner.val_dataloader(), batch)
     found = plan.at(request, candidate, batch)
     ranks = strategies.ranks(OmegaConf.to_container(cfg.dry_run)["rank"])  # type: ignore[index,call-overload]  # a node
     reads = {rank: _reads(request, candidate.ranks_of_a_sample, batch, rank) for rank in ranks}
@@ -99,7 +95,7 @@ def _reads(request: Request, ranks_of_a_sample: int, batch: BatchPlan, rank: int
     combined = Combined(lambda: mode)
     start = Position(seed=cfg.seed, global_batch=batch.global_batch)
     found: list[Reads | TrainingSlices] = []
-    for loader in _each(loaders):
+    for loader in tree_leaves(loaders.iterables if isinstance(loaders, CombinedLoader) else loaders):
         if (reason := obstacle(loader)) is not None:
             combined.others.append(loader)
             found.append(Reads(reason))
@@ -114,21 +110,6 @@ def _first_steps(slices: TrainingSlices, batch: BatchPlan, steps: int) -> Reads:
     micro = [tuple(chosen) for *_, chosen in islice(slices, steps * batch.accumulation)]
     starts = range(0, len(micro), batch.accumulation)
     return Reads(None, slices.epoch_samples, tuple(tuple(micro[at : at + batch.accumulation]) for at in starts))
-
-
-def _check_evaluation(loaders: Any, batch: BatchPlan) -> None:
-    """Check that each evaluation loader can be split over all devices.
-
-    Raises:
-        Refused: a loader has no samples.
-    """
-    for loader in _each(loaders):
-        if obstacle(loader) is None:
-            evaluation_loader(loader, batch, rank=0, seed=0)
-
-
-def _each(loaders: Any) -> list[Any]:
-    return tree_leaves(loaders.iterables if isinstance(loaders, CombinedLoader) else loaders)
 
 
 def _samples(reads: Mapping[int, Sequence[Reads]]) -> Iterator[str]:

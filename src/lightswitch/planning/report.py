@@ -92,8 +92,6 @@ def details(best: Estimate) -> Iterator[tuple[str, str]]:
     """Yield (label, text) pairs with details of the best estimate; plan.json has the details of all estimates."""
     peak, sent, world = best.memory.peak, best.traffic, best.run.world
     yield "peak", f"{peak.phase}, at {peak.place}" if peak.place else peak.phase
-    if best.memory.host_bytes:
-        yield "host", f"{amount(best.memory.host_bytes)} of the host's memory for each device"
     if line := replaced(best):
         yield "replaced", line
     between = f" and {magnitude(sent.between / world.devices_per_node)} between nodes" if world.nodes > 1 else ""

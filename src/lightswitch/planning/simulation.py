@@ -323,13 +323,11 @@ class Samples:
     Attributes:
         batch: returns a batch with the given number of samples, or the loader's own batch if that can't be cut.
         is_cut: whether batches can be cut to any number of samples.
-        owner: the object that defines the loaders: the data module, already set up, or the module.
         loaders: the training loaders, as Lightning gets them.
     """
 
     batch: Callable[[int], Any]
     is_cut: bool
-    owner: Any
     loaders: Any
 
 
@@ -365,7 +363,7 @@ def first_samples(
     def batch(count: int) -> Any:
         return tree_map(lambda loader: _batch(loader, own[id(loader)] or count), loaders)
 
-    return Samples(batch, all(cut), owner, given)
+    return Samples(batch, all(cut), given)
 
 
 def _is_cut(loader: object) -> bool:

@@ -43,6 +43,7 @@ ALLOWED = {
 }
 _LEAST = {
     **dict.fromkeys(("lr_scaling.reference_batch_size", "dry_run.steps"), 1),
+    **dict.fromkeys(("sweep.jobs_at_once", "sweep.devices_per_job"), 1),
     **dict.fromkeys(("check.steps", "check.devices"), 2),  # a step before a kill, and one after it
     "watch.lost_after_seconds": 5,  # a rank may be silent for some seconds, while it compiles
 }

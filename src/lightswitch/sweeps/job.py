@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -121,8 +121,6 @@ class Pool:
         self.is_shared = len(slots) > 1
         self._free = list(slots)
         self._running: list[_JobProcess] = []
-        self._wakeup = -1
-        self._before: dict[signal.Signals, Any] = {}
         self._exit_code: int | None = None
 
     def __enter__(self) -> Self:

@@ -37,8 +37,6 @@ from lightswitch.sweeps.record import FINISHED, NOT_BEGUN, Record
 
 _MOST_CHECKED = 20  # jobs that are composed before the first one starts
 
-Compose = Callable[[list[str]], DictConfig]
-
 
 def run(
     walk: Callable[[list[str]], None], hydra: Hydra, config_name: str | None, overrides: list[str], process: Process
@@ -104,7 +102,7 @@ def slots(cfg: DictConfig) -> list[dict[str, str]]:
     """Return the environment variables of each slot of a sweep's pool, of its node `sweep`."""
     asked = cfg.get("sweep") or {}
     at_once, each = asked.get("jobs_at_once"), asked.get("devices_per_job")
-    if each is None:
+    if not each:
         return [{} for _ in range(at_once or 1)]
     gpus = visible_gpus()
     groups = [gpus[at : at + each] for at in range(0, len(gpus) - each + 1, each)]
@@ -137,10 +135,10 @@ def _run_jobs(walk: Callable[[], None], folder: Path) -> None:
     except (HydraException, RefusedRequest):  # invalid overrides or config
         raise
     except Exception as error:
-        has_none = "No trials are completed" in str(error)  # Optuna's, for example if all objectives are NaN
-        if not has_none and not any(job.has_failed for job in record.read_all(folder)):
+        has_failed = any(job.has_failed for job in record.read_all(folder))
+        if not has_failed and "No trials are completed" not in str(error):  # Optuna's, if all objectives are NaN
             raise
-        print(f"the sweep ended early: {str(error).splitlines()[0]}")  # for example, Optuna has no finished trial
+        print(f"the sweep ended early: {str(error).splitlines()[0]}")
 
 
 def _problems(cfg: DictConfig) -> Iterator[str]:
@@ -156,16 +154,12 @@ def _problems(cfg: DictConfig) -> Iterator[str]:
     if not str(cfg.hydra.launcher._target_).endswith(".BasicLauncher"):
         name = cfg.hydra.runtime.choices["hydra/launcher"]
         yield f"hydra/launcher={name}: a sweep starts its jobs itself; leave it out, and type {aliases.AT_ONCE}"
-    for key, value in (cfg.get("sweep") or {}).items():
-        if value is None:
-            continue
-        if type(value) is not int or value < 1:
-            yield f"sweep.{key}={value}: use a number from 1, or null"
-        elif key == "devices_per_job" and len(found := visible_gpus()) < value:
-            yield f"sweep.devices_per_job={value}: found {len(found)} GPUs; on CPUs type sweep.jobs_at_once=2"
+    each = (cfg.get("sweep") or {}).get("devices_per_job")
+    if type(each) is int and len(found := visible_gpus()) < each:
+        yield f"sweep.devices_per_job={each}: found {len(found)} GPUs; on CPUs type sweep.jobs_at_once=2"
 
 
-def shared_problems(cfg: DictConfig, compose: Compose) -> list[str]:
+def shared_problems(cfg: DictConfig, compose: Callable[[list[str]], DictConfig]) -> list[str]:
     """Return the problems that the first jobs of a grid and its last one have in common.
 
     If one of them can't be composed, return no problems: the job itself reports that.
