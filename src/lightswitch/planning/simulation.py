@@ -377,15 +377,12 @@ def _own_batch(loader: object) -> int | None:
 
 
 def _batch(loader: Any, count: int) -> Any:
-    """Return a batch of a loader without starting its worker processes."""
-    if not isinstance(loader, DataLoader):
+    """Return a batch of a loader; of one that can be cut, without starting its worker processes."""
+    if not _is_cut(loader):
         return next(iter(loader))
     if isinstance(loader.dataset, IterableDataset):
-        stream = iter(loader.dataset)
-        return loader.collate_fn(_repeated(stream, count) if _is_cut(loader) else next(stream))
-    if not _is_cut(loader):
-        return loader.collate_fn(loader.dataset[next(iter(loader.sampler))])
-    indices = _repeated((index for batch in loader.batch_sampler or () for index in batch), count)
+        return loader.collate_fn(_repeated(iter(loader.dataset), count))
+    indices = _repeated((index for batch in loader.batch_sampler for index in batch), count)
     many = getattr(loader.dataset, "__getitems__", None)
     return loader.collate_fn(many(indices) if many else [loader.dataset[index] for index in indices])
 
