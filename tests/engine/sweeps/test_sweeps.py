@@ -246,7 +246,7 @@ def test_optuna_samples_once_for_all_ranks_and_goes_on_as_before(sweep: Sweep) -
         sweep(*FAST, *chosen, f"hydra.sweeper.n_trials={count}", script=CHECKOUT / "train.py") for count in (1, 2)
     )
     assert (done.returncode, more.returncode) == (0, 0), more.stderr
-    assert rows(more.stdout)[0] == rows(done.stdout)[0]
+    assert rows(more.stdout)[0][-3:] == rows(done.stdout)[0][-3:]  # the value, the state and the directory
     assert more.stdout.count("has already finished") == 1
     ranks = [[rank["hparams"]["lr"] for rank in witnesses(RUNS / str(number))] for number in range(2)]
     assert ranks[0][0] == ranks[0][1] != ranks[1][0] == ranks[1][1]
