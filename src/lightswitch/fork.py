@@ -224,15 +224,22 @@ def _replace(root: Path, name: str, made: Path) -> None:
 
 
 def _print_changes(asked: argparse.Namespace, root: Path, space: Path) -> None:
-    """Print the difference between a project made at a commit and one made now, for `git apply -3` in the project."""
+    """Print the difference between a project made at a commit and one made now, for `git apply -3` in the project.
+
+    Both have the pin of the first: git merges only what begins from a file that the project's history has.
+    """
     options = ["--bare"] if asked.bare else []
-    for made, commit in (("before", asked.since), ("now", "HEAD")):
+    since = _git(root, "rev-parse", f"{asked.since}^{{commit}}").strip()
+    version = re.findall(r'^version = "(.+)"$', _git(root, "show", f"{since}:pyproject.toml"), re.MULTILINE)[0]
+    address = _published(root)
+    of_then = f"lightswitch @ git+{address}@{since}" if address else f"lightswitch=={version}+g{since[:7]}"
+    for made, commit in (("before", since), ("now", "HEAD")):
         _git(space, "clone", "--quiet", str(root), f"at_{made}")
-        _git(space / f"at_{made}", "checkout", "--quiet", _git(root, "rev-parse", f"{commit}^{{commit}}").strip())
+        _git(space / f"at_{made}", "checkout", "--quiet", _git(root, "rev-parse", commit).strip())
         command = [sys.executable, "-m", "lightswitch.fork", asked.name, str(space / made), *options]
         environment = {**os.environ, "PYTHONPATH": str(space / f"at_{made}/src")}
         done = subprocess.run(
-            [*command, f"--engine={asked.engine or 'lightswitch'}"], env=environment, capture_output=True, text=True
+            [*command, f"--engine={asked.engine or of_then}"], env=environment, capture_output=True, text=True
         )
         if done.returncode:
             raise Refused(f"lightswitch at {commit}: {done.stderr.strip()}")

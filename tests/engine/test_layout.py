@@ -28,7 +28,7 @@ CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 # From the top down: a package, or a file beside the packages, imports those below it alone. Each has the lines of code
 # that it may have: lower the number when it shrinks, and before you raise one, look for what can go instead.
 BUDGETS = {
-    **{"fork": 180, "doctor": 200, "launch": 1302, "checking": 505, "compare": 330, "sweeps": 355, "reference": 255},
+    **{"fork": 185, "doctor": 200, "launch": 1302, "checking": 505, "compare": 330, "sweeps": 355, "reference": 255},
     **{"preflight": 1048, "planning": 1555, "loop": 370, "failures": 910, "runs": 710, "export": 350, "config": 585},
     **{"deepspeed": 790, "strategies": 1515, "context": 20, "cluster": 390, "process": 210, "checkpoints": 1820},
     **{"batches": 1750, "monitoring": 940, "hooked_strategy": 160, "mixins": 20, "patches": 260},

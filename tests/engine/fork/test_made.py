@@ -79,21 +79,23 @@ def test_an_engine_that_no_host_has_comes_along_as_a_wheel_of_a_version_that_no_
 
 
 def test_what_changed_in_a_new_project_is_a_diff_that_a_fork_merges(own_clone: Path, tmp_path: Path) -> None:
-    birdsong = made(own_clone, tmp_path / "birdsong", OF_AN_INDEX, "--bare")
-    mine = birdsong / "conf/trainer/default.yaml"
-    mine.write_text(f"# Mine.\n{mine.read_text()}")
-    commit(birdsong, "Mine")
     before = git(own_clone, "rev-parse", "HEAD").strip()
-    for path in ("conf/trainer/default.yaml", "conf/model/gpt.yaml"):  # of which a bare fork has the first alone
-        (own_clone / path).write_text((own_clone / path).read_text() + "later: true\n")
+    birdsong = made(own_clone, tmp_path / "birdsong", f"--engine=lightswitch==0.2.0+g{before[:7]}", "--bare")
+    mine = [birdsong / "conf/trainer/default.yaml", birdsong / "README.md"]  # the second names the engine's version
+    for file in mine:
+        file.write_text(f"# Mine.\n{file.read_text()}")
+    commit(birdsong, "Mine")
+    for path in ("conf/trainer/default.yaml", "conf/model/gpt.yaml", "docs/your-project/files/README.md"):
+        (own_clone / path).write_text((own_clone / path).read_text() + "later: true\n")  # a bare fork has no gpt.yaml
     commit(own_clone, "Later")
     done = fork(own_clone, "birdsong", "--since", before, "--bare")
     assert done.returncode == 0, done.stderr
     (tmp_path / "template.diff").write_text(done.stdout)
     git(birdsong, "apply", "-3", str(tmp_path / "template.diff"))
-    assert git(birdsong, "diff", "HEAD", "--name-only").split() == ["conf/trainer/default.yaml"]
-    assert mine.read_text().startswith("# Mine.\n")
-    assert mine.read_text().endswith("later: true\n")
+    assert git(birdsong, "diff", "HEAD", "--name-only").split() == ["README.md", "conf/trainer/default.yaml"]
+    for file in mine:
+        assert file.read_text().startswith("# Mine.\n")
+        assert file.read_text().endswith("later: true\n")
 
 
 @pytest.mark.nightly
