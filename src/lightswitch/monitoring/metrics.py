@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
@@ -100,6 +100,29 @@ class MLflowRun(MLFlowLogger):
             super().log_hyperparams(params)
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.write_text(self.run_id or "")
+
+
+class WandbRun(WandbLogger):
+    """Lightning's logger of Weights & Biases, to which all starts of a run are one run of theirs, until one is anew.
+
+    Args:
+        directory: directory of the file `wandb_run`, which counts the starts with `resume=never`.
+        id: of the first run there; later ones have the count behind it.
+        resume: the config's.
+        **settings: arguments of Lightning's logger.
+    """
+
+    def __init__(self, directory: str | Path, id: str, resume: str = "auto", **settings: Any) -> None:
+        self._file = Path(directory, "wandb_run")
+        before = int(self._file.read_text()) if self._file.exists() else None
+        self._count = 0 if before is None else before + (resume == "never")
+        super().__init__(**settings, id=f"{id}_{self._count}" if self._count else id)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
+        """Log them, and write the count."""
+        super().log_hyperparams(params)
+        regular_files.write_text(self._file, str(self._count))
 
 
 class Table:
