@@ -95,7 +95,7 @@ format: $(ALL_INSTALLED) ## format the code, and fix what ruff can fix
 	$(PYTHON) -m ruff check --fix --exit-zero --quiet .
 	$(PYTHON) -m ruff format .
 
-bench: $(ALL_INSTALLED) ## measure the speed, in about ten minutes of a quiet machine
+bench: $(ALL_INSTALLED) ## measure the speed, in about half an hour of a quiet machine
 	$(PYTHON) -m benchmarks.startup
 	$(PYTHON) -m benchmarks.step
 	$(PYTHON) -m benchmarks.ddp
