@@ -47,8 +47,8 @@ def mlp_rows(quick: bool) -> list[Row]:
             module, data = mlp.PeerMLP(), mlp.PointsData(samples)
             with_peer(module, data, Path(folder), peers.take(Turns(_raw_mlp(samples), turns, steps)))
     return [
-        row("MLP", RAW, ours.against_raw("MLP"), "≤ 1.8"),
-        row("MLP", PEER, {"MLP": ours.seconds, PEER: peers.to_scale(ours)}, "≤ 0.40"),
+        row("MLP", RAW, ours.against_raw("MLP"), "≤ 1.6"),
+        row("MLP", PEER, {"MLP": ours.seconds, PEER: peers.to_scale(ours)}, "≤ 0.30"),
         row(PEER, RAW, peers.against_raw(PEER)),
     ]
 
