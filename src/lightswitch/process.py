@@ -29,6 +29,7 @@ from lightswitch.monitoring.display import leave_terminal
 _RANKS_PATIENCE_SECONDS = 10.0  # for ranks to end; those of a failed run write their reports
 _FLUSH_SECONDS = 1.0  # for what is buffered in stdout and stderr, before this process exits at once
 _GRACE_SECONDS = 20.0  # for a rank that gets SIGTERM: a step and a checkpoint
+WITHOUT_MESSAGE = "ended without an error message: it was killed, or crashed outside of Python"
 
 
 class WatchdogMember(Protocol):
@@ -100,9 +101,12 @@ class Process:
                 file.write(line)
 
     def how_ended(self, pid: int) -> str | None:
-        """Return a text that says how one of `ranks` ended; None while it runs, and for any other process."""
-        code = next((rank.poll() for rank in self.ranks if rank.pid == pid), None)
-        return None if code is None else ended_by(code)
+        """Return a text that says how a process of this machine ended; None while it runs, or where that is unknown."""
+        for rank in self.ranks:
+            if rank.pid == pid:  # a zombie's other threads may still run, and its exit code is known after the last
+                code = rank.poll()
+                return None if code is None else ended_by(code)
+        return WITHOUT_MESSAGE if _has_ended(pid) else None
 
     def wait_for_ranks(self) -> None:
         """Wait 10 s for the ranks that this process started, then kill them."""
@@ -165,7 +169,7 @@ class Process:
         threading.Thread(target=follow, name="follow parent", daemon=True).start()
 
 
-def has_ended(pid: int) -> bool:
+def _has_ended(pid: int) -> bool:
     """Return whether a process of this machine has ended; False where that can't be known."""
     try:
         os.kill(pid, 0)

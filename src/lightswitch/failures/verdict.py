@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from lightswitch.errors import Failure
 from lightswitch.failures.classify import Rank
+from lightswitch.process import WITHOUT_MESSAGE
 
 _SETTLE_SECONDS = 0.5  # ranks that end together are found one by one
 ANSWER_SECONDS = 15.0  # within which a live rank reports, even on a busy machine or while a call holds the GIL
 _MOST_NUMBERS = 8  # of ranks in a message
-WITHOUT_MESSAGE = "ended without an error message: it was killed, or crashed outside of Python"
 
 
 @dataclass(frozen=True)

@@ -38,13 +38,12 @@ from lightswitch.failures.classify import Rank, is_of_engine, is_of_others, node
 from lightswitch.failures.crash_report import CrashReport
 from lightswitch.failures.verdict import (
     ANSWER_SECONDS,
-    WITHOUT_MESSAGE,
     Position,
     RankState,
     Timeouts,
     verdict,
 )
-from lightswitch.process import Process, has_ended, stopped_with
+from lightswitch.process import WITHOUT_MESSAGE, Process, stopped_with
 
 log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
@@ -260,8 +259,7 @@ class Member:
             now += min(time.monotonic() - before, self._timeouts.lost_after_seconds / 4)
             before = time.monotonic()
             for mate in self._mates:
-                if mate.number not in self._gone and has_ended(mate.pid):
-                    how = self.process.how_ended(mate.pid) or WITHOUT_MESSAGE
+                if mate.number not in self._gone and (how := self.process.how_ended(mate.pid)):
                     self._gone = {**self._gone, mate.number: (how, oom_kills() > self._oom_kills)}
             if self._judge is not None:
                 try:
@@ -354,8 +352,12 @@ class Judge:
             state.position = Position(**said["position"]) if "position" in said else None
             for number, (how, lacks_memory) in said["gone"].items():
                 other = self._states[int(number)]
-                if other.gone is None and not other.left:
-                    other.gone, other.how, other.lacks_memory = now, how, lacks_memory
+                if other.left:
+                    continue
+                other.gone = now if other.gone is None else other.gone
+                if how != WITHOUT_MESSAGE:  # only the process that started it knows how it ended
+                    other.how = how
+                other.lacks_memory |= lacks_memory
         self._reports = reports
 
 
