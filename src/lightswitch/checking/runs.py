@@ -99,19 +99,19 @@ def run_script(folder: Path, words: Sequence[str], environment: Mapping[str, str
 def export_problem(run_dir: Path) -> str | None:
     """Export a run's last checkpoint and load it; return the problem in one line, or None."""
     from lightswitch.checkpoints import names, weight_files
-    from lightswitch.checkpoints.weight_files import Weights
+    from lightswitch.checkpoints.reading import Reader
     from lightswitch.export.models import load, model_config
 
     checkpoint, file = run_dir / "checkpoints" / "last.ckpt", run_dir / "exported.pt"
     if not checkpoint.exists():
         return "there is no checkpoint"
     try:
-        weights = Weights(checkpoint)
-        weight_files.write(weights, model_config(checkpoint, trust=True).node, file)
+        reader = Reader(checkpoint, group=None)
+        weight_files.write(reader, model_config(checkpoint, trust=True).node, file)
         found = names.state_of(load(file, trust=True))
     except Exception as error:  # the module's own code may raise any exception
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    for name, tensor in weights.read(weights.like).items():
+    for name, tensor in reader.read_weights().items():
         if name not in found or not weight_files.same_bits(found[name].contiguous(), tensor):
             return f"{name} differs from the saved value"
     return None

@@ -33,8 +33,8 @@ class Reader:
     """Reader of one checkpoint. It compares the checksums first.
 
     Args:
-        path: a directory that `directory.write` has written, a `.ckpt` file of Lightning or weights in safetensors. Of
-            the latter two, only the weights are available as tensors.
+        path: a directory that `directory.write` has written, a `.ckpt` file of Lightning, or weights in safetensors or
+            in a `.pt` file. Of all but the first, only the weights are available as tensors.
         group: the process group of the ranks that read together; None for a single process.
         advice: what to do if the model differs, for the error.
         live: the model's parameters by name: what was sharded is sharded like them again. If their names begin with
@@ -120,6 +120,10 @@ class Reader:
         tied = self.state.get("names_of_tied", {}).items()
         own |= {name: own[first] for name, first in tied if first in own}
         return _ReadOnAccess({**own, **self.state.get("extra_state", {})})  # type: ignore[return-value]  # is used as one
+
+    def read_weights(self) -> dict[str, Tensor]:
+        """Return the weights on the CPU, by their first names."""
+        return {name: self.read(f"model.{name}") for name in self.weights_like}
 
     @property
     def weights_like(self) -> dict[str, Tensor]:
@@ -273,8 +277,8 @@ def is_foreign(path: Path) -> bool:
 def weights_and_state(path: Path, live: Collection[str] = ()) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the weights of a foreign checkpoint by name, whole and on the CPU, and the rest of its state.
 
-    It is a `.ckpt` file of Lightning (one device, DDP, FSDP full) or safetensors. Entries of the modules' state that
-    are not tensors are in the state under "extra_state", as in a checkpoint of the engine.
+    It is a `.ckpt` file of Lightning (one device, DDP, FSDP full), a state dict in a `.pt` file, or safetensors.
+    Entries of the modules' state that are not tensors are in the state under "extra_state", as in a checkpoint of the engine.
 
     Raises:
         ValueError: it is something else, is damaged, or can't be read without running code.
@@ -297,7 +301,8 @@ def weights_and_state(path: Path, live: Collection[str] = ()) -> tuple[dict[str,
 def read_foreign(path: Path) -> dict[str, Any]:
     """Return the content of a `.ckpt` file of Lightning, with its tensors memory-mapped from the file.
 
-    In a file that torch's converter has made from a sharded FSDP directory, the weights are under "model".
+    In a file that torch's converter has made from a sharded FSDP directory, the weights are under "model"; a file that
+    ends with `.pt` may contain nothing but weights.
 
     Raises:
         ValueError: the file is something else, or can't be read without running code.
@@ -305,9 +310,15 @@ def read_foreign(path: Path) -> dict[str, Any]:
     state = format.load(path, mapped=True)
     if isinstance(state, dict) and "state_dict" not in state and "model" in state:
         state["state_dict"] = state.pop("model")
-    if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
+    elif path.suffix == ".pt" and isinstance(state, dict) and "state_dict" not in state:
+        state = {"state_dict": state}
+    if not isinstance(state, dict) or not _is_named(state.get("state_dict")):
         raise ValueError("it has no state_dict; use a checkpoint from the checkpoints/ folder of a run, or safetensors")
     return {_VERSION: _OF_ANY, **state}
+
+
+def _is_named(weights: Any) -> bool:
+    return isinstance(weights, dict) and all(isinstance(name, str) for name in weights)
 
 
 def _first_names(tensors: dict[str, Tensor]) -> dict[str, str]:

@@ -85,23 +85,23 @@ def _export(arguments: argparse.Namespace) -> None:
     import torch
 
     from lightswitch.checkpoints import weight_files
-    from lightswitch.checkpoints.weight_files import Weights
+    from lightswitch.checkpoints.reading import Reader
     from lightswitch.export.models import checkpoint_at, model_config
 
     checkpoint = checkpoint_at(arguments.source)
     config = model_config(checkpoint)
     print(f"reads      {checkpoint}", flush=True)
-    weights = Weights(checkpoint)
+    reader = Reader(checkpoint, group=None)
     file: Path = arguments.output
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    written = weight_files.write(weights, config.node, file, dtype)
+    written = weight_files.write(reader, config.node, file, dtype)
     for path in written:
         print(f"written    {path}")
     print(f"compared   {sum(path.stat().st_size for path in written) / 1e6:.2f} MB against the checkpoint")
     print(f'load       model = lightswitch.load("{file}")')
     if file.suffix == ".ckpt":
         print(f'Lightning  {config.target.rpartition(".")[2]}.load_from_checkpoint("{file}")')
-    if buffers := sorted(weights.state.get("buffers", {})):
+    if buffers := sorted(reader.state.get("buffers", {})):
         named = listed(buffers, "buffers", shown=8)
         print(f"left out   {named}, which training has changed and the module registers with persistent=False")
 

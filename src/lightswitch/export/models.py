@@ -33,8 +33,7 @@ from lightswitch.checkpoints import names, weight_files
 from lightswitch.checkpoints.finetuning import LEFT_OUT
 from lightswitch.checkpoints.last import best_or_last
 from lightswitch.checkpoints.names import own_name
-from lightswitch.checkpoints.reading import BUFFERS
-from lightswitch.checkpoints.weight_files import Weights
+from lightswitch.checkpoints.reading import BUFFERS, Reader
 from lightswitch.config.confidential import masked_keys
 from lightswitch.config.hydra_versions import instantiate
 from lightswitch.errors import Refused, UnfitCheckpoint, listed
@@ -66,25 +65,20 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
         Refused: the config names other code.
     """
     builder = "the one given" if model else "its config builds"
-    if (found := weight_files.read(Path(path))) is not None:
-        file, state = found
-        buffers: dict[str, Tensor] = {}
-        model = (
-            _configured(model)
-            if model
-            else _built(read_config(weight_files.config_of(file), trust=trust), trust, state)
-        )
+    checkpoint = checkpoint_at(Path(path))
+    reader = Reader(checkpoint, group=None)
+    left_out, beside = reader.state.get(LEFT_OUT, ()), weight_files.config_of(checkpoint)
+    is_export = reader.is_of_hub or checkpoint.suffix == ".pt" or beside.is_file()
+    if model is None:
+        config = read_config(beside, trust=trust) if is_export else model_config(checkpoint, trust)
+        model = _built(config, trust, () if left_out else reader.weights_like)
     else:
-        checkpoint = checkpoint_at(Path(path))
-        weights = Weights(checkpoint)
-        left_out = weights.state.get(LEFT_OUT, ())
-        has = () if left_out else weights.like
-        model = _configured(model) if model else _built(model_config(checkpoint, trust), trust, has)
-        model.on_load_checkpoint({**weights.state, "state_dict": weights.on_access()})  # as on a resume
-        own = names.parameters(model)
-        brought = {name: own[name].detach() for name in left_out if name in own}
-        state = {**brought, **weights.read(weights.like), **weights.extra_state}
-        buffers = weights.state.get(BUFFERS, {})
+        model = _configured(model)
+    if not is_export:
+        model.on_load_checkpoint({**reader.state, "state_dict": reader.weights()})  # as on a resume
+    own = names.parameters(model)
+    brought = {name: own[name].detach() for name in left_out if name in own}
+    state = {**brought, **reader.read_weights(), **reader.state.get("extra_state", {})}
     fitting = _under_names_of(model, state)
     try:
         if state and not fitting.keys() & model.state_dict().keys():
@@ -94,7 +88,7 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
         problem = "; ".join(str(error).splitlines()[1:2]).strip() or str(error)
         advice = _PARTS_OF_SETUP if is_overridden("setup", model) else ""
         raise UnfitCheckpoint(f"{path} was saved from a different model than {builder}: {problem}{advice}") from error
-    names.set_transient(model, buffers)
+    names.set_transient(model, reader.state.get(BUFFERS, {}))
     _convert(model, {value.dtype for value in state.values() if isinstance(value, Tensor)})
     model.freeze()
     return model

@@ -19,7 +19,7 @@ from lightswitch import regular_files
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints import weight_files
 from lightswitch.checkpoints.last import best_or_last, position_of
-from lightswitch.checkpoints.weight_files import Weights
+from lightswitch.checkpoints.reading import Reader
 from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, shown
@@ -126,7 +126,7 @@ def _weights(run_dir: Path) -> dict[str, str]:
         return {"export": command}
     try:
         model = regular_files.read_yaml(run_dir / "config.yaml", resolve=False)["model"]
-        weight_files.write(Weights(checkpoint), model, file)
+        weight_files.write(Reader(checkpoint, group=None), model, file)
     except (OSError, ValueError, Refused) as error:
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)  # a file from an earlier end of the run has other weights

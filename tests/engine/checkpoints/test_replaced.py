@@ -9,7 +9,7 @@ import torch
 
 from lightswitch.checkpoints import directory
 from lightswitch.checkpoints.last import position_of
-from lightswitch.checkpoints.weight_files import Weights
+from lightswitch.checkpoints.reading import Reader
 from lightswitch.errors import UnfitCheckpoint
 
 
@@ -24,11 +24,11 @@ def test_a_checkpoint_that_is_replaced_or_removed_between_two_reads_is_refused(
 ) -> None:
     path = tmp_path / "best.ckpt"
     _write(path, 1.0)
-    weights = Weights(path)
-    weights.read(["a"])
+    reader = Reader(path, group=None)
+    reader.read("model.a")
     _write(path, 2.0) if is_replaced else directory.remove(path)
     with pytest.raises(UnfitCheckpoint, match=r"a run in progress replaced or removed it during the read; try again"):
-        weights.read(["b", "c"])
+        reader.read("model.b")
 
 
 def test_a_link_that_is_moved_between_two_reads_is_read_to_the_end_where_it_led(tmp_path: Path) -> None:
@@ -36,10 +36,10 @@ def test_a_link_that_is_moved_between_two_reads_is_read_to_the_end_where_it_led(
     _write(tmp_path / "step_2.ckpt", 2.0)
     link = tmp_path / "last.ckpt"
     link.symlink_to("step_1.ckpt")
-    weights = Weights(link)
+    reader = Reader(link, group=None)
     link.unlink()
     link.symlink_to("step_2.ckpt")
-    assert torch.cat(list(weights.read(["a", "b", "c"]).values())).eq(1).all()
+    assert torch.cat(list(reader.read_weights().values())).eq(1).all()
 
 
 def test_what_a_killed_process_was_writing_is_finished_or_removed(tmp_path: Path) -> None:

@@ -79,15 +79,14 @@ def ended(run_dir: Path) -> Ended:
     """Read what a run has left."""
     import csv
 
-    from lightswitch.checkpoints.weight_files import Weights
+    from lightswitch.checkpoints.reading import Reader
 
     with (run_dir / "metrics.csv").open() as file:
         rows = [{name: text for name, text in row.items() if not MEASURED.match(name)} for row in csv.DictReader(file)]
     checkpoints = run_dir / "checkpoints"
     tensors = {}
     for name in ("best", "last"):
-        weights = Weights(checkpoints / f"{name}.ckpt")
-        tensors[name] = weights.read(weights.like)
+        tensors[name] = Reader(checkpoints / f"{name}.ckpt", group=None).read_weights()
     found = sorted(path.relative_to(run_dir) for path in run_dir.rglob("*"))
     return Ended(
         rows,
