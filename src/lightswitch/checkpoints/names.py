@@ -79,32 +79,14 @@ def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield own_name(f"{prefix}.{name}" if prefix else name), value
 
 
-def loose(module: nn.Module, state: Mapping[str, Any], like: Mapping[str, Tensor]) -> set[str]:
-    """Return the names in a module's state that modules load by their own code.
-
-    They are neither parameters nor buffers, but extra state and metric states, of which `state_dict` may contain
-    copies, so that writing into its values restores nothing; and the buffers of modules that override
-    `_load_from_state_dict`, if one of them has another shape in the checkpoint or is sparse.
-
-    Args:
-        like: meta tensors of the checkpoint, by name.
-    """
-    found = set(state) - {name for name, _ in _saved(module)}
-    for prefix, part in module.named_modules():
-        buffers = {own_name(name) for name, _ in part.named_buffers(prefix, recurse=False)} & state.keys()
-        is_own_code = not type(part)._load_from_state_dict.__module__.startswith("torch.")
-        if is_own_code and any(name not in like or like[name].shape != state[name].shape for name in buffers):
-            found |= buffers
-    return found
-
-
 def hand_over(module: nn.Module, state: Mapping[str, Any], device: torch.device) -> None:
-    """Load the entries of modules' states that modules load by their own code, by name.
+    """Load the entries of modules' states that are no parameters, by name: buffers, metric states and extra state.
 
-    This avoids `load_state_dict`, in which a strategy may have hooks.
+    Modules load them by their own code, as `state_dict` may contain copies. This avoids `load_state_dict` of the whole
+    module, in which a strategy may have hooks.
 
     Args:
-        device: the device for metric states; extra state is passed unchanged.
+        device: the device for buffers and metric states; extra state is passed unchanged.
 
     Raises:
         UnfitCheckpoint: a module can't load its entry.

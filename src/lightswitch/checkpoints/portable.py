@@ -10,7 +10,7 @@ import functools
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -359,37 +359,24 @@ class PortableCheckpoints(Strategy):
         module = self.lightning_module
         assert module is not None
         state = names.without(self.lightning_module_state_dict(), checkpoint.get(LEFT_OUT, ()))
-        self.check_model(state, checkpoint, strict)
-        loose = names.loose(module, state, self._reader.weights_like)
-        live = {name: value for name, value in state.items() if names.is_stored(value) and name not in loose}
-        self.read("model", live)
-        self.hand_over(checkpoint, loose)
+        parameters = names.parameters(module).keys() & state.keys()
+        self._reader.check_model(state, parameters, module.hparams, strict)
+        self.read("model", {name: state[name] for name in parameters})
+        self.hand_over(state.keys() - parameters)
 
-    def check_model(self, state: Mapping[str, Any], checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Compare the model's state with the loaded checkpoint (see `Reader.check_model`).
-
-        Entries that modules load by their own code may differ in shape, or in whether they are tensors.
-        """
-        module = self.lightning_module
-        assert module is not None
-        weights, extra = self._reader.weights_like, checkpoint.get("extra_state", {})
-        loose = names.loose(module, state, weights)
-        like = {name: weights.get(name, state[name]) for name in loose if name not in extra}
-        compared = {**names.without(state, loose), **like}
-        live = {name: value for name, value in compared.items() if names.is_stored(value)}
-        self._reader.check_model(live, module.hparams, strict)
-
-    def hand_over(self, checkpoint: Mapping[str, Any], loose: set[str]) -> None:
-        """Load the entries of modules' states that modules load by their own code from the loaded checkpoint.
+    def hand_over(self, others: Set[str]) -> None:
+        """Load the entries of the model's state that are no parameters from the loaded checkpoint. Collective.
 
         Args:
-            loose: the names of these entries.
+            others: the names of these entries.
         """
         module = self.lightning_module
         assert module is not None
-        saved = loose & self._reader.names("model.")
-        tensors = {name: self._reader.read(f"model.{name}").to(module.device, copy=True) for name in saved}
-        names.hand_over(module, {**checkpoint.get("extra_state", {}), **tensors}, module.device)
+        like = self._reader.weights_like
+        tensors = {name: torch.empty_like(like[name], device="cpu") for name in sorted(others & like.keys())}
+        self.read("model", tensors)
+        there = {name: tensor.to(module.device) for name, tensor in tensors.items()}
+        names.hand_over(module, {**self._reader.state.get("extra_state", {}), **there}, module.device)
 
     def read(self, kind: str, tensors: Mapping[str, Stored]) -> None:
         """Fill the tensors, by name, that the loaded checkpoint has of a kind; leave the others. Collective.

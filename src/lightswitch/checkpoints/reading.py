@@ -161,25 +161,30 @@ class Reader:
         if message := _first_of_all_ranks(self._replaced() or message, group):
             raise unreadable(self.path, message) from problem
 
-    def check_model(self, live: Mapping[str, Any], arguments: Mapping[str, Any], strict: bool) -> None:
-        """Compare the names and shapes of a model's parameters and buffers with the checkpoint's.
+    def check_model(
+        self, live: Mapping[str, Any], parameters: Collection[str], arguments: Mapping[str, Any], strict: bool
+    ) -> None:
+        """Compare a model's state with the checkpoint's: the shapes of parameters, and all names.
 
         Args:
             live: the model's state by name.
+            parameters: names of the parameters in it. Modules load the rest by their own code, which may change shapes,
+                and take a tensor for another value.
             arguments: the saved constructor arguments of the model; the error names differences in them first.
             strict: require the same names on both sides.
 
         Raises:
             UnfitCheckpoint: names or shapes differ.
         """
-        saved = self.names("model.")
+        saved, extra = self.names("model."), self.state.get("extra_state", {})
         problems = [
-            f"{name} is {_shape(self.like[f'model.{name}'])} in the checkpoint and {_shape(value)} in the model"
-            for name, value in live.items()
-            if name in saved and self.like[f"model.{name}"].shape != value.shape
+            f"{name} is {_shape(self.like[f'model.{name}'])} in the checkpoint and {_shape(live[name])} in the model"
+            for name in parameters
+            if name in saved and self.like[f"model.{name}"].shape != live[name].shape
         ]
         if strict:
-            problems += [f"the checkpoint has no {name}" for name in sorted(live.keys() - saved)]
+            lacks = {name for name, value in live.items() if is_stored(value)} - saved - extra.keys()
+            problems += [f"the checkpoint has no {name}" for name in sorted(lacks)]
             problems += [f"the model has no {name}" for name in sorted(saved - live.keys())]
         if problems:
             then = self.state.get("hyper_parameters", {})
@@ -189,7 +194,7 @@ class Reader:
                 if name in then and str(then[name]) != str(value) and "${" not in str(then[name])  # of the environment
             ]
             message = listed([*others, *problems], shown=4, separator="; ")
-            advice = self.advice + (f", or, if {_BRINGS}" if strict and live.keys() - saved else "")
+            advice = self.advice + (f", or, if {_BRINGS}" if strict and lacks else "")
             raise UnfitCheckpoint(f"{self.path} was saved from a different model: {message}; {advice}")
 
 
@@ -278,7 +283,8 @@ def weights_and_state(path: Path, live: Collection[str] = ()) -> tuple[dict[str,
     """Return the weights of a foreign checkpoint by name, whole and on the CPU, and the rest of its state.
 
     It is a `.ckpt` file of Lightning (one device, DDP, FSDP full), a state dict in a `.pt` file, or safetensors.
-    Entries of the modules' state that are not tensors are in the state under "extra_state", as in a checkpoint of the engine.
+    Entries of the modules' state that are not tensors are in the state under "extra_state", as in a checkpoint of the
+    engine.
 
     Raises:
         ValueError: it is something else, is damaged, or can't be read without running code.

@@ -274,16 +274,14 @@ class PortableDeepSpeed(PortableCheckpoints):
             super().load_model_state_dict(checkpoint, strict)
             return
         parameters = {name: _in_full_shape(parameter) for name, parameter in names.parameters(module).items()}
-        state = {**names.state_of(module), **parameters}
-        self.check_model(names.without(state, checkpoint.get(LEFT_OUT, ())), checkpoint, strict)
-        loose = names.loose(module, state, self._reader.weights_like)
-        self.read("model", names.without(state, {*parameters, *loose}))
+        state = names.without({**names.state_of(module), **parameters}, checkpoint.get(LEFT_OUT, ()))
+        self._reader.check_model(state, parameters.keys() & state.keys(), module.hparams, strict)
         self.read("model", {name: weight for name, weight, _ in pieces(engine, module)})
         if has_working_copy(engine):
             update_working_copy(engine, module)
         else:
             self.read("model", whole_beside_parts(module))
-        self.hand_over(checkpoint, loose)
+        self.hand_over(state.keys() - parameters.keys())
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read optimizer states and the loss scale, and restore the saved options of groups."""
