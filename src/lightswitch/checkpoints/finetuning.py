@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightswitch import patches
 from lightswitch.batches.plan import Position
 from lightswitch.checkpoints import names
+from lightswitch.checkpoints.last import FROZEN_SINCE
 from lightswitch.mixins import callbacks_of
 
 
@@ -52,27 +53,12 @@ class TrainableOnly(Callback):
     adapters.
 
     The model that reads such a checkpoint has to load these parameters itself, for example from a pretrained model in
-    its constructor. A parameter that was trained before it was frozen, even before a resume, is saved.
+    its constructor. A parameter that was not frozen when the run began, even before a resume, is saved.
     """
 
-    def __init__(self) -> None:
-        self._frozen: dict[str, nn.Parameter] | None = None  # never trained so far; None before training starts
-        self._trained: set[str] = set()  # names of parameters trained before the resume
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if LEFT_OUT in checkpoint:
-            self._trained = names.parameters(pl_module).keys() - set(checkpoint[LEFT_OUT])
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._frozen = names.without(names.parameters(pl_module), self._trained)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        assert self._frozen is not None
-        self._frozen = {name: parameter for name, parameter in self._frozen.items() if not parameter.requires_grad}
-
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        so_far = names.parameters(pl_module) if self._frozen is None else self._frozen
-        frozen = {name for name, parameter in so_far.items() if not parameter.requires_grad}
+        frozen = {name for name, parameter in names.parameters(pl_module).items() if not parameter.requires_grad}
+        frozen -= checkpoint.get(FROZEN_SINCE, {}).keys()  # of StepBoundary, which comes before
         weights = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name: value for name, value in weights.items() if name not in frozen}
+        checkpoint["state_dict"] = names.without(weights, frozen)
         checkpoint[LEFT_OUT] = sorted(frozen & weights.keys())

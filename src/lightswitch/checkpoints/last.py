@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import re
 import warnings
 import zlib
@@ -26,7 +25,7 @@ from lightswitch.batches.plan import Position, saved_position
 from lightswitch.checkpoints import directory, names
 from lightswitch.checkpoints.format import PlainTypes
 from lightswitch.checkpoints.optimizers import options_of
-from lightswitch.checkpoints.reading import BUFFERS, Reader, is_foreign, is_hub, read_foreign, unreadable, why
+from lightswitch.checkpoints.reading import BUFFERS, Reader, unreadable
 from lightswitch.checkpoints.shards import local
 from lightswitch.checkpoints.writing import describe_failure
 from lightswitch.errors import Refused, UnfitCheckpoint, UnwrittenCheckpoint, listed, shown
@@ -35,7 +34,9 @@ from lightswitch.regular_files import linked, write_link
 
 log = logging.getLogger(__name__)
 
-_FROZEN = "frozen_since"  # in a checkpoint: whether a parameter is frozen, for those that changed since the run began
+FROZEN_SINCE = (
+    "frozen_since"  # in a checkpoint: whether a parameter is frozen, for those that changed since the run began
+)
 _SAMPLED_ELEMENTS = 64  # of each parameter, compared over the hooks on_train_start of a resumed run
 _CONFIGURED = "configured"  # in a checkpoint: options of optimizers and states of schedules at the start of the run
 
@@ -93,7 +94,9 @@ class StepBoundary(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         frozen = _frozen(pl_module)
-        checkpoint[_FROZEN] = {name: frozen[name] for name, one in self._frozen.items() if frozen.get(name, one) != one}
+        checkpoint[FROZEN_SINCE] = {
+            name: frozen[name] for name, one in self._frozen.items() if frozen.get(name, one) != one
+        }
         buffers = {name: part.get_buffer(own) for name, part, own in names.transient(pl_module)}
         checkpoint[BUFFERS] = {name: one for name, one in buffers.items() if self._buffers.get(name) != _checksum(one)}
         checkpoint[_CONFIGURED] = self._configured
@@ -102,7 +105,7 @@ class StepBoundary(Callback):
         names.set_transient(pl_module, checkpoint.get(BUFFERS, {}))
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        frozen = checkpoint.get(_FROZEN, {})
+        frozen = checkpoint.get(FROZEN_SINCE, {})
         for name, parameter in names.parameters(pl_module).items():
             if name in frozen:
                 parameter.requires_grad_(not frozen[name])
@@ -260,22 +263,19 @@ class LastCheckpoints(Checkpoint):
         self.every_n_steps = every_n_steps
         self.keep = keep
         self.keep_every_n_steps = keep_every_n_steps
-        self._counted_step = 0  # start of the current interval: the step of the last save, or of the start
-        self._is_saved = True  # whether this folder has the checkpoint of that step
+        self._saved_step = 0  # of the last save, or the start
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         own, resumed = self._path(trainer), linked(Path(trainer.ckpt_path)) if trainer.ckpt_path is not None else None
         is_own = resumed is not None and resumed.resolve() == own.resolve()
-        # of this step another checkpoint of the run was written, such as the best, before it was killed
-        is_due = not is_own and resumed is not None and resumed.resolve().parent == self.folder.resolve()
-        self._counted_step = trainer.global_step - is_due
-        self._is_saved = is_own or resumed is None
+        # another run's, or one of this run that was written before it was killed, such as the best: this step is due
+        self._saved_step = trainer.global_step - (resumed is not None and not is_own)
         if is_own and trainer.is_global_zero:
             self._point_to(own)  # a run killed between saving and linking left last.ckpt at the previous checkpoint
 
     def save_if_due(self, trainer: Trainer) -> None:
         """Save a checkpoint if the interval is over; called between steps."""
-        if trainer.global_step // self.every_n_steps > self._counted_step // self.every_n_steps:
+        if trainer.global_step // self.every_n_steps > self._saved_step // self.every_n_steps:
             self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -283,10 +283,10 @@ class LastCheckpoints(Checkpoint):
 
     def save(self, trainer: Trainer) -> None:
         """Save a checkpoint of this step, unless it is already saved."""
-        is_saved = self._is_saved and trainer.global_step == self._counted_step
+        is_saved = trainer.global_step == self._saved_step
         if is_saved or getattr(trainer, "fast_dev_run", False):  # an attribute that Lightning does not declare
             return
-        self._counted_step, self._is_saved = trainer.global_step, True
+        self._saved_step = trainer.global_step
         path = self._path(trainer)
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
@@ -323,7 +323,6 @@ def _step(path: Path) -> int | None:
 
 
 _WRITTEN = re.compile(r".+\.ckpt(\.previous)?", re.DOTALL)
-_NO_TENSORS = slice(0)
 
 
 def newest(run_dir: Path) -> tuple[Path, Position] | None:
@@ -389,16 +388,11 @@ def position_of(path: Path) -> Position | None:
     Raises:
         UnfitCheckpoint: it can't be read. Its tensors are not checked.
     """
-    path = linked(path)
+    reader = Reader(path, group=None, compares_tensors=False)
     try:
-        if is_foreign(path):
-            if path.is_file() and not is_hub(path):
-                read_foreign(path)
-            return None
-        directory.read_index(path, _NO_TENSORS)
-        return saved_position(directory.read_state(path))
-    except Exception as error:  # torch raises many kinds of errors for a file that is not a checkpoint, or truncated
-        raise unreadable(path, why(error)) from error
+        return saved_position(reader.state)
+    except ValueError as error:
+        raise unreadable(path, str(error)) from error
 
 
 def _found(run_dir: Path) -> tuple[list[tuple[Path, Position]], list[UnfitCheckpoint]]:
@@ -410,15 +404,8 @@ def _found(run_dir: Path) -> tuple[list[tuple[Path, Position]], list[UnfitCheckp
                 readable.append((path, position))
         except UnfitCheckpoint as error:
             damaged.append(error)
-    readable.sort(key=_distance, reverse=True)
+    readable.sort(key=lambda found: (found[1].global_step, found[0].name), reverse=True)  # of equal ones, step_<n>.ckpt
     return readable, damaged
-
-
-def _distance(found: tuple[Path, Position]) -> tuple[int, str]:
-    """Return a sort key for a checkpoint's progress: its step, then its name, so that of equal ones `step_<n>.ckpt` is
-    the furthest."""
-    path, position = found
-    return position.global_step, path.name
 
 
 def _named(folder: Path) -> list[Path]:
@@ -428,12 +415,8 @@ def _named(folder: Path) -> list[Path]:
         UnfitCheckpoint: the folder can't be listed. A run that has checkpoints must not start anew for that reason.
     """
     try:
-        with os.scandir(folder) as entries:
-            return sorted(
-                folder / entry.name
-                for entry in entries
-                if _WRITTEN.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-            )
+        named = sorted(path for path in folder.iterdir() if _WRITTEN.fullmatch(path.name))
+        return [path for path in named if path.is_dir() and not path.is_symlink()]
     except FileNotFoundError:
         return []
     except OSError as error:

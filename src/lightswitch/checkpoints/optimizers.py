@@ -26,11 +26,6 @@ def groups_of(optimizer: Optimizer, module: nn.Module) -> Groups:
         Refused: the optimizer holds a tensor that is not a parameter of the module, or state of another form.
     """
     of = names.names_of(module)
-    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
-        raise Refused(
-            "ZeroRedundancyOptimizer keeps the state of a part of the parameters on each device, which checkpoints do "
-            "not gather; use its inner optimizer with strategy=deepspeed_stage_1 or strategy=fsdp, which shard states"
-        )
     is_around_another = len([*parts(optimizer)]) > 1  # its format is its own, its parts are stored
     if more := () if is_around_another else sorted(optimizer.state_dict().keys() - {"state", "param_groups"}):
         raise Refused(

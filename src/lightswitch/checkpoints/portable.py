@@ -360,7 +360,7 @@ class PortableCheckpoints(Strategy):
         assert module is not None
         state = names.without(self.lightning_module_state_dict(), checkpoint.get(LEFT_OUT, ()))
         parameters = names.parameters(module).keys() & state.keys()
-        self._reader.check_model(state, parameters, module.hparams, strict)
+        self._reader.check_model(state, parameters, names.tied(module), module.hparams, strict)
         self.read("model", {name: state[name] for name in parameters})
         self.hand_over(state.keys() - parameters)
 

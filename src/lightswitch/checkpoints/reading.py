@@ -37,8 +37,8 @@ class Reader:
             in a `.pt` file. Of all but the first, only the weights are available as tensors.
         group: the process group of the ranks that read together; None for a single process.
         advice: what to do if the model differs, for the error.
-        live: the model's parameters by name: what was sharded is sharded like them again. If their names begin with
-            what may be a wrapper's prefix, a foreign file keeps it.
+        live: the model's parameters by name: what was sharded is sharded like them again.
+        compares_tensors: compare the checksums of the files of tensors, too.
 
     Attributes:
         state: the checkpoint without the tensors.
@@ -56,6 +56,7 @@ class Reader:
         group: dist.ProcessGroup | None,
         advice: str = _OF_A_RESUME,
         live: Mapping[str, nn.Parameter] | None = None,
+        compares_tensors: bool = True,
     ) -> None:
         self.path = path = regular_files.linked(path)
         self.advice = advice
@@ -63,6 +64,7 @@ class Reader:
         self._files = path.resolve()  # a link such as last.ckpt may change during the read
         self._identity = directory.identity(self._files)
         self._group = group
+        self._compares_tensors = compares_tensors
         self._saved_names: dict[str, str] = {}  # of weights that `rename` has given other names
         problem: Exception | None = None
         try:
@@ -75,11 +77,13 @@ class Reader:
     def _open(self) -> dict[str, Any]:
         """Read index and state. Each rank compares the checksums of some files, without waiting for another rank."""
         if is_foreign(self.path):
-            weights, state = weights_and_state(self.path, self._live)
+            weights, state = weights_and_state(self.path)
             self._take(weights)
             return state
         rank, ranks = (dist.get_rank(self._group), dist.get_world_size(self._group)) if self._group else (0, 1)
-        self._index = directory.read_index(self._files, slice(rank, None, ranks))
+        self._index = directory.read_index(
+            self._files, slice(rank, None, ranks) if self._compares_tensors else slice(0)
+        )
         self.like = dict(self._index.like)
         state = directory.read_state(self._files, partial(sharded_like, self._live))
         if of_before := self.names("transient."):
@@ -162,7 +166,12 @@ class Reader:
             raise unreadable(self.path, message) from problem
 
     def check_model(
-        self, live: Mapping[str, Any], parameters: Collection[str], arguments: Mapping[str, Any], strict: bool
+        self,
+        live: Mapping[str, Any],
+        parameters: Collection[str],
+        tied: Collection[str],
+        arguments: Mapping[str, Any],
+        strict: bool,
     ) -> None:
         """Compare a model's state with the checkpoint's: the shapes of parameters, and all names.
 
@@ -170,6 +179,7 @@ class Reader:
             live: the model's state by name.
             parameters: names of the parameters in it. Modules load the rest by their own code, which may change shapes,
                 and take a tensor for another value.
+            tied: other names of tensors in it, under which a foreign file has them, too.
             arguments: the saved constructor arguments of the model; the error names differences in them first.
             strict: require the same names on both sides.
 
@@ -185,7 +195,7 @@ class Reader:
         if strict:
             lacks = {name for name, value in live.items() if is_stored(value)} - saved - extra.keys()
             problems += [f"the checkpoint has no {name}" for name in sorted(lacks)]
-            problems += [f"the model has no {name}" for name in sorted(saved - live.keys())]
+            problems += [f"the model has no {name}" for name in sorted(saved - {*live, *tied})]
         if problems:
             then = self.state.get("hyper_parameters", {})
             others = [
@@ -258,7 +268,6 @@ def _shape(tensor: Stored) -> str:
 # Files from elsewhere
 
 _VERSION, _OF_ANY = "pytorch-lightning_version", "2.0.0"  # a Trainer migrates checkpoints of older versions
-_BEFORE_NAMES = ("_forward_module.", "module.")  # DeepSpeed's and DDP's wrappers
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FSDP, _ZERO = "meta.pt", "checkpoint/*_model_states.pt"  # files in Lightning's sharded checkpoint directories
 
@@ -279,7 +288,7 @@ def is_foreign(path: Path) -> bool:
     return is_hub(path) or path.is_file()
 
 
-def weights_and_state(path: Path, live: Collection[str] = ()) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def weights_and_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the weights of a foreign checkpoint by name, whole and on the CPU, and the rest of its state.
 
     It is a `.ckpt` file of Lightning (one device, DDP, FSDP full), a state dict in a `.pt` file, or safetensors.
@@ -293,15 +302,8 @@ def weights_and_state(path: Path, live: Collection[str] = ()) -> tuple[dict[str,
         return hub_weights(path), {_VERSION: _OF_ANY}
     state = read_foreign(path)
     named = {own_name(name): value for name, value in state.pop("state_dict").items()}
-    for wrapper in _BEFORE_NAMES:
-        if all(name.startswith(wrapper) for name in named) and not any(name.startswith(wrapper) for name in live):
-            named = {name.removeprefix(wrapper): value for name, value in named.items()}
     tensors = {name: local(value) for name, value in named.items() if is_stored(value)}
-    extra = {name: value for name, value in named.items() if name not in tensors}
-    first = _first_names(tensors)
-    tied = {name: first[name] for name in tensors if first[name] != name}
-    weights = {name: value for name, value in tensors.items() if name not in tied}
-    return weights, {**state, "extra_state": extra, "names_of_tied": tied}
+    return tensors, {**state, "extra_state": {name: value for name, value in named.items() if name not in tensors}}
 
 
 def read_foreign(path: Path) -> dict[str, Any]:
@@ -325,16 +327,6 @@ def read_foreign(path: Path) -> dict[str, Any]:
 
 def _is_named(weights: Any) -> bool:
     return isinstance(weights, dict) and all(isinstance(name, str) for name in weights)
-
-
-def _first_names(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Return, for each name, the first name of the same tensor: a tied weight has several names."""
-    first: dict[tuple[Any, ...], str] = {}
-    names = {}
-    for name, value in tensors.items():
-        memory = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)
-        names[name] = first.setdefault(memory, name)
-    return names
 
 
 def is_hub(path: Path) -> bool:

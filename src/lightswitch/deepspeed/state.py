@@ -275,7 +275,8 @@ class PortableDeepSpeed(PortableCheckpoints):
             return
         parameters = {name: _in_full_shape(parameter) for name, parameter in names.parameters(module).items()}
         state = names.without({**names.state_of(module), **parameters}, checkpoint.get(LEFT_OUT, ()))
-        self._reader.check_model(state, parameters.keys() & state.keys(), module.hparams, strict)
+        own = parameters.keys() & state.keys()
+        self._reader.check_model(state, own, names.tied(module), module.hparams, strict)
         self.read("model", {name: weight for name, weight, _ in pieces(engine, module)})
         if has_working_copy(engine):
             update_working_copy(engine, module)

@@ -82,14 +82,6 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
             Reader(tmp_path / name, group=None)
 
 
-def test_a_module_named_as_a_wrapper_keeps_its_name(tmp_path: Path) -> None:
-    torch.save({"state_dict": {"module.weight": torch.zeros(3)}}, tmp_path / "file.ckpt")
-    names = {
-        live: Reader(tmp_path / "file.ckpt", None, live=[live]).names("model.") for live in ("weight", "module.weight")
-    }
-    assert names == {live: {live} for live in names}
-
-
 def test_it_is_not_resumed(fresh: Finished, train: Train) -> None:
     path = fresh.run_dir / "lightnings.ckpt"
     refused = train(*RUN, f"resume={path}", "run_id=new", check=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -321,20 +319,6 @@ def test_what_is_saved_outside_of_training_is_written_whole_and_gives_its_weight
     for path in (folder / f"{name}.ckpt" for folder in (first.folder, evaluated.folder) for name in WHEN):
         assert torch.equal(Reader(path, None).read("model.net.0.bias"), Reader(tested, None).read("model.net.0.bias"))
         assert position_of(path) is None
-
-
-def test_an_optimizer_whose_state_no_checkpoint_would_have_whole_is_refused() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own use of torch.jit
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    module = nn.Linear(2, 2)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW)
-        with pytest.raises(Refused, match="keeps the state of a part of the parameters on each device"):
-            optimizers.groups_of(optimizer, module)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_an_optimizer_whose_state_dict_has_more_than_its_state_is_refused() -> None:
