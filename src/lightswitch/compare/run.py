@@ -104,8 +104,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _read(run_dir: Path, label: str, job: Record | None) -> Run:
-    resolved = resume.read_yaml(run_dir / "config.yaml")
-    resolved = resolved if isinstance(resolved, dict) else {}
+    resolved = resume.read_mapping(run_dir / "config.yaml")
     state, failure = _ending(run_dir, job, mode=str(resolved.get("mode", "fit")))
     curves, begun = _curves(run_dir / "metrics.csv"), resume.starts(run_dir)
     wanted = resolved.get("objective")
@@ -116,7 +115,7 @@ def _read(run_dir: Path, label: str, job: Record | None) -> Run:
         failure,
         name=str(resolved["name"]) if "name" in resolved else None,
         objective=objective.find(curves, str(wanted)) or str(wanted) if wanted is not None else None,
-        config=_config(resume.read_yaml(run_dir / ".hydra" / "config.yaml"), resolved),
+        config=_config(resume.read_mapping(run_dir / ".hydra" / "config.yaml"), resolved),
         curves=curves,
         devices=begun[-1].size if begun else None,
     )
@@ -135,10 +134,10 @@ def _ending(run_dir: Path, job: Record | None, mode: str) -> tuple[str, str | No
     return ("not finished" if job is None or job.state == RUNNING else job.state), None
 
 
-def _config(written: Any, resolved: dict[str, Any]) -> dict[str, str]:
+def _config(written: dict[str, Any], resolved: dict[str, Any]) -> dict[str, str]:
     """Return the values that are written as such, or by a resolver; other interpolations follow from these."""
     values = dict(_leaves(resolved))
-    texts = dict(_leaves(written)) if isinstance(written, dict) else values
+    texts = dict(_leaves(written)) or values
     own = (key for key, text in texts.items() if "${" not in text or _CALL.search(text))
     return {key: values[key] for key in own if key in values}
 

@@ -12,8 +12,9 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -56,23 +57,7 @@ def take_folder(folder: Path, process: Process) -> None:
     Raises:
         Refused: another process has the lock.
     """
-    process.locks.callback(lock(folder).release)
-
-
-class Lock:
-    """Lock on a directory, held until `release`, or until this process and those that it has forked have ended."""
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path, self._descriptor = path, descriptor
-        self._pid = os.getpid()
-
-    def release(self) -> None:
-        """Release the lock. A second call, or a call in a forked process, does nothing."""
-        if self._descriptor < 0 or self._pid != os.getpid():
-            return
-        self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)
-        self._descriptor = -1
+    process.locks.callback(lock(folder))
 
 
 @dataclass(frozen=True)
@@ -95,20 +80,31 @@ class Holder:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
 
-def lock(folder: Path, environ: Mapping[str, str] = os.environ) -> Lock:
-    """Lock a directory. Wait for what a dead process has forked, and for an earlier start of this job to end.
+def lock(folder: Path, environ: Mapping[str, str] = os.environ) -> Callable[[], None]:
+    """Lock a directory until the result is called, or this process and those that it has forked have ended.
+
+    Wait for what a dead process has forked, and for an earlier start of this job to end.
 
     Raises:
         Refused: another process has the lock, or the directory can't be written.
     """
     here = Holder(platform.node(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"), job(environ) or "")
     try:
-        return _lock(folder, here)
+        path, descriptor = _lock(folder, here)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(asdict(here)).encode() + b"\n", 0)
     except OSError as error:
         raise Refused(f"{shown(folder)} can't be written: {error.strerror or error}") from error
+    return partial(_release, path, descriptor, here.pid)
 
 
-def _lock(folder: Path, here: Holder) -> Lock:
+def _release(path: Path, descriptor: int, pid: int) -> None:
+    if pid == os.getpid():  # not a forked process
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(folder: Path, here: Holder) -> tuple[Path, int]:
     path, end, is_reported = folder / LOCK, time.monotonic() + _PATIENCE_SECONDS, False
     while True:
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,13 +115,13 @@ def _lock(folder: Path, here: Holder) -> Lock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):  # its holder has not removed it
-                return _held(path, descriptor, here)
+                return path, descriptor
         except BlockingIOError:
             pass
         except OSError:  # the file system has no flock
             os.close(descriptor)
             path.unlink(missing_ok=True)
-            return _lock_without_flock(path.with_name(f"{LOCK}.only"), here)
+            return _lock_without_flock(path.with_name(f"{LOCK}.only"))
         os.close(descriptor)
         other = _holder(path)
         if other is not None and (time.monotonic() > end or not _is_ending(other, here)):
@@ -138,15 +134,9 @@ def _lock(folder: Path, here: Holder) -> Lock:
         time.sleep(_POLL_SECONDS)
 
 
-def _held(path: Path, descriptor: int, here: Holder) -> Lock:
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(asdict(here)).encode() + b"\n", 0)
-    return Lock(path, descriptor)
-
-
-def _lock_without_flock(path: Path, here: Holder) -> Lock:
+def _lock_without_flock(path: Path) -> tuple[Path, int]:
     try:
-        return _held(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), here)
+        return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except FileExistsError:
         raise Refused(
             f"{shown(path.parent)} is being written by {_holder(path) or 'another process'}; wait until it has ended, "

@@ -123,14 +123,10 @@ class RunRecord(Callback):
         if self.mode == "validate":
             self._go_on(trainer)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._go_on(trainer)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._go_on(trainer)
-
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._go_on(trainer)  # also if the checkpoint was at the last step and no batch was read
+
+    on_test_start = on_predict_start = on_fit_end
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         for name, module in _modules(trainer).items():  # the module keeps the values
@@ -252,15 +248,11 @@ def _open(loggers: Iterable[Logger]) -> None:
     for logger in sorted(loggers, key=lambda logger: not isinstance(logger, WandbLogger)):
         try:
             getattr(logger, "experiment", None)
-        except _usage_errors() as error:
+        except Exception as error:
+            if type(error).__name__ != "UsageError":  # of Weights & Biases, which may not be installed
+                raise
             message = " ".join(str(error).split())
             raise Refused(f"logger: wandb: {message} Or export WANDB_MODE=offline, for an offline run") from error
-
-
-def _usage_errors() -> tuple[type[Exception], ...]:
-    """Return the exception class of Weights & Biases for user errors, if it is imported."""
-    errors = getattr(sys.modules.get("wandb"), "errors", None)
-    return (errors.UsageError,) if errors is not None else ()
 
 
 def _files(cfg: DictConfig, run: RunContext) -> dict[str, str]:

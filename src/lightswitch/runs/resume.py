@@ -148,7 +148,7 @@ class Start:
 def starts(run_dir: Path) -> list[Start]:
     """Return the starts of a run, the first one first; empty if its record has none or can't be read."""
     try:
-        return [regular_files.as_record(one, Start) for one in _record(run_dir)["starts"]]
+        return [regular_files.as_record(one, Start) for one in read_mapping(run_dir / RECORD)["starts"]]
     except (ValueError, TypeError, KeyError):
         return []
 
@@ -217,13 +217,13 @@ def write_end(cfg: DictConfig, run_dir: Path, step: int, go_on: str | None) -> N
         go_on: command that continues the run under higher limits.
     """
     end = End(step, _limits(cfg), go_on)
-    regular_files.write_json(run_dir / RECORD, {**_record(run_dir), "ended": asdict(end)})
+    regular_files.write_json(run_dir / RECORD, {**read_mapping(run_dir / RECORD), "ended": asdict(end)})
 
 
 def ended(run_dir: Path) -> End | None:
     """Return the end of a run; None if fit and test have not ended, or its record can't be read."""
     try:
-        return regular_files.as_record(_record(run_dir).get("ended"), End)
+        return regular_files.as_record(read_mapping(run_dir / RECORD).get("ended"), End)
     except ValueError:
         return None
 
@@ -232,14 +232,6 @@ def last_step(run_dir: Path) -> int:
     """Return the step at which a run ended; 0 if it has not."""
     end = ended(run_dir)
     return 0 if end is None else end.step
-
-
-def _record(run_dir: Path) -> dict[str, Any]:
-    try:
-        found = regular_files.read_json(run_dir / RECORD)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _limits(cfg: DictConfig) -> dict[str, int | str | None]:
@@ -261,24 +253,22 @@ def _count(limit: int | None) -> float:
 
 def read_results(run_dir: Path) -> dict[str, float]:
     """Return the metrics in results.json; empty if the run has not ended, or the file is damaged."""
-    try:
-        return dict(regular_files.read_json(run_dir / RESULTS))
-    except (OSError, ValueError, TypeError):
-        return {}
+    return read_mapping(run_dir / RESULTS)
 
 
-def read_yaml(path: Path) -> Any:
-    """Read a YAML file; None if it does not exist or is damaged."""
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON or YAML file; empty if there is none, or the file is damaged."""
+    read = regular_files.read_yaml if path.suffix == ".yaml" else regular_files.read_json
     try:
-        return regular_files.read_yaml(path)
+        found = read(path)
     except (OSError, ValueError):
-        return None
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def has_trained(run_dir: Path) -> bool:
     """Return whether a directory has the record of a training, which an evaluation there leaves as it is."""
-    config = read_yaml(run_dir / "config.yaml")
-    return isinstance(config, dict) and config.get("mode") == "fit"
+    return read_mapping(run_dir / "config.yaml").get("mode") == "fit"
 
 
 _NO_HYPERPARAMETERS = {  # keys that identify the run or set what it logs, not what is trained
@@ -293,8 +283,8 @@ def changes_since(run_dir: Path, cfg: DictConfig) -> str:
 
     The text is empty if nothing differs, or the earlier config can't be read.
     """
-    before = read_yaml(run_dir / "config.yaml")
-    if not isinstance(before, dict) or not before:
+    before = read_mapping(run_dir / "config.yaml")
+    if not before:
         return ""
     now: Any = masked(OmegaConf.to_container(cfg))  # as the earlier one is written
     for group in ("optimizer", "scheduler"):  # a record lacks them if the module has its own

@@ -75,11 +75,11 @@ def test_beside_a_run_a_finished_start_says_so_and_an_evaluation_leaves_its_reco
     names = ("config.yaml", "run.json", ".hydra/config.yaml", ".hydra/overrides.yaml")
     record = {name: (run_dir / name).read_text() for name in names}
     results = json.loads((run_dir / "results.json").read_text())
-    held = claim.lock(run_dir)
+    release = claim.lock(run_dir)
     assert "finished   fit and test have ended at step 6" in train(*RUN, folder=first.folder).out
     last = "ckpt_path=runs/plainmodel/mine/checkpoints/last.ckpt"
     train(*PLAIN, "mode=test", last, folder=first.folder)
-    held.release()
+    release()
     (own,) = (path for path in first.folder.glob("runs/plainmodel/*") if path.name != "mine")
     assert "test/loss" in (own / "metrics.csv").read_text()
     train(*RUN, "mode=validate", "ckpt_path=last", "data.batch_size=5", folder=first.folder)  # with the run's own id

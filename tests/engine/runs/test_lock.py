@@ -69,9 +69,9 @@ def takers() -> Iterator[list[Taker]]:
 
 
 def test_it_is_held_until_it_is_given_back_or_the_process_ends(takers: list[Taker], tmp_path: Path) -> None:
-    held = claim.lock(tmp_path)
+    release = claim.lock(tmp_path)
     assert f"process {os.getpid()} on {os.uname().nodename}, since 20" in takers[0].take(tmp_path)
-    held.release()
+    release()
     assert list(tmp_path.iterdir()) == []
     assert takers[0].take(tmp_path / "mine") == "taken"
     shutil.copytree(tmp_path / "mine", tmp_path / "copy")  # which is free
@@ -107,7 +107,7 @@ def test_what_a_dead_process_has_forked_is_waited_for(tmp_path: Path, caplog: py
     assert out == "taken\n"
     claim.log.addHandler(handler := _waiting_ends(tmp_path / "waited_for"))
     with caplog.at_level(logging.INFO):
-        claim.lock(tmp_path / "run").release()
+        claim.lock(tmp_path / "run")()
     claim.log.removeHandler(handler)
     assert (tmp_path / "waited_for").read_text().startswith(f"waiting    for process {parent.process.pid} on ")
 
@@ -130,24 +130,24 @@ def test_a_file_system_without_flock_names_the_file_to_remove(tmp_path: Path, mo
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    held = claim.lock(tmp_path)
+    release = claim.lock(tmp_path)
     with pytest.raises(Refused, match=rf"by process {os.getpid()} on .*; if it was killed, type rm \S+\.lock\.only: "):
         claim.lock(tmp_path)
-    held.release()
-    claim.lock(tmp_path).release()
+    release()
+    claim.lock(tmp_path)()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_one_that_is_damaged_is_nobodys(tmp_path: Path) -> None:
     for content in (b"", b'{"host": "fa', b"\xff\xfe", b"[]"):
         (tmp_path / claim.LOCK).write_bytes(content)
-        claim.lock(tmp_path).release()
+        claim.lock(tmp_path)()
 
 
 def test_a_directory_is_removed_though_a_logger_makes_it_anew(tmp_path: Path) -> None:
-    held = claim.lock(tmp_path / "run")
+    release = claim.lock(tmp_path / "run")
     assert not claim.is_removed(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "removed")
     (tmp_path / "run" / "tensorboard").mkdir(parents=True)
     assert claim.is_removed(tmp_path / "run")
-    held.release()
+    release()

@@ -136,10 +136,10 @@ def test_a_start_that_finds_only_harmed_checkpoints_leaves_them(copied: Finished
 
 def test_a_start_while_another_writes_leaves_its_files(earlier: Finished, train: Train) -> None:
     before = _state(earlier.run_dir)
-    held = claim.lock(earlier.run_dir)
+    release = claim.lock(earlier.run_dir)
     refused = train(*RUN, MORE, folder=earlier.folder, check=False)
     by_ranks = train(*RUN, MORE, "strategy=ddp", ranks=2, folder=earlier.folder, check=False)
-    held.release()
+    release()
     told = f"error: runs/plain/mine is being written by process {os.getpid()} on {os.uname().nodename}, since "
     for start in (refused, by_ranks):
         assert (start.returncode, start.err.count("\n")) == (2, 1), start.err
