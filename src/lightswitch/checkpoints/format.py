@@ -251,18 +251,16 @@ def sum_of(path: Path) -> str:
 
 
 def load(path: Path, mapped: bool = False) -> Any:
-    """Return the content of a file of `torch.save`, in any of its formats, on the CPU, without running code from it.
+    """Return the content of a file of `torch.save`, on the CPU, without running code from it.
 
     Args:
-        mapped: memory-map tensors, so that they are read on use, if the format allows it.
+        mapped: memory-map tensors, so that they are read on use.
 
     Raises:
         Damaged: with the reason, for example a name that would run code.
     """
     try:
-        with path.open("rb") as file:
-            is_zip = file.read(4) == b"PK\x03\x04"
-        return torch.load(path, map_location="cpu", mmap=mapped and is_zip, weights_only=True)
+        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except OSError as error:
         raise _unread(path.name, error) from error
     except Exception as error:  # torch raises many kinds of errors for a file that is not its own, or truncated

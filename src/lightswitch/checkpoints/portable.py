@@ -110,7 +110,7 @@ class PortableCheckpoints(Strategy):
         if self.is_global_zero:
             with contextlib.suppress(OSError):  # the write makes it again, and raises the error
                 path.parent.mkdir(parents=True, exist_ok=True)  # Lightning links to it before it is written
-        self._writer.write(partial(directory.write, path, self.stage(own), state, self._ranks))
+        self._writer.write(partial(directory.write, path, self._writer.stage(own), state, self._ranks))
 
     def _split(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]]:
         """Split Lightning's checkpoint into the tensors of model and optimizers by name, and the rest. Collective.
@@ -171,10 +171,6 @@ class PortableCheckpoints(Strategy):
         )
         parameters = names.parameters(self.lightning_module)
         return path, share(tensors, replicas, parameters) if are_alike else tensors
-
-    def stage(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Return copies of the tensors that this rank writes, which training does not change."""
-        return self._writer.stage(tensors)
 
     def wait_for_write(self) -> None:
         """Wait until the previous checkpoint is written, without a time limit in a run of one process.
@@ -359,8 +355,7 @@ class PortableCheckpoints(Strategy):
         module = self.lightning_module
         assert module is not None
         state = names.without(self.lightning_module_state_dict(), checkpoint.get(LEFT_OUT, ()))
-        parameters = names.parameters(module).keys() & state.keys()
-        self._reader.check_model(state, parameters, names.tied(module), module.hparams, strict)
+        parameters = self._reader.check_model(module, state, strict)
         self.read("model", {name: state[name] for name in parameters})
         self.hand_over(state.keys() - parameters)
 

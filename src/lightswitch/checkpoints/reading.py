@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightswitch import regular_files
-from lightswitch.checkpoints import directory, format
+from lightswitch.checkpoints import directory, format, names
 from lightswitch.checkpoints.format import Index, Shard
 from lightswitch.checkpoints.names import is_stored, own_name
 from lightswitch.checkpoints.shards import Stored, boxes, local, sharded_like
@@ -165,47 +166,45 @@ class Reader:
         if message := _first_of_all_ranks(self._replaced() or message, group):
             raise unreadable(self.path, message) from problem
 
-    def check_model(
-        self,
-        live: Mapping[str, Any],
-        parameters: Collection[str],
-        tied: Collection[str],
-        arguments: Mapping[str, Any],
-        strict: bool,
-    ) -> None:
+    def check_model(self, module: LightningModule, live: Mapping[str, Any], strict: bool) -> set[str]:
         """Compare a model's state with the checkpoint's: the shapes of parameters, and all names.
 
+        Modules load what is no parameter by their own code, which may change shapes, and take a tensor for another
+        value. The error names differences in the arguments of the constructor first.
+
         Args:
-            live: the model's state by name.
-            parameters: names of the parameters in it. Modules load the rest by their own code, which may change shapes,
-                and take a tensor for another value.
-            tied: other names of tensors in it, under which a foreign file has them, too.
-            arguments: the saved constructor arguments of the model; the error names differences in them first.
+            live: the model's state by name, without what the checkpoint leaves out.
             strict: require the same names on both sides.
+
+        Returns:
+            the names of the parameters in the state.
 
         Raises:
             UnfitCheckpoint: names or shapes differ.
         """
         saved, extra = self.names("model."), self.state.get("extra_state", {})
+        parameters = names.parameters(module).keys() & live.keys()
+        common = parameters & saved
         problems = [
-            f"{name} is {_shape(self.like[f'model.{name}'])} in the checkpoint and {_shape(live[name])} in the model"
-            for name in parameters
-            if name in saved and self.like[f"model.{name}"].shape != live[name].shape
+            f"{name} is {_shape(self.like[f'model.{name}'])} in the checkpoint and {_shape(value)} in the model"
+            for name, value in live.items()
+            if name in common and self.like[f"model.{name}"].shape != value.shape
         ]
         if strict:
             lacks = {name for name, value in live.items() if is_stored(value)} - saved - extra.keys()
             problems += [f"the checkpoint has no {name}" for name in sorted(lacks)]
-            problems += [f"the model has no {name}" for name in sorted(saved - {*live, *tied})]
+            problems += [f"the model has no {name}" for name in sorted(saved - {*live, *names.tied(module)})]
         if problems:
             then = self.state.get("hyper_parameters", {})
             others = [
                 f"model.{name} was {then[name]}, is {value}"
-                for name, value in arguments.items()
+                for name, value in module.hparams.items()
                 if name in then and str(then[name]) != str(value) and "${" not in str(then[name])  # of the environment
             ]
             message = listed([*others, *problems], shown=4, separator="; ")
             advice = self.advice + (f", or, if {_BRINGS}" if strict and lacks else "")
             raise UnfitCheckpoint(f"{self.path} was saved from a different model: {message}; {advice}")
+        return parameters
 
 
 @dataclass(frozen=True)

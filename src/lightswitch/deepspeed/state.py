@@ -275,8 +275,7 @@ class PortableDeepSpeed(PortableCheckpoints):
             return
         parameters = {name: _in_full_shape(parameter) for name, parameter in names.parameters(module).items()}
         state = names.without({**names.state_of(module), **parameters}, checkpoint.get(LEFT_OUT, ()))
-        own = parameters.keys() & state.keys()
-        self._reader.check_model(state, own, names.tied(module), module.hparams, strict)
+        self._reader.check_model(module, state, strict)
         self.read("model", {name: weight for name, weight, _ in pieces(engine, module)})
         if has_working_copy(engine):
             update_working_copy(engine, module)

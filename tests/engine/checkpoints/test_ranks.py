@@ -84,6 +84,12 @@ def _is_late() -> int:
 
 
 class Harmed(DDP):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self._writer = HarmedWriter(how)
+
+
+class HarmedWriter(Writer):
     """In the second save, rank 1 has a piece that it can't write."""
 
     def __init__(self, how: str) -> None:
