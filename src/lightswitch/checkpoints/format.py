@@ -240,11 +240,8 @@ def compare_sums(folder: Path, sums: Mapping[str, str], names: Iterable[str]) ->
 
 def sum_of(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # The state

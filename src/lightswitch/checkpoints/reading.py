@@ -20,7 +20,7 @@ from lightswitch.checkpoints import directory, format, names
 from lightswitch.checkpoints.format import Index, Shard
 from lightswitch.checkpoints.names import is_stored, own_name
 from lightswitch.checkpoints.shards import Stored, boxes, local, sharded_like
-from lightswitch.checkpoints.writing import describe_failure
+from lightswitch.checkpoints.writing import describe_failure, why
 from lightswitch.errors import UnfitCheckpoint, listed, shown
 from lightswitch.hooked_strategy import of_ranks
 
@@ -225,16 +225,9 @@ class _ReadOnAccess(UserDict[str, Any]):
         return value() if isinstance(value, partial) else value
 
 
-def unreadable(path: Path, why: str) -> UnfitCheckpoint:
+def unreadable(path: Path, reason: str) -> UnfitCheckpoint:
     """Return the error for a checkpoint that can't be read."""
-    return UnfitCheckpoint(f"{shown(path)} can't be read as a checkpoint: {why}")
-
-
-def why(error: Exception) -> str:
-    """Return an error's text as one line."""
-    if isinstance(error, OSError) and error.filename:
-        return f"{Path(error.filename).name}: {error.strerror}"
-    return str(error).partition("\n")[0] or type(error).__name__
+    return UnfitCheckpoint(f"{shown(path)} can't be read as a checkpoint: {reason}")
 
 
 @torch.no_grad()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -22,7 +22,6 @@ from lightswitch.errors import LostRank, UnwrittenCheckpoint
 log = logging.getLogger(__name__)
 
 Action = Callable[[], None]
-_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 
 
 def replicas_of(tensor: Stored, rank: int, world_size: int) -> tuple[int, int]:
@@ -233,11 +232,11 @@ def _has(key: str) -> bool:
 
 def describe_failure(error: BaseException, rank: int) -> str:
     """Return a short text with the failed rank and its error."""
-    return f"rank {rank}: {first_line(error)}"
+    return f"rank {rank}: {why(error)}"
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error, after a note if the disk is full."""
-    first = str(error).partition("\n")[0] or type(error).__name__
-    full = _FULL.get(error.errno or 0) if isinstance(error, OSError) else None
-    return f"{full}: {first}" if full else first
+def why(error: BaseException) -> str:
+    """Return an error's text as one line."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{Path(error.filename).name}: {error.strerror}"
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -7,6 +7,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import TextIO
 
 _SILENCED = (
     # Lightning 2.6 calls torch's pytree in a way that torch 2.13 deprecates; the user can't change it
@@ -30,7 +31,7 @@ _SILENCED = (
 )
 
 
-class Terminal(logging.StreamHandler):  # type: ignore[type-arg]  # not generic before Python 3.11
+class Terminal(logging.StreamHandler[TextIO]):
     """Stream handler that ignores write errors, such as those of a closed terminal; a print there ends the run."""
 
     def handleError(self, record: logging.LogRecord) -> None:
