@@ -27,8 +27,7 @@ from lightswitch.checkpoints.format import PlainTypes
 from lightswitch.checkpoints.optimizers import options_of
 from lightswitch.checkpoints.reading import BUFFERS, Reader, unreadable
 from lightswitch.checkpoints.shards import local
-from lightswitch.checkpoints.writing import describe_failure
-from lightswitch.errors import Refused, UnfitCheckpoint, UnwrittenCheckpoint, listed, shown
+from lightswitch.errors import Refused, UnfitCheckpoint, listed, shown
 from lightswitch.mixins import callbacks_of
 from lightswitch.regular_files import linked, write_link
 
@@ -298,11 +297,7 @@ class LastCheckpoints(Checkpoint):
         return self.folder / f"step_{trainer.global_step}.ckpt"
 
     def _point_to(self, path: Path) -> None:
-        try:
-            write_link(self.folder / "last.ckpt", path.name)
-        except OSError as error:
-            message = describe_failure(error, rank=0)
-            raise UnwrittenCheckpoint(f"last.ckpt could not be made to point to {path.name}: {message}") from error
+        write_link(self.folder / "last.ckpt", path.name)
         for old in self._outdated(path):
             directory.remove(old)
 

@@ -202,7 +202,7 @@ class PortableCheckpoints(Strategy):
         """Wait until the run's last checkpoint is written; a process that ends before would lose it.
 
         Raises:
-            UnwrittenCheckpoint, LostRank: it could not be written.
+            OSError, LostRank: it, or a link to it, could not be written.
         """
         self.wait_for_write()
         if (failure := self._writer.failure()) is not None:

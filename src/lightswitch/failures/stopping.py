@@ -21,7 +21,7 @@ from lightswitch import patches
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.checkpoints.last import LastCheckpoints, StepBoundary
 from lightswitch.checkpoints.portable import PortableCheckpoints
-from lightswitch.errors import LostRank, Refused, Stopped, UnwrittenCheckpoint
+from lightswitch.errors import LostRank, Refused, Stopped
 from lightswitch.failures.watchdog import Watchdog
 from lightswitch.process import REQUEUED, Signals
 
@@ -97,7 +97,7 @@ class Survival(StepBoundary):
                 (self._last or [last])[0].save(trainer)
             if isinstance(trainer.strategy, PortableCheckpoints):
                 trainer.strategy.finish_saving()
-        except (UnwrittenCheckpoint, LostRank) as failure:
+        except (OSError, LostRank) as failure:  # the first is also of a link to a checkpoint
             log.error("%s; the run will resume from the previous checkpoint", failure)
         signalled = _RANKING[int(asked)]
         assert signalled is not None

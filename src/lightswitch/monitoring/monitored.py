@@ -138,11 +138,7 @@ class BestCheckpoint(Monitored, ModelCheckpoint):
         link = (of_run if of_run.is_dir() else Path(best).parent) / f"best{self.FILE_EXTENSION}"
         if not self._is_first or link == Path(best) or (link.exists() and not regular_files.is_link(link)):
             return
-        try:
-            regular_files.write_link(link, os.path.relpath(best, link.parent))
-        except OSError as error:
-            message = f"{link.name} could not be made to point to {Path(best).name}: {error.strerror}"
-            raise UnwrittenCheckpoint(message) from error
+        regular_files.write_link(link, os.path.relpath(best, link.parent))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
