@@ -53,7 +53,7 @@ def find(cfg: DictConfig, run: RunContext) -> Beginning:
         Refused: the checkpoint can't be read or has no position, the run that saved it had another seed or global
             batch size, or this run has saved later ones.
     """
-    from lightswitch.checkpoints.last import newest, position_of  # imports torch
+    from lightswitch.checkpoints.last import later_than, newest, position_of  # imports torch
 
     def read(path: Path) -> Beginning:
         return Beginning(path, position_of(path))
@@ -65,9 +65,9 @@ def find(cfg: DictConfig, run: RunContext) -> Beginning:
     resume = cfg.ckpt_path or cfg.resume
     if resume == "never":
         return Beginning()
-    if resume not in ("auto", "last"):
+    is_named = resume not in ("auto", "last")
+    if is_named:
         found = read(checkpoint(resume, run.run_dir))
-        _refuse_earlier(found, run.run_dir)
     elif (of_run := newest(run.run_dir)) is not None:
         found = Beginning(*of_run)
     elif step := max([last_step(run.run_dir), *(start.step for start in starts(run.run_dir))]):
@@ -77,27 +77,21 @@ def find(cfg: DictConfig, run: RunContext) -> Beginning:
         )
     else:
         return Beginning()
-    position, path = found.position, shown(found.path or Path())
+    assert found.path is not None
+    position, path = found.position, shown(found.path)
     lost = position.difference(cfg.seed, cfg.global_batch_size) if position else "it contains no position in the data"
-    if lost:
+    if lost or position is None:
         raise Refused(
             f"{path} can't be resumed: {lost}; start anew with resume=never or another run_id, "
             f"or from its weights alone with init_from={path} and another run_id"
         )
-    return found
-
-
-def _refuse_earlier(found: Beginning, run_dir: Path) -> None:
-    from lightswitch.checkpoints.last import later_than
-
-    if found.path is None or found.position is None:
-        return
-    is_own = run_dir.resolve() in found.path.resolve().parents
-    if later := later_than(found.position.global_step if is_own else -1, run_dir):
+    is_own = run.run_dir.resolve() in found.path.resolve().parents
+    if is_named and (later := later_than(position.global_step if is_own else -1, run.run_dir)):
         raise Refused(
-            f"{shown(found.path)} can't be resumed in {shown(run_dir)}, which has {later[0].name}: a restart would "
-            "resume that; leave out the path to go on from it, or give this run another run_id"
+            f"{path} can't be resumed in {shown(run.run_dir)}, which has {later[0].name}: a restart would resume that; "
+            "leave out the path to go on from it, or give this run another run_id"
         )
+    return found
 
 
 def checkpoint(name: str, run_dir: Path) -> Path:
