@@ -385,7 +385,7 @@ def position_of(path: Path) -> Position | None:
     """
     reader = Reader(path, group=None, compares_tensors=False)
     try:
-        return saved_position(reader.state)
+        return None if reader.is_foreign else saved_position(reader.state)
     except ValueError as error:
         raise unreadable(path, str(error)) from error
 

@@ -92,6 +92,11 @@ class Reader:
         return state
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether only the weights can be used, also of an export, which has other entries of the checkpoint."""
+        return isinstance(self._index, LoadedIndex)
+
+    @property
     def is_of_hub(self) -> bool:
         return is_hub(self.path)
 

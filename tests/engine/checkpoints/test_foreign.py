@@ -82,8 +82,9 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
             Reader(tmp_path / name, group=None)
 
 
-def test_it_is_not_resumed(fresh: Finished, train: Train) -> None:
-    path = fresh.run_dir / "lightnings.ckpt"
+@pytest.mark.parametrize("name", ["lightnings.ckpt", "model.ckpt"])
+def test_it_is_not_resumed(name: str, fresh: Finished, train: Train) -> None:
+    path = fresh.run_dir / name
     refused = train(*RUN, f"resume={path}", "run_id=new", check=False)
     assert f"{path} can't be resumed: it contains no position in the data" in refused.refusal
     assert f"init_from={path}" in refused.refusal
