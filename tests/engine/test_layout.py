@@ -30,7 +30,7 @@ CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 BUDGETS = {
     **{"fork": 185, "doctor": 200, "launch": 1302, "checking": 505, "compare": 330, "sweeps": 355, "reference": 255},
     **{"preflight": 1048, "planning": 1555, "loop": 370, "failures": 910, "runs": 690, "export": 350, "config": 585},
-    **{"deepspeed": 790, "strategies": 1515, "context": 20, "cluster": 390, "process": 210, "checkpoints": 1725},
+    **{"deepspeed": 790, "strategies": 1515, "context": 20, "cluster": 390, "process": 215, "checkpoints": 1725},
     **{"batches": 1750, "monitoring": 955, "hooked_strategy": 160, "mixins": 20, "patches": 260},
     **{"versions": 20, "regular_files": 100, "errors": 105},
 }
