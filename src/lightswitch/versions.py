@@ -15,13 +15,3 @@ def of(packages: Iterable[str]) -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
-
-
-def required_by(package: str) -> list[str]:
-    """Return the requirements of a package, as its metadata states them; none if only its code is there."""
-    from importlib.metadata import PackageNotFoundError, requires
-
-    try:
-        return requires(package) or []
-    except PackageNotFoundError:
-        return []

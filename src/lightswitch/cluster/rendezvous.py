@@ -11,7 +11,6 @@ import os
 import platform
 import secrets
 import socket
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -111,28 +110,7 @@ def open_store(point: MeetingPoint, purpose: str, met: Meeting | None = None) ->
     if _has_agent_store():
         return PrefixStore(purpose, _served_anew(point) if point.rank == 0 else _joined_anew(point))
     served = met.store.underlying_store if met else _served(point) if point.rank == 0 else _joined(point)
-    store = PrefixStore(purpose, served)
-    if point.rank == 0:
-        store.set("world", str(point.world_size))
-    else:
-        _check_world(store, point)
-    return store
-
-
-def _check_world(store: Store, point: MeetingPoint) -> None:
-    """Check that a store is that of a run of this size.
-
-    Raises:
-        Refused: it is not.
-    """
-    _wait_until(lambda: store.check(["world"]), point.timeout_seconds)
-    if not store.check(["world"]):
-        raise Refused(_unreached(point, "the server there is not the store of a run"))
-    if (world := int(store.get("world"))) != point.world_size:
-        raise Refused(
-            f"{_who(point)} is one of {point.world_size}, but rank 0 at {point} is one of {world}; start all with the "
-            "same number, or, if that is another run, set another port for every process of this"
-        )
+    return PrefixStore(purpose, served)
 
 
 def _served_anew(point: MeetingPoint) -> Store:
@@ -263,8 +241,7 @@ _FIXES = {  # by kind: the wording of a value, and what the user can do about a 
 def compare(store: Store, point: MeetingPoint, own: Evidence, run_dir: Path, refusal: str) -> str:
     """Wait for all processes, and return the reason why they can't start, the same in each; an empty string if none.
 
-    Each compares what it has with what rank 0 has, and tells rank 0 the differences. Rank 0 prints the line before the
-    others read it: the first process to exit may end all others.
+    Each compares what it has with what rank 0 has, and tells rank 0 the differences.
 
     Args:
         run_dir: in which every process has to see what rank 0 writes.
@@ -300,8 +277,6 @@ def _judge(store: Store, point: MeetingPoint, own: Mapping[str, Any], run_dir: P
     if not verdict:
         others = store.multi_get([str(rank) for rank in range(1, point.world_size)])
         verdict = difference(own, [json.loads(one) for one in others])
-    if verdict:
-        print(f"error: {verdict}", file=sys.stderr, flush=True)
     store.set("verdict", verdict)
     if verdict:  # this process may serve the store
         _wait_until(lambda: store.add("heard", 0) + len(absent) + 1 >= point.world_size, _PARTING_SECONDS)

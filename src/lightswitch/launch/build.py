@@ -32,7 +32,7 @@ from lightswitch.failures.watchdog import Watchdog
 from lightswitch.hooked_strategy import HookedStrategy, hooked
 from lightswitch.launch import commands
 from lightswitch.launch.handshake import arrange_handshake
-from lightswitch.launch.instantiation import OF_PYTORCH_LIGHTNING, instantiated, plugins, raise_all, shards_itself
+from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
 from lightswitch.loop.hooks import skip_empty_hooks
 from lightswitch.loop.loops import replace_loops
 from lightswitch.mixins import callbacks_of
@@ -41,7 +41,7 @@ from lightswitch.monitoring.monitored import BestCheckpoint
 from lightswitch.monitoring.notices import Notices
 from lightswitch.monitoring.progress import Progress
 from lightswitch.preflight import devices, root_keys
-from lightswitch.preflight.targets import GIVEN
+from lightswitch.preflight.targets import GIVEN, OF_PYTORCH_LIGHTNING
 from lightswitch.process import leave_group_at_exit
 from lightswitch.runs import log as run_log
 from lightswitch.runs import resume

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ def arrange_handshake(
     @contextmanager
     def meeting() -> Iterator[None]:
         nonlocal have_met
-        store = None if have_met else _compare(run, strategy, _meeting_point(cfg, trainer, strategy), evidence)
+        store = None if have_met else _compare(run, _meeting_point(cfg, trainer, strategy), evidence)
         have_met = True
         yield  # the group is formed; until then, the store at its port is held
         del store
@@ -65,7 +66,7 @@ def _meeting_point(cfg: DictConfig, trainer: Trainer, strategy: ParallelStrategy
     return MeetingPoint(cluster.main_address, cluster.main_port, rank, world_size, cfg.meet_timeout_seconds)
 
 
-def _compare(run: RunContext, strategy: ParallelStrategy, point: MeetingPoint, evidence: Evidence) -> Store:
+def _compare(run: RunContext, point: MeetingPoint, evidence: Evidence) -> Store:
     """Compare this process with the others, and return the store at which they have met.
 
     Raises:
@@ -75,14 +76,7 @@ def _compare(run: RunContext, strategy: ParallelStrategy, point: MeetingPoint, e
     store = rendezvous.open_store(point, "meeting", met if isinstance(met, Meeting) else None)
     verdict = rendezvous.compare(store, point, evidence, run.run_dir, run.process.refusal)
     if verdict:
-        raise ReportedElsewhere(verdict) if _shares_a_terminal(run, strategy, point.rank) else Refused(verdict)
+        # the first process of this node, which has started this one, prints it in the same terminal
+        is_child = not run.placement.is_external and os.environ.get("LOCAL_RANK", "0") != "0"
+        raise ReportedElsewhere(verdict) if is_child else Refused(verdict)
     return store
-
-
-def _shares_a_terminal(run: RunContext, strategy: ParallelStrategy, rank: int) -> bool:
-    """Return whether what rank 0, or the first process of this node, prints is shown where this process prints."""
-    cluster, launcher = strategy.cluster_environment, run.placement.launcher
-    assert cluster is not None
-    if launcher == "local":
-        return cluster.node_rank() == 0 or cluster.local_rank() > 0
-    return rank == 0 or launcher == "slurm" or (launcher == "torchrun" and cluster.node_rank() == 0)

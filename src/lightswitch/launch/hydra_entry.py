@@ -232,8 +232,7 @@ def _steps_or_all(steps: int, *, _parent_: DictConfig) -> int:
 
 def _own_batch(otherwise: int, *, _root_: DictConfig) -> int:
     """Return the batch size that the data define, or else the given one: `${own_batch:64}`."""
-    found = own_batch(_root_)
-    return otherwise if found is None else found.size
+    return own_batch(_root_) or otherwise
 
 
 def _run_name(*, _root_: DictConfig) -> str:

@@ -10,7 +10,7 @@ from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from lightswitch.config import hydra_versions
 from lightswitch.config.hydra_versions import instantiate
@@ -26,10 +26,6 @@ _ABOUT_ARGUMENTS = (ValueError, MisconfigurationException)
 
 _LIBRARIES = ("lightning", "lightswitch", "torch")  # their messages about arguments need no traceback
 
-OF_PYTORCH_LIGHTNING = (
-    "; in the file that defines it, write import lightning.pytorch as pl for import pytorch_lightning as pl"
-)
-
 
 def instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **arguments: Any) -> Any:
     """Instantiate a config node; if its arguments are rejected, append the refusal to ``refusals`` and return None.
@@ -44,9 +40,6 @@ def instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **argument
             refusals.append(cause)
             return None
         key = getattr(error, "full_key", None) or name
-        if message := _unimported(cfg, key, cause):
-            refusals.append(RefusedRequest([message], full_traceback(error)))
-            return None
         if not (isinstance(cause, _ABOUT_FILES) or (isinstance(cause, _ABOUT_ARGUMENTS) and classify.raised_in(cause))):
             raise
         message = str(cause)
@@ -63,21 +56,6 @@ def _node(cfg: DictConfig, name: str) -> Any:
         for key in own:
             del whole[name][key]
     return whole[name]
-
-
-def _unimported(cfg: DictConfig, key: str, cause: BaseException | None) -> str | None:
-    """Return a message about a failed import of a module that the config names; None if the error is another."""
-    if not isinstance(cause, ImportError):
-        return None
-    while isinstance(cause.__cause__, ImportError):  # Hydra's error only names the module
-        cause = cause.__cause__
-    if str(cause).startswith("Error loading"):  # Hydra's message for a bug in the module
-        return None
-    if str(cause).startswith(key.partition(".")[0]):  # a constructor's message
-        return str(cause)
-    target = OmegaConf.select(cfg, f"{key}._target_")  # None for a node of several objects
-    hint = OF_PYTORCH_LIGHTNING if "pytorch_lightning" in str(cause) else ""
-    return f"{key}: {cause}{hint}" if target is None else f"{key}._target_={target}: importing it fails: {cause}{hint}"
 
 
 def _is_of_user(error: BaseException) -> bool:

@@ -6,11 +6,10 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,11 +18,12 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.checking.check import SINGLE, Check, Row, Way, as_data, holds, table
 from lightswitch.checking.comparison import EPS_32
 from lightswitch.checking.runs import ShortRun, run_script
-from lightswitch.config.overrides import AUTO, files_of_group
+from lightswitch.config.overrides import AUTO
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended as RunEnded
 from lightswitch.errors import ExitCode, Refused, RefusedRequest, shown
 from lightswitch.launch import commands
+from lightswitch.planning import candidates
 
 log = logging.getLogger(__name__)
 
@@ -108,29 +108,15 @@ def _checkpoints(cfg: DictConfig) -> dict[str, object]:
 def _ways(cfg: DictConfig, run: RunContext) -> Iterator[Way]:
     """Yield the strategies to check in addition to the single process."""
     asked, chosen = cfg.check.strategies, str(run.hydra.runtime.choices.get("strategy"))
-    nodes = dict(_nodes(run))
-    if asked is None and chosen in nodes:
+    found = candidates.every(run.hydra, nodes=2, with_zero=True)  # of several nodes: fsdp_hybrid is among them
+    if asked is None and chosen in [one.name for one in found]:
         details = [word for word in commands.overrides(()) if word.lstrip("+~").startswith("trainer.strategy.")]
         yield Way(chosen, (f"strategy={chosen}", *details), cfg.check.devices)
         return
-    named = list(nodes) if asked == "all" else [asked] if isinstance(asked, str) else asked
-    if named is None:
-        named = [name for name, node in nodes.items() if not (_is_zero(node) or node.get("cpu_offload"))]
+    small = [one.name for one in found if asked == "all" or not (one.is_zero or one.offloads)]
+    named = [asked] if isinstance(asked, str) and asked != "all" else asked if OmegaConf.is_list(asked) else small
     for name in (name for name in map(str, named) if name != SINGLE.name):
         yield Way(name, (f"strategy={name}",), cfg.check.devices)
-
-
-def _nodes(run: RunContext) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the config folders' strategies for several devices, without those that only start processes differently."""
-    for name, path in files_of_group(run.hydra, "strategy").items():
-        node: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        node = node.get("strategy")
-        if not isinstance(node, dict) or "???" in node.values() or "start_method" in node:
-            continue
-        target = str(node.get("_target_"))
-        has_code = find_spec("deepspeed" if _is_zero(node) else target.rpartition(".")[0]) is not None
-        if has_code and not target.endswith((".Single", ".auto")):
-            yield name, node
 
 
 def _refuse(cfg: DictConfig, one: ShortRun) -> NoReturn:
@@ -151,7 +137,3 @@ def _refuse(cfg: DictConfig, one: ShortRun) -> NoReturn:
     print(one.output, file=sys.stderr)
     log.error("%s fails in one process, before any strategy is tried: %s", name, one.problem)
     raise RunEnded(ExitCode.FAILED)
-
-
-def _is_zero(node: Mapping[str, Any]) -> bool:
-    return str(node.get("_target_")).endswith(".DeepSpeed")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
@@ -20,14 +19,12 @@ from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints import weight_files
 from lightswitch.checkpoints.last import best_or_last, position_of
 from lightswitch.checkpoints.reading import Reader
-from lightswitch.config.overrides import typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, shown
 from lightswitch.launch import commands, stages
 from lightswitch.launch.instantiation import shards_itself
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.display import table
-from lightswitch.preflight import devices
 from lightswitch.runs import resume
 from lightswitch.runs.resume import Beginning
 
@@ -44,9 +41,6 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
     nodes = f"{trainer.num_nodes} node{'s' if trainer.num_nodes > 1 else ''}"
     world = f"{nodes} × {trainer.num_devices} {accelerator}"
     log.info("strategy   %s, precision %s, %s", type(trainer.strategy).__name__, trainer.precision, world)
-    if isinstance(trainer.accelerator, CUDAAccelerator) and "trainer.devices" not in typed_keys(run.hydra):
-        for message in devices.idle(trainer.num_devices, run.placement):
-            log.warning("advice     %s", message)
     if shards_itself(cfg):
         log.info("batch      of each device's data loader × accumulation %d", plan.accumulation)
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from lightswitch import versions
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.config.overrides import (
     AUTO,
@@ -21,7 +19,6 @@ from lightswitch.config.overrides import (
     name_problems,
     quoted,
     typed_keys,
-    typed_overrides,
 )
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest
@@ -33,7 +30,6 @@ log = logging.getLogger(__name__)
 _EXAMPLES = {  # what to type for a mandatory value
     "trainer.strategy.config": "ds_config.json, a file of DeepSpeed's, or choose a stage: strategy=deepspeed_stage_2",
 }
-_LOG_BYTES = 1 << 20  # what a run writes before its first checkpoint
 
 
 def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
@@ -53,9 +49,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         _raise(strategies.mode_problems(plain, place, files_of_group(run.hydra, "strategy")))
         plain = strategies.on_its_device(plain)
     trainer = plain["trainer"]
-    found = versions.of(("torch", "torchvision"))
-    _raise(devices.torchvision_problems(found, versions.required_by("torchvision")))
-    _raise(devices.accelerate_problems(typed_keys(run.hydra)), devices.process_problems(plain, place))
+    _raise(devices.process_problems(plain, place))
     if (timeout := os.environ.get("NCCL_TIMEOUT")) and run.is_first and "timeout_seconds" not in str(trainer):
         log.info("advice     NCCL_TIMEOUT has no effect; type trainer.strategy.timeout_seconds=%s instead", timeout)
     kind = devices.accelerator(trainer)
@@ -65,10 +59,8 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         strategies.problems(_request(plain, kind)),
         strategies.precision_problems(plain, kind),
         _callbacks(plain),
-        _run_directory(run.run_dir),
         _start(plain, run.run_dir),
         () if of_one_process else devices.absent(trainer, place),
-        () if of_one_process else devices.compiler_problems(plain.get("compile"), kind),
     )
     _raise(() if of_one_process else devices.node_problems(plain, place))
     return _plan(plain)
@@ -85,13 +77,12 @@ def config_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
         cfg: resolved config.
         hydra: Hydra's node of the config, with the overrides as typed.
     """
-    typed, choices = typed_overrides(hydra), {group: files_of_group(hydra, group) for group in ("callbacks", "logger")}
+    choices = {group: files_of_group(hydra, group) for group in ("callbacks", "logger")}
     typed_nodes = {key.lstrip("~").partition(".")[0] for key in typed_keys(hydra)}
     of_tools = set() if cfg["mode"] in strategies.PLANS else {"plan"}  # a run imports none
     return (
         [
             *name_problems({key: cfg.get(key) for key in ("name", "run_id")}),
-            *root_keys.misspelt(cfg, typed),
             *root_keys.wrong(cfg),
             *targets.unnamed(cfg, choices),
             *strategies.trainer_problems(cfg["trainer"], typed_keys(hydra)),
@@ -166,12 +157,6 @@ def _callbacks(cfg: dict[str, Any]) -> Iterator[str]:
     for name, target in nodes.items() if not any((cfg.get("logger") or {}).values()) else ():
         if target.endswith(("LearningRateMonitor", "DeviceStatsMonitor")):
             yield f"callbacks.{name} writes to a logger, and every logger was removed; also type ~callbacks.{name}"
-
-
-def _run_directory(run_dir: Path) -> Iterator[str]:
-    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    if (free_bytes := shutil.disk_usage(existing).free) < _LOG_BYTES:
-        yield f"the run directory {run_dir} can't be written: the disk is full, {free_bytes / 1e3:.0f} KB are free"
 
 
 def _start(cfg: dict[str, Any], run_dir: Path) -> Iterator[str]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
-import shutil
-import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightswitch.cluster import placement
 from lightswitch.cluster.placement import NO_SHARED_STORE, Placement, elastic_nodes
-from lightswitch.errors import RefusedRequest, nearest
+from lightswitch.errors import RefusedRequest
 
 
 @dataclass(frozen=True)
@@ -22,129 +19,93 @@ class Launcher:
 
     Attributes:
         starter: how to use it.
-        signs: the variables that reveal it.
-        needed: the variables that each process needs.
-        world_size: the variable with the number of processes.
-        ordered: the global rank, the node's and the local rank.
+        needed: the variables that each process has.
+        ordered: the numbers of processes, of the node and of the process on it.
         options: what sets the number of nodes, and of processes on each.
-        fewer: how to start fewer processes on a node, or let each see more GPUs.
     """
 
     starter: str
-    signs: tuple[str, ...]
     needed: tuple[str, ...]
-    world_size: str
     ordered: tuple[str, str, str]
     options: tuple[str, str]
-    fewer: str
 
 
 _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SLURM = ("STEP_NUM_TASKS", "STEP_NUM_NODES", "PROCID", "LOCALID", "NODEID", "NTASKS")
+_OF_SLURM = tuple(f"SLURM_{name}" for name in _SLURM)
 LAUNCHERS = {
     "torchrun": Launcher(
         "start it with torchrun --nproc-per-node=N train.py",
-        ("TORCHELASTIC_RUN_ID",),
-        ("RANK", "LOCAL_RANK", *_MEETING[1:]),
-        "WORLD_SIZE",
-        ("RANK", "GROUP_RANK", "LOCAL_RANK"),
+        ("LOCAL_RANK", *_MEETING),
+        ("WORLD_SIZE", "GROUP_RANK", "LOCAL_RANK"),
         ("--nnodes={}", "--nproc-per-node={}"),
-        "use --nproc-per-node={}, or list {} GPUs in CUDA_VISIBLE_DEVICES",
     ),
     "env": Launcher(
         f"export {', '.join(_MEETING)} for each process",
-        ("RANK", "WORLD_SIZE"),
         _MEETING,
-        "WORLD_SIZE",
-        ("RANK", "NODE_RANK", "LOCAL_RANK"),
+        ("WORLD_SIZE", "NODE_RANK", "LOCAL_RANK"),
         ("GROUP_WORLD_SIZE={}", "LOCAL_WORLD_SIZE={}"),
-        "export LOCAL_WORLD_SIZE={} and start that many ranks, or list {} GPUs in CUDA_VISIBLE_DEVICES",
     ),
     "slurm": Launcher(
         "start it with srun --ntasks-per-node=N python train.py",
-        ("SLURM_STEP_NUM_TASKS",),
-        ("SLURM_STEP_NUM_NODES", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
-        "SLURM_STEP_NUM_TASKS",
-        ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"),
+        _OF_SLURM,
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_LOCALID"),
         ("--nodes={}", "--ntasks-per-node={}"),
-        "use --ntasks-per-node={}, or --gpus-per-node={} in place of --gpus-per-task",
     ),
 }
-_NUMBERS = (
-    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "MASTER_PORT"),
-)
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK")  # without a launcher, they are another run's
+_NUMBERS = (*_OF_A_RANK, "NODE_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT", *_OF_SLURM)
 
 
 def check_environment(environ: Mapping[str, str] = os.environ) -> None:
-    """Check the environment variables that launchers set.
+    """Check that the variables of launchers describe a rank of a run, or that there are none.
 
-    Lightning, torch and DeepSpeed use them unchecked: as numbers, or as a rank among processes that may not exist.
+    Lightning, torch and DeepSpeed use them unchecked: as numbers, or as a rank among processes that may not exist. The
+    process would print nothing, write no checkpoint, or wait for the other ranks.
 
     Raises:
-        RefusedRequest: with all problems, one line each.
+        RefusedRequest: they do not.
     """
-    if problems := list(_malformed(environ)) or list(_misplaced(environ)):
-        raise RefusedRequest(problems)
+    name = "slurm"
+    try:
+        name = placement.launcher(environ)
+        if _is_a_place(environ):
+            return
+    except (KeyError, ValueError, ZeroDivisionError):  # one is missing, or is no number
+        pass
+    there = [one for one in ("TORCHELASTIC_RUN_ID", *_NUMBERS, "MASTER_ADDR") if one in environ]
+    own = ("SLURM",) if name == "slurm" else ("TORCH", "RANK", "LOCAL", "NODE", "GROUP", "WORLD")
+    found = [one for one in there if one.startswith((*own, "MASTER"))] or there
+    launcher = LAUNCHERS.get(name, LAUNCHERS["env"])
+    needed, typed = ", ".join(launcher.needed), " ".join(found)
+    expected = f"expected one rank's {needed}, with ranks numbered from 0, node by node, and as many on each node"
+    raise RefusedRequest([f"{_set(environ, found)}: {expected}; {launcher.starter}, or type unset {typed}"])
 
 
-def _malformed(environ: Mapping[str, str]) -> Iterator[str]:
-    for name in _NUMBERS:
-        value, least = environ.get(name, "1"), int(not name.endswith(("RANK", "ID")))
-        most = 65535 if name == "MASTER_PORT" else 10**9
-        if not re.fullmatch("[0-9]{1,12}", value) or not least <= int(value) <= most:
-            yield (
-                f"{name}: found {value!r}, expected a whole number from {least} to {most}; set a valid value, or type "
-                f"unset {name}"
-            )
-    if not environ.get("MASTER_ADDR", "localhost").strip():
-        yield "MASTER_ADDR: found '', expected a host's name or address; set a valid value, or type unset MASTER_ADDR"
-
-
-def _misplaced(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield contradictions between variables that are each well-formed."""
-    launcher = LAUNCHERS.get(placement.launcher(environ))
-    if launcher is None:
-        yield from _ranks_of_nobody(environ)
-    elif missing := [name for name in launcher.needed if name not in environ]:
-        found = f"{_set(environ, launcher.signs)}: there is no {', '.join(missing)}"
-        yield f"{found}; {launcher.starter}, or type unset {' '.join(launcher.signs)}"
-    else:
-        yield from _out_of_order(launcher, environ)
-
-
-def _out_of_order(launcher: Launcher, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield a problem unless each node has as many processes as the others, and ranks are numbered node by node.
+def _is_a_place(environ: Mapping[str, str]) -> bool:
+    """Return whether launchers' variables describe a rank of a run whose ranks are numbered node by node.
 
     Lightning, and strategies that shard over the devices of a node, rely on that order.
+
+    Raises:
+        KeyError, ValueError, ZeroDivisionError: one is missing, or is not a number.
     """
+    numbers = {name: int(environ[name]) for name in _NUMBERS if name in environ}
+    is_port = 0 < numbers.get("MASTER_PORT", 1) < 2**16
+    if min(numbers.values(), default=0) < 0 or not is_port or not environ.get("MASTER_ADDR", "localhost").strip():
+        return False
     place = placement.detect(environ)
-    per_node, processes = place.devices_per_node or 1, int(environ[launcher.world_size])
-    defaults = {"NODE_RANK": place.rank // per_node, "LOCAL_RANK": place.rank % per_node}  # of exported ranks
-    node, local = (int(environ.get(name, defaults.get(name, 0))) for name in launcher.ordered[1:])
+    if not place.is_external:
+        is_alone = (environ.get("RANK"), environ.get("WORLD_SIZE")) == ("0", "1")  # of a run of one process
+        is_numbered = not numbers.keys().isdisjoint(_OF_A_RANK) or numbers.get("SLURM_PROCID", 0) > 0
+        return placement.is_child(environ) or is_alone or not is_numbered
+    launcher, per_node = LAUNCHERS[place.launcher], place.devices_per_node or 1
+    node, local = divmod(place.rank, per_node) if place.launcher == "env" else (0, 0)  # as Lightning, where unset
+    node, local = numbers.get(launcher.ordered[1], node), numbers.get(launcher.ordered[2], local)
     on_each = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))  # of 4(x2),3
-    is_even = place.nodes * per_node == processes and len({*on_each}) < 2
-    if not is_even or local >= per_node or place.rank >= processes or node * per_node + local != place.rank:
-        found = _set(environ, [one for one in (launcher.world_size, *launcher.ordered) if one in environ])
-        yield (
-            f"{found}: expected {_counted(per_node, 'process')} on each of {_counted(place.nodes, 'node')}, numbered "
-            f"node by node from 0; {launcher.starter}"
-        )
-
-
-def _ranks_of_nobody(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield variables that give this process a rank, although no launcher has started other processes.
-
-    Lightning trusts them: the process would print nothing, write no checkpoint, or wait for the other ranks.
-    """
-    is_alone = environ.get("RANK") == "0" and environ.get("WORLD_SIZE") == "1"  # inherited from a run of one process
-    if placement.is_child(environ) or is_alone:
-        return
-    if placed := [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK") if name in environ]:
-        missing = [name for name in _MEETING if name not in environ]
-        mend = f"type unset {' '.join(placed)}, or {LAUNCHERS['env'].starter}"
-        yield f"{_set(environ, placed)}: there is no {', '.join(missing)}; {mend}"
-    if int(environ.get("SLURM_PROCID", 0)) > 0:
-        yield f"{_set(environ, ('SLURM_PROCID',))}: srun started no other process of this run; type unset SLURM_PROCID"
+    is_even = place.nodes * per_node == numbers[launcher.ordered[0]] and len({*on_each}) < 2
+    is_whole = all(name in environ for name in launcher.needed)
+    return is_whole and is_even and local < per_node and place.rank == node * per_node + local < place.nodes * per_node
 
 
 def _set(environ: Mapping[str, str], names: Sequence[str]) -> str:
@@ -152,43 +113,10 @@ def _set(environ: Mapping[str, str], names: Sequence[str]) -> str:
     return " and ".join(f"{name}={value}" for name, value in shown.items())
 
 
-_OF_ACCELERATE = {
-    **{"ACCELERATE_MIXED_PRECISION": "precision", "ACCELERATE_USE_FSDP": "strategy"},
-    "ACCELERATE_USE_DEEPSPEED": "strategy",
-}
-
-
-def accelerate_problems(typed: Set[str], environ: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Yield a problem for each choice that `accelerate launch` has exported, and no typed key decides."""
-    for name, key in _OF_ACCELERATE.items():
-        if environ.get(name, "no").lower() not in ("no", "false") and key not in typed:
-            found = f"{_set(environ, (name,))}: accelerate launch has exported it, and nothing reads it"
-            yield f"{found}; type {key}=VALUE"
-
-
-def torchvision_problems(found: Mapping[str, str], requirements: Sequence[str]) -> Iterator[str]:
-    """Yield a problem if torchvision is built for another torch: importing it fails, and names no cause.
-
-    Args:
-        found: versions of torch and torchvision, if they are installed.
-        requirements: of torchvision, from its metadata.
-    """
-    builds = {version.partition("+")[2] for version in found.values()}
-    is_known = all(re.fullmatch(r"|cpu|cu\d+|rocm[\d.]+|xpu", one) for one in builds)  # of PyPI's, it is empty
-    torch = found.get("torch", "")
-    needed = next((one[1] for text in requirements if (one := re.match(r"torch *\(?== *(\d+\.\d+)", text))), torch)
-    if len(found) == 2 and (not torch.startswith(needed) or (is_known and len(builds) == 2)):
-        yield (
-            f"torch {torch} is installed, and torchvision {found['torchvision']} is built for another; type "
-            "pip install --force-reinstall torch torchvision, with the --index-url of that torch"
-        )
-
-
 # The devices that a config asks for, and those of this machine
 
 
 _AS_MANY_AS_THERE_ARE = ("auto", -1, "-1")
-_NAMES = ("auto", "gpu", "cuda", "mps", "cpu")
 
 
 @dataclass(frozen=True)
@@ -216,16 +144,8 @@ def wrong_counts(trainer: dict[str, Any]) -> Iterator[str]:
     nodes, devices = trainer["num_nodes"], trainer["devices"]
     if type(nodes) is not int or nodes < 1:
         yield f"trainer.num_nodes={nodes}: use a number from 1"
-    try:
-        named = indices(devices)
-        wrong = devices not in _AS_MANY_AS_THERE_ARE and (int(devices) if named is None else len(named)) < 1
-        wrong = wrong or any(index < 0 for index in named or ())
-    except (TypeError, ValueError):
-        wrong, named = True, None
-    if wrong:
+    if not re.fullmatch(r"auto|-1|[1-9]\d*|\d+,(\d+,?)*|\[\d+(,\d+)*\]", str(devices).replace(" ", "")):
         yield f"trainer.devices={devices}: use a number from 1, a list of GPUs such as [0,1], -1 or auto"
-    elif named and len(set(named)) < len(named):
-        yield f"trainer.devices={devices}: a GPU is listed twice, but each process needs its own GPU; list each once"
 
 
 def indices(devices: int | str | list[int]) -> list[int] | None:
@@ -264,61 +184,26 @@ def accelerator(trainer: dict[str, Any], there: Present | None = None) -> str:
 
 
 def absent(trainer: dict[str, Any], place: Placement, there: Present | None = None) -> Iterator[str]:
-    """Yield the problems of a run that requests accelerators that this machine does not have.
+    """Yield the problem of a run that requests more accelerators than this machine has.
 
     Args:
         place: the launcher that started this process, and its numbers of nodes and processes.
         there: accelerators of this machine; None to look them up.
     """
-    there = there or present()
-    name, devices = str(trainer.get("accelerator", "auto")), trainer["devices"]
+    there, devices = there or present(), trainer["devices"]
     kind, wanted, named = accelerator(trainer, there), count(trainer, there), indices(devices)
-    if name not in _NAMES:
-        yield f"trainer.accelerator={name} is not supported.{nearest(name, _NAMES)} Choices: {', '.join(_NAMES)}"
+    seen = getattr(there, kind, wanted)
     if kind == "cpu" and (devices in (-1, "-1") or named is not None):
         yield f"trainer.devices={devices} names GPUs, and the run is on the CPU; use a number of processes or auto"
-    if kind not in ("cuda", "mps"):
-        return
-    seen = getattr(there, kind)
-    if not seen:
-        yield f"trainer.accelerator={name}: this machine has none; use trainer.accelerator=cpu"
+    elif not seen:
+        yield f"trainer.accelerator={trainer['accelerator']}: this machine has none; use trainer.accelerator=cpu"
     elif place.is_external and wanted > seen:
-        started = f"{place.launcher} started {wanted} processes on each node, and this one sees {_counted(seen, 'GPU')}"
-        yield f"{started}: each process needs its own GPU; {LAUNCHERS[place.launcher].fewer.format(seen, wanted)}"
+        found = f"{place.launcher} started {wanted} processes on each node, and this one sees {_counted(seen, 'GPU')}"
+        fewer = LAUNCHERS[place.launcher].options[1].format(seen)
+        yield f"{found}: each needs its own; use {fewer}, or show it all (CUDA_VISIBLE_DEVICES, srun --gpus-per-node=N)"
     elif wanted > seen:
         on_cpu = "" if named else f", or trainer.accelerator=cpu for {wanted} processes on the CPU"
         yield f"trainer.devices={devices}: this machine has {_counted(seen, 'GPU')}; use trainer.devices={seen}{on_cpu}"
-    elif named and max(named) >= seen:
-        found = f"this machine has {_counted(seen, 'GPU')}, numbered from 0"
-        yield f"trainer.devices={devices}: {found}; use numbers below {seen}"
-
-
-def idle(used: int, place: Placement, there: Present | None = None) -> Iterator[str]:
-    """Yield a line if srun has started fewer processes on this node than they see GPUs, of which some stay idle.
-
-    Args:
-        used: number of GPUs of this node that the run uses.
-        there: accelerators of this machine; None to look them up.
-    """
-    is_alone = os.environ.get("SLURM_STEP_NUM_TASKS") == "1"
-    if (place.launcher == "slurm" or is_alone) and used < (seen := (there or present()).cuda):
-        words = f"{f'trainer.devices={seen}, or ' if is_alone else ''}srun --ntasks-per-node={seen}"
-        found = f"this node has {_counted(seen, 'GPU')}, and the run uses {used}: srun has started no more processes"
-        yield f"{found}; type {words}"
-
-
-def compiler_problems(compile: Mapping[str, Any] | None, accelerator: str) -> Iterator[str]:
-    """Yield the tool that inductor needs to build its kernels, if it is missing."""
-    if not compile or compile.get("backend", "inductor") != "inductor":
-        return
-    variable, default = ("CXX", "g++") if accelerator in ("cpu", "mps") else ("CC", "gcc")
-    if accelerator == "cuda" and importlib.util.find_spec("triton") is None:
-        yield "on a GPU, compile=true needs triton, which is not installed; type pip install triton"
-    elif sys.platform == "linux" and shutil.which(compiler := os.environ.get(variable) or default) is None:
-        yield (
-            f"compile=true needs a compiler, and there is no {compiler} here; type apt-get install {default}, or "
-            f"export {variable}=PATH of another, or, to compile without one, compile.backend=aot_eager"
-        )
 
 
 # The processes that were started, and those that the config asks for

@@ -1,7 +1,8 @@
-"""A config's own keys: those that are missing, misspelt, of another type or out of range, or that nothing reads."""
+"""A config's own keys: those that are missing, of another type or out of range, or that nothing reads."""
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -38,17 +39,20 @@ WORDS = {"micro_batch_size": (AUTO,)}  # in addition to values of its types
 ALLOWED = {
     "mode": MODES,
     "on_nan": ("stop", "ignore"),
+    "trainer.accelerator": ("auto", "gpu", "cuda", "mps", "cpu"),
     "matmul_precision": ("highest", "high", "medium"),
     "lr_scaling.rule": ("none", "linear", "sqrt"),
 }
-_LEAST = {
-    **dict.fromkeys(("lr_scaling.reference_batch_size", "dry_run.steps"), 1),
-    **dict.fromkeys(("sweep.jobs_at_once", "sweep.devices_per_job"), 1),
-    **dict.fromkeys(("check.steps", "check.devices"), 2),  # a step before a kill, and one after it
-    "watch.lost_after_seconds": 5,  # a rank may be silent for some seconds, while it compiles
+_SECONDS = (1.0, 2e6)  # 23 days; sockets and gloo count milliseconds in 32 bits
+_RANGES = {
+    "seed": (0, 2**32 - 1),  # NumPy's
+    **dict.fromkeys(("lr_scaling.reference_batch_size", "dry_run.steps", "plan.tokens_per_sample"), (1, math.inf)),
+    **dict.fromkeys(("sweep.jobs_at_once", "sweep.devices_per_job"), (1, math.inf)),
+    **dict.fromkeys(("check.steps", "check.devices"), (2, math.inf)),  # a step before a kill, and one after it
+    "plan.memory_gib": (0.001, 1e6),
+    "optimizer.lr": (0, math.inf),
+    "watch.lost_after_seconds": (5, _SECONDS[1]),  # a rank may be silent for some seconds, while it compiles
 }
-_MOST_SECONDS = 2_000_000  # 23 days; sockets and gloo count milliseconds in 32 bits
-_MOST_SEED = 2**32 - 1  # NumPy's
 _OF_MODE = ("plan", "dry_run", "check", "sweep")  # nodes that other modes, or no sweep, need not have
 
 
@@ -67,38 +71,18 @@ def missing(cfg: DictConfig) -> Iterator[str]:
             yield f"{key}: the config has no such key, and the engine reads it; add it to config.yaml"
 
 
-def misspelt(cfg: dict[str, Any], overrides: list[str]) -> Iterator[str]:
-    """Yield each `+key=` that resembles an existing key or group; any other is taken as a variable of the user."""
-    for override in overrides:
-        key, value = key_and_value(override)
-        if override.startswith("+") and re.fullmatch(r"[^.@/]+", key):
-            other = aliases.instead(key, value) if aliases.setting(key) else None
-            hint = "" if key in GROUPS else nearest(key, GROUPS, alike=0.85)
-            hint = f" Type {other}" if other else hint or nearest(key, [known for known in cfg if known != key])
-            if hint:
-                yield f"{key}: there is no such key.{hint}"
-
-
 def wrong(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield the keys whose value is of the wrong type or out of range."""
     values = {key: value for key, value in _leaves(cfg, whole=KINDS) if not key.startswith(("model.", "data."))}
     for key, value in values.items():
-        least = _LEAST.get(key, 1)
-        if key in KINDS and type(value) not in KINDS[key] and value not in WORDS.get(key, ()):
-            expected = "true or false" if KINDS[key] == (bool,) else kinds_in_words(KINDS[key])
-            yield f"{key}={value}: found {type(value).__name__}, expected {expected}"
+        least, most = _RANGES.get(key, _SECONDS if key.endswith("_seconds") else (-math.inf, math.inf))
+        kinds = _NUMBER if key == "optimizer.lr" else KINDS.get(key, (type(value),))
+        if type(value) not in kinds and value not in WORDS.get(key, ()):
+            yield f"{key}={value}: found {type(value).__name__}, expected {kinds_in_words(kinds)}"
         elif key in ALLOWED and value not in ALLOWED[key]:
             yield f"{key}={value}: use one of {', '.join(ALLOWED[key])}"
-        elif key.endswith("_seconds") and type(value) in _NUMBER and not least <= value <= _MOST_SECONDS:
-            yield f"{key}={value}: use a number of seconds from {least} to {_MOST_SECONDS}"
-        elif key in _LEAST and type(value) in _NUMBER and value < least:
-            yield f"{key}={value}: use a number from {least}"
-        elif key.startswith("plan.") and type(value) in _NUMBER and not 0 < value < float("inf"):
-            yield f"{key}={value}: use a number greater than 0"
-    if type(cfg["seed"]) is int and not 0 <= cfg["seed"] <= _MOST_SEED:
-        yield f"seed={cfg['seed']}: use a number from 0 to {_MOST_SEED}, as NumPy requires"
-    if type(lr := _rate(cfg, 0.0)) not in _NUMBER or not lr >= 0:
-        yield f"optimizer.lr={lr}: expected a number of at least 0"
+        elif type(value) in _NUMBER and not least <= value <= most:
+            yield f"{key}={value}: use a number from {least:.10g}" + (f" to {most:.10g}" if most < math.inf else "")
 
 
 def _leaves(node: Any, key: str = "", whole: Iterable[str] = ()) -> Iterator[tuple[str, Any]]:
@@ -126,9 +110,9 @@ def unscaled_rate(cfg: DictConfig, plain: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _rate(cfg: dict[str, Any], default: object = None) -> Any:
+def _rate(cfg: dict[str, Any]) -> Any:
     node = cfg.get("optimizer")  # which may be any value of a project that has no such group
-    return node.get("lr", default) if isinstance(node, dict) else default
+    return node.get("lr") if isinstance(node, dict) else None
 
 
 # Nodes that a run reads. Any other node only matters if one of these refers to it, such as `${optimizer}` in model.
@@ -183,7 +167,11 @@ def _why_unread(cfg: DictConfig, key: str) -> str | None:
         return None
     if group in _FROM:
         return f"the keys of its file are set below {group}; begin the file with # @package _global_"
-    return _of_model(cfg, group) if group in GIVEN else f"nothing refers to it, for example by ${{{key}}}; leave it out"
+    if group in GIVEN:
+        return _of_model(cfg, group)
+    meant = aliases.setting(key)
+    hint = f" Did you mean {meant}?" if meant else nearest(key, sorted({*map(str, cfg), *GROUPS} - {key}), alike=0.65)
+    return f"nothing refers to it, for example by ${{{key}}}; leave it out.{hint}".removesuffix(".")
 
 
 def _readers(cfg: DictConfig, key: str, value: object) -> set[str]:

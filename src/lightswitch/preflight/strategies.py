@@ -93,11 +93,6 @@ def _of_group(request: Request) -> Iterator[str]:
         yield f"strategy=ddp_spawn starts the ranks of one machine, not of {request.nodes} nodes; use strategy=ddp"
     if backend == "nccl" and request.accelerator != "cuda":
         yield "trainer.strategy.process_group_backend=nccl is for GPUs, and the run is on the CPU; use gloo"
-    if backend == "mpi":
-        from torch.distributed import is_mpi_available
-
-        if not is_mpi_available():
-            yield "trainer.strategy.process_group_backend=mpi: this torch was built without MPI; use gloo or nccl"
 
 
 def _sharded(request: Request) -> Iterator[str]:
@@ -191,15 +186,11 @@ def trainer_problems(trainer: Mapping[str, Any], typed: Set[str]) -> Iterator[st
         if trainer.get(argument) or (argument in trainer and argument != "use_distributed_sampler"):
             meant = aliases.instead(argument, str(trainer[argument]))
             yield f"trainer.{argument}={as_typed(trainer[argument])}: {source.format(meant)}"
-    interval = trainer.get("val_check_interval")
     if isinstance(steps := trainer.get("max_steps"), int) and (steps == 0 or steps < -1):
         yield f"trainer.max_steps={steps}: use a number from 1, or -1 with trainer.max_epochs=N"
     for argument in ("val_check_interval", "check_val_every_n_epoch"):
         if type(value := trainer.get(argument)) is int and value == 0:
             yield f"trainer.{argument}=0: use a number from 1; trainer.limit_val_batches=0 disables validation"
-    if trainer.get("check_val_every_n_epoch", 1) is None and type(interval) is float:
-        found = f"trainer.val_check_interval={interval} is a part of an epoch"
-        yield f"{found}; type trainer.check_val_every_n_epoch=1 as well, or a number of steps"
     if "trainer.default_root_dir" in typed:
         yield "trainer.default_root_dir: a run writes to runs/NAME/RUN_ID; type name=NAME and run_id=RUN_ID instead"
 
@@ -224,8 +215,6 @@ def precision_problems(cfg: dict[str, Any], accelerator: str) -> Iterator[str]:
     precision, trains = cfg["trainer"].get("precision"), cfg["mode"] in ("fit", *PLANS)
     if accelerator == "cpu" and precision in (16, "16", "16-mixed"):
         yield f"precision={precision} is for GPUs, and Lightning would put bf16-mixed in its place; use that on the CPU"
-    if accelerator == "mps" and precision in (64, "64", "64-true"):
-        yield f"precision={precision}: Apple's GPUs have no 64-bit floats; use 32-true, or trainer.accelerator=cpu"
     steps_in_float16 = precision == "16-true" and "DeepSpeed" not in str(cfg["trainer"].get("strategy"))
     for key, node in cfg["model"].items() if trains and steps_in_float16 else ():
         takes = parameters(str(node.get("_target_"))) if isinstance(node, dict) else {}
@@ -252,8 +241,7 @@ def mode_problems(cfg: dict[str, Any], place: Placement, strategies: Collection[
     asked = cfg["check"]["strategies"] if mode == CHECK else None
     for name in asked if isinstance(asked, list) else [asked]:
         if name not in (None, "all", *strategies):
-            other = aliases.choice("strategy", str(name))
-            hint = f" Did you mean {other}?" if other in strategies else nearest(str(name), strategies)
+            hint = nearest(str(name), strategies)
             yield f"check.strategies: there is no strategy {name}.{hint} Use all, or a list of {', '.join(strategies)}"
     world = cfg["trainer"]["num_nodes"] * devices.count(cfg["trainer"])
     for rank in ranks(cfg["dry_run"]["rank"]) if mode == "dry_run" else ():

@@ -8,10 +8,10 @@ import re
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from importlib import import_module
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
+from hydra._internal.utils import _locate
 from omegaconf import DictConfig, OmegaConf
 
 from lightswitch.config import aliases
@@ -22,15 +22,17 @@ ENGINE_KEYS = {"data": ("sharded_by",), "cluster": ("launcher",)}
 GIVEN = ("optimizer", "scheduler")  # groups of the config that a model may take as an argument of the same name
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 _SCHEDULES = "torch.optim.lr_scheduler."  # called with the optimizer, and nothing else
-_STRATEGIES = {  # strategies with options, simplest first
-    "ddp": "lightswitch.strategies.ddp.DDP",
-    "fsdp": "lightswitch.strategies.fsdp.FSDP",
-    "fsdp_tp": "lightswitch.strategies.tensor_parallel.TensorParallel",
-    "deepspeed_stage_2": "lightswitch.deepspeed.strategy.DeepSpeed",
-}
 _OF_BEFORE = (  # a project's config was made with another version of the engine
     "; if the config is of an earlier version, python -m lightswitch.fork NAME --since COMMIT prints what changed in it"
 )
+OF_PYTORCH_LIGHTNING = (
+    "; in the file that defines it, write import lightning.pytorch as pl for import pytorch_lightning as pl"
+)
+_HINTS = {  # what to type, by a word of an import's error
+    "pytorch_lightning": OF_PYTORCH_LIGHTNING,
+    "torchvision::": "; it is built for another torch; type pip install --force-reinstall torch torchvision, with the "
+    "--index-url of that torch",
+}
 _NONE = inspect.Parameter.empty
 _IN_A_CONFIG = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _SIMPLE = (int, float, str, bool, type(None))
@@ -84,10 +86,10 @@ class Signature:
 def signature(target: str) -> Signature | None:
     """Return the signature of the class or function at a dotted path.
 
-    None if importing it fails, which fails again, and says why, when it is made; or if it is not written in Python.
+    None if it is not written in Python, or its module's code fails, which says why when it is made.
 
     Raises:
-        LookupError: the path has no module, the module does not exist, or it does not define the name.
+        LookupError: the module does not exist, does not define the name, or imports what is not there.
     """
     found = _located(target)
     classes = [one for one in found.__mro__ if one is not object] if isinstance(found, type) else []
@@ -122,33 +124,27 @@ def parameters(target: str) -> dict[str, Parameter]:
 
 
 def _located(target: str) -> Any:
-    """Return what a dotted path names; None if importing a module fails, which is no matter of the config."""
-    names = target.split(".")
-    if len(names) == 1:
-        raise LookupError(f"it names no module; expected MODULE.CLASS, as in {target or 'my'}.Module")
-    found: Any = None
-    at = len(names) - 1
-    while found is None:  # the longest path that is a module
-        path = ".".join(names[:at])
-        try:
-            found = import_module(path)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-                return None  # a module that it imports
-            if at == 1:
-                raise LookupError(f"there is no module {path}") from None
-            at -= 1
-        except SyntaxError as error:
-            raise LookupError(f"Python can't read {error.filename}: {error}") from error
-        except Exception:
-            return None
-    for count, name in enumerate(names[at:], at + 1):
-        if not hasattr(found, name):
-            is_module = count < len(names) and hasattr(found, "__path__")
-            path = ".".join(names[:count])
-            raise LookupError(f"there is no module {path}" if is_module else f"{path.rpartition('.')[0]} has no {name}")
-        found = getattr(found, name)
-    return found
+    """Return what a dotted path names; None if the module's code fails, whose traceback the run prints when it starts.
+
+    Raises:
+        LookupError: there is no such module, or it has no such name, or Python can't read it, or what it imports.
+    """
+    try:
+        return _locate(target)
+    except (ImportError, ValueError) as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and f"{target}.".startswith(f"{cause.name}."):
+            parent, _, name = str(cause.name).rpartition(".")
+            is_module = not parent or (cause.name != target and hasattr(sys.modules.get(parent), "__path__"))
+            raise LookupError(f"there is no module {cause.name}" if is_module else f"{parent} has no {name}") from None
+        if isinstance(cause, SyntaxError):
+            raise LookupError(f"Python can't read {cause.filename}: {cause}") from None
+        if isinstance(cause, ImportError) or "torchvision::" in str(cause):
+            hint = next((hint for word, hint in _HINTS.items() if word in str(cause)), "")
+            raise LookupError(f"importing it fails: {cause}{hint}") from None
+        if "is an attribute of" in str(error):
+            raise LookupError(str(cause)) from None
+        return None
 
 
 def _parameters(function: Callable[..., Any], skipped: int) -> tuple[dict[str, Parameter], bool]:
@@ -193,14 +189,7 @@ def _allowed(hint: Any) -> tuple[frozenset[type], frozenset[object]] | None:
     return (frozenset({hint}), frozenset()) if isinstance(hint, type) and hint in _SIMPLE else None
 
 
-class OwnBatch(NamedTuple):
-    """A batch size in the config of a run's data, and the config key that sets it, such as `data.batch_size`."""
-
-    key: str
-    size: int
-
-
-def own_batch(cfg: DictConfig) -> OwnBatch | None:
+def own_batch(cfg: DictConfig) -> int | None:
     """Return the batch size of the data, or of a model that has the loaders itself: the default of global_batch_size.
 
     The config's value comes first, then the default of the constructor, once torch is imported: a mistyped key is
@@ -216,7 +205,7 @@ def own_batch(cfg: DictConfig) -> OwnBatch | None:
         if name in raw:
             size = None if "global_batch_size" in str(raw[name]) else cfg[node][name]  # it may refer to it
         if type(size) is int and size > 0:
-            return OwnBatch(f"{node}.{name}", size)
+            return size
     return None
 
 
@@ -330,8 +319,8 @@ def _unknown(path: str, key: str, node: dict[str, Any], accepted: Signature, cfg
     value = as_typed(node[key])
     argument = aliases.argument(path, key, accepted.parameters)
     other = f"{path}.{argument}" if argument else _of_group(path, key, node, accepted, cfg)
-    known = f"{other}={value}" if other else None if accepted.open_ended else _elsewhere(f"{path}.{key}", value)
-    if known:
+    known = f"{other}={value}" if other else None if accepted.open_ended else aliases.instead(f"{path}.{key}", value)
+    if known and known != f"{path}.{key}={value}":
         yield f"{path}.{key}: {_short(node)} takes no {key}; {aliases.advice(known)}"
         return
     own = [one for one in accepted.parameters if one not in accepted.passed_on]
@@ -355,17 +344,6 @@ def _of_group(path: str, key: str, node: dict[str, Any], accepted: Signature, cf
     if path != "model" or group not in accepted.parameters:
         return None
     return setting if node.get(group) in (None, cfg.get(group)) else f"{path}.{setting}"
-
-
-def _elsewhere(key: str, value: str) -> str | None:
-    """Return what to type for an argument of another framework, or of another strategy; None if it is unknown."""
-    known = aliases.instead(key, value)
-    setting = known or f"{key}={value}"
-    option = setting.removeprefix("trainer.strategy.").partition("=")[0]
-    for strategy, target in _STRATEGIES.items() if setting.startswith("trainer.strategy.") else ():
-        if option in parameters(target):
-            return f"strategy={strategy} {setting}"
-    return known
 
 
 def _short(node: dict[str, Any]) -> str:

@@ -18,7 +18,6 @@ from omegaconf.errors import ConfigAttributeError
 
 from lightswitch.config import aliases, hydra_errors
 from lightswitch.config.hydra_versions import VERSION
-from lightswitch.preflight import targets
 from tests.engine.config.habits import GUIDES_CHOICES, as_in_a_shell
 from tests.engine.config.mistaken import Answer, answers
 from tests.engine.conftest import CHECKOUT, PLAIN
@@ -116,11 +115,6 @@ def test_a_key_that_is_not_there_is_told_with_the_one_that_was_meant() -> None:
         error = ConfigCompositionException()
         error.__cause__ = lacks.value
         assert hydra_errors.problems_of_composition(error) == [line]
-
-
-def test_an_option_is_of_the_strategies_that_are_named() -> None:
-    for name, target in targets._STRATEGIES.items():
-        assert f"_target_: {target}\n" in (CHECKOUT / "conf" / "strategy" / f"{name}.yaml").read_text()
 
 
 def test_a_word_stands_in_the_table_once() -> None:

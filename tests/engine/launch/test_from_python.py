@@ -76,7 +76,7 @@ def test_a_run_is_returned_with_its_metrics_model_and_data_as_it_has_split_them(
     ("word", "line"),
     [
         ("optimizer.lrr=1", "optimizer.lrr: AdamW takes no lrr. Did you mean lr?"),
-        *at_night(("optimizer.lr=-3", "optimizer.lr=-3: expected a number of at least 0")),
+        *at_night(("optimizer.lr=-3", "optimizer.lr=-3: use a number from 0")),
     ],
 )
 def test_a_refused_run_raises_the_line_of_its_command(word: str, line: str) -> None:

@@ -90,8 +90,10 @@ REFUSED = {  # what launchers have exported and what is typed, and the line
     "--ntasks-per-node=2, or leave both out to train on what was started",
     TORCHRUN: "torchrun without --rdzv-id: the run could not be found again when torchrun starts its processes again; "
     "type --rdzv-id=NAME, or give each process the same run_id=NAME",
-    UNEVEN: "WORLD_SIZE=3 and RANK=0: expected 2 processes on each of 2 nodes, numbered node by node from 0; export "
-    "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT for each process",
+    UNEVEN: "RANK=0 and WORLD_SIZE=3 and LOCAL_WORLD_SIZE=2 and MASTER_PORT=1 and MASTER_ADDR=localhost: expected one "
+    "rank's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, with ranks numbered from 0, node by node, and as many on each "
+    "node; export RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT for each process, or type unset RANK WORLD_SIZE "
+    "LOCAL_WORLD_SIZE MASTER_PORT MASTER_ADDR",
 }
 
 

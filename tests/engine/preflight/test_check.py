@@ -92,6 +92,7 @@ def test_what_is_refused_as_it_starts_is_a_line_and_leaves_nothing(typed: str, t
     (tmp_path / "runs/mlp/done/checkpoints/last.ckpt").mkdir(parents=True)
     files = {"README.md": "text", "odd.safetensors": "text", "constructors.py": CONSTRUCTORS}
     files["lacking.py"] = "import torchvison\nclass Model: pass\n"
+    files["built.py"] = "raise RuntimeError('operator torchvision::nms does not exist')\n"
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     refused = train(*words(typed), folder=tmp_path, check=False)
@@ -299,12 +300,12 @@ def _shown(found: Signature) -> Iterator[str]:
 
 ABSENT = {  # what is not there, and the error; none where an import fails, which the run then meets
     "tests.engine.plain.Prat": "tests.engine.plain has no Prat",
-    "tests.engine.plain.PlainModel.smal": "tests.engine.plain.PlainModel has no smal",
+    "tests.engine.plain.PlainModel.smal": "type object 'PlainModel' has no attribute 'smal'",
     "tests.engine.plian.PlainModel": "there is no module tests.engine.plian",
     "tests.engine.plain.PlainModl.small": "tests.engine.plain has no PlainModl",
     "nowhere_at_all.Part": "there is no module nowhere_at_all",
     "broken.make": r"Python can't read \S+broken.py: '\(' was never closed \(broken.py, line 1\)",
-    "lacking.make": None,
+    "lacking.make": "importing it fails: No module named 'torchvison'",
     "failing.make": None,
 }
 

@@ -89,40 +89,6 @@ def _answer(environ: Mapping[str, str]) -> list[str]:
     return []
 
 
-PAIRS = {  # torch, torchvision and the torch that it requires, and whether they go together
-    "2.13.0 0.28.0 2.13.0": True,
-    "2.13.0+cpu 0.28.0+cpu 2.13.0": True,
-    "2.8.0a0+34c6371d24.nv25.8 0.23.0a0+428a54c9 2.8.0": True,
-    "2.13.0+cpu 0.28.0 2.13.0": False,
-    "2.13.0 0.28.0+cu130 2.13.0": False,
-    "2.13.0 0.27.1 2.12.1": False,
-}
-
-
-@pytest.mark.parametrize("versions_", PAIRS)
-def test_a_torchvision_of_another_torch_is_told_in_a_line(versions_: str) -> None:
-    torch, torchvision, required = versions_.split()
-    requirements = ["numpy", f"torch=={required}", "pillow!=8.3.*,>=5.3.0"]
-    told = [*devices.torchvision_problems({"torch": torch, "torchvision": torchvision}, requirements)]
-    line = f"torch {torch} is installed, and torchvision {torchvision} is built for another; type pip install "
-    assert [one[: len(line)] for one in told] == ([] if PAIRS[versions_] else [line])
-
-
-LAUNCHED = {  # what `accelerate launch` exports beside what it always does, what is typed, and what the line says
-    ("", ""): [],
-    ("ACCELERATE_MIXED_PRECISION=bf16", ""): ["type precision=VALUE"],
-    ("ACCELERATE_MIXED_PRECISION=bf16", "precision"): [],
-    ("ACCELERATE_USE_FSDP=true ACCELERATE_MIXED_PRECISION=fp16", "precision"): ["type strategy=VALUE"],
-}
-
-
-@pytest.mark.parametrize(("exported", "typed"), LAUNCHED)
-def test_what_accelerate_launch_exports_is_typed_or_told(exported: str, typed: str) -> None:
-    environ = _environ(f"ACCELERATE_MIXED_PRECISION=no ACCELERATE_USE_CPU=True {exported}")
-    lines = devices.accelerate_problems({typed}, environ)
-    assert [line.rpartition("; ")[2] for line in lines] == LAUNCHED[exported, typed]
-
-
 @pytest.mark.parametrize("start", [("train.py", "--help"), ("-m", "lightswitch.doctor")])
 def test_windows_is_refused_in_one_line_by_every_start(start: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.platform = 'win32'\n")
