@@ -42,10 +42,12 @@ def check_flags(arguments: list[str], typed: list[str]) -> None:
         typed: the words in the order in which they were typed.
 
     Raises:
-        RefusedRequest: a flag does not exist or lacks its value; or a setting has no key.
+        RefusedRequest: a flag does not exist, lacks its value or goes with no other; or a setting has no key.
     """
     found, unknown = _Flags(add_help=False, parents=[get_args_parser()]).parse_known_args(arguments)
     problems = [_unknown_flag(flag, typed) for flag in unknown]
+    if found.multirun and (found.cfg or found.info):
+        problems += ["-m trains the jobs of a sweep; to see the config of one, leave it out, and type the job's values"]
     if problems := problems or [problem for override in found.overrides for problem in _beyond_reading(override)]:
         raise RefusedRequest(problems)
 

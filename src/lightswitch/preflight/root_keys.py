@@ -46,6 +46,7 @@ ALLOWED = {
 _SECONDS = (1.0, 2e6)  # 23 days; sockets and gloo count milliseconds in 32 bits
 _RANGES = {
     "seed": (0, 2**32 - 1),  # NumPy's
+    **dict.fromkeys(("global_batch_size", "micro_batch_size"), (1, math.inf)),
     **dict.fromkeys(("lr_scaling.reference_batch_size", "dry_run.steps", "plan.tokens_per_sample"), (1, math.inf)),
     **dict.fromkeys(("sweep.jobs_at_once", "sweep.devices_per_job"), (1, math.inf)),
     **dict.fromkeys(("check.steps", "check.devices"), (2, math.inf)),  # a step before a kill, and one after it

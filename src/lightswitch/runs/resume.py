@@ -197,8 +197,8 @@ def is_finished(cfg: DictConfig, run: RunContext) -> bool:
         changed = changes_since(run.run_dir, cfg)
         otherwise = f", and {changed} has no effect" if changed else ""
         log.info("finished   fit and test have ended at step %d%s; resume=never starts anew", end.step, otherwise)
-        if end.go_on:
-            log.info("go on      %s", end.go_on)
+        if end.go_on or checkpoint("last", run.run_dir).exists():  # without a command, it ended before its limits
+            log.info("go on      %s", end.go_on or "resume=last, for example with more patience of early stopping")
         with suppress(Refused):  # removes the lock of a start that was killed after it had written the end
             claim.take(cfg, run)
     return True

@@ -93,7 +93,7 @@ def test_what_a_start_refuses_of_callbacks_is_refused(train: Train) -> None:
     [
         (("dry_run.rank=[1,4]",), ("dry_run.rank=4: the world has 4 ranks; use one from 0 to 3",)),
         (("dry_run.steps=0",), ("dry_run.steps=0: use a number from 1",)),
-        (("global_batch_size=0",), ("global_batch_size 0 and micro_batch_size None: both are numbers of samples",)),
+        (("global_batch_size=0",), ("global_batch_size=0: use a number from 1",)),
     ],
 )
 def test_bad_input_gets_a_line(train: Train, words: tuple[str, ...], told: tuple[str, ...]) -> None:

@@ -191,7 +191,9 @@ def test_a_run_that_was_stopped_early_goes_on_with_more_patience(train: Train) -
     run += ("callbacks=[default,early_stopping]", "callbacks.early_stopping.min_delta=100")  # which none improves by
     first = train(*run, "callbacks.early_stopping.patience=2")
     again = train(*run, "callbacks.early_stopping.patience=4", folder=first.folder)
-    assert again.out.startswith("finished   fit and test have ended at step 3; ")
+    finished, go_on = again.out.splitlines()
+    assert finished == "finished   fit and test have ended at step 3; resume=never starts anew"
+    assert go_on.startswith("go on      resume=last")
     gone_on = train(*run, "callbacks.early_stopping.patience=4", "resume=last", folder=first.folder)
     assert {*gone_on.column("val/loss")} == {*range(5)}
 

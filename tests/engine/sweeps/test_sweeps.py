@@ -214,7 +214,7 @@ def test_a_grid_trains_each_job_on_processes_of_its_own_and_is_compared(sweep: S
         seen = [(rank["world_size"], rank["local_rank"]) for rank in witnesses(RUNS / str(number))]
         assert seen == [(2, 0), (2, 1)]
     assert [row[-2] for row in rows(done.stdout)] == ["finished", "finished", "failed"]
-    told = "job 2      error: global_batch_size 0 and micro_batch_size None: both are numbers of samples"
+    told = "job 2      error: global_batch_size=0: use a number from 1"
     assert f"1 of 3 jobs failed\n{told}" in done.stdout
     assert done.stdout.endswith(f"\ncompare    python -m lightswitch.compare {RUNS}\n")
     assert len(list(Path("runs").glob("*/*"))) == 1
