@@ -90,8 +90,7 @@ _WORDS = {
     "strategy=single": "strategy=none strategy=single_gpu strategy=single_device",
     "trainer.accelerator=gpu or cpu; TPUs are not supported": "strategy=tpu strategy=xla",
     "trainer.strategy.units": "auto_wrap_policy fsdp_transformer_layer_cls_to_wrap",
-    "strategy=fsdp trainer.strategy.activation_checkpointing={value}": "activation_checkpointing "
-    "gradient_checkpointing",
+    "trainer.strategy.activation_checkpointing": "gradient_checkpointing activation_checkpointing",
     "strategy=fsdp_tp trainer.strategy.tensor_parallel_size={value}": "tensor_parallel_size tp_size",
     "trainer.strategy.activation_checkpointing=true trainer.strategy.units={value}": "activation_checkpointing_policy",
     "strategy=deepspeed_stage_1": "strategy=zero1 strategy=zero_1",

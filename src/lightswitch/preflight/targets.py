@@ -22,6 +22,7 @@ ENGINE_KEYS = {"data": ("sharded_by",), "cluster": ("launcher",)}
 GIVEN = ("optimizer", "scheduler")  # groups of the config that a model may take as an argument of the same name
 _HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 _SCHEDULES = "torch.optim.lr_scheduler."  # called with the optimizer, and nothing else
+_OF_DDP = ("process_group_backend", "timeout_seconds")  # other options that people know are fsdp's
 _OF_BEFORE = (  # a project's config was made with another version of the engine
     "; if the config is of an earlier version, python -m lightswitch.fork NAME --since COMMIT prints what changed in it"
 )
@@ -320,7 +321,10 @@ def _unknown(path: str, key: str, node: dict[str, Any], accepted: Signature, cfg
     argument = aliases.argument(path, key, accepted.parameters)
     other = f"{path}.{argument}" if argument else _of_group(path, key, node, accepted, cfg)
     known = f"{other}={value}" if other else None if accepted.open_ended else aliases.instead(f"{path}.{key}", value)
-    if known and known != f"{path}.{key}={value}":
+    option = (known or "").removeprefix("trainer.strategy.").partition("=")[0]
+    if known and known.startswith("trainer.strategy.") and option not in accepted.parameters:
+        known = f"strategy={'ddp' if option in _OF_DDP else 'fsdp'} {known}"
+    if known:
         yield f"{path}.{key}: {_short(node)} takes no {key}; {aliases.advice(known)}"
         return
     own = [one for one in accepted.parameters if one not in accepted.passed_on]
