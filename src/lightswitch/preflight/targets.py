@@ -328,13 +328,12 @@ def _unknown(path: str, key: str, node: dict[str, Any], accepted: Signature, cfg
         yield f"{path}.{key}: {_short(node)} takes no {key}; {aliases.advice(known)}"
         return
     own = [one for one in accepted.parameters if one not in accepted.passed_on]
-    hint = "" if key in GIVEN else nearest(key, own, alike=0.85)
-    if not hint and not accepted.open_ended:
-        hint = "" if key in GIVEN else nearest(key, accepted.parameters)
-        if not hint and accepted.parameters and path in ("model", "data"):
-            hint = f" Its arguments: {listed([f'{path}.{one}' for one in accepted.parameters], shown=6)}"
-    if hint or not accepted.open_ended:
-        yield f"{path}.{key}: {_short(node)} takes no {key}.{hint}"
+    hint = "" if key in GIVEN else nearest(key, own, alike=0.85 if accepted.open_ended else 0.5)
+    if not hint and accepted.open_ended:
+        return
+    if not hint and own and path in ("model", "data"):
+        hint = f" Its arguments: {listed([f'{path}.{one}' for one in own], shown=6)}"
+    yield f"{path}.{key}: {_short(node)} takes no {key}.{hint}"
 
 
 def _of_group(path: str, key: str, node: dict[str, Any], accepted: Signature, cfg: dict[str, Any]) -> str | None:
