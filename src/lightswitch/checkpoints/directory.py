@@ -76,11 +76,7 @@ def make_empty(path: Path) -> Path:
 
 
 def _finish(path: Path, beside: Path, state: dict[str, Any], written: list[Any]) -> None:
-    try:
-        with (beside / STATE).open("wb") as file:
-            torch.save(state, file)
-    except RuntimeError as error:  # torch's, in the course of the disk's, that the file is too short
-        raise error.__context__ or error from None
+    format.save(beside / STATE, state)
     format.load(beside / STATE, mapped=True)  # it can be read again
     format.write_index(beside, (described for _, _, described in written))
     sums = {name: digest for name, digest, _ in written}

@@ -247,6 +247,19 @@ def sum_of(path: Path) -> str:
 # The state
 
 
+def save(path: Path, value: Any) -> None:
+    """Write a file of `torch.save`.
+
+    Raises:
+        OSError: the disk is full, or fails.
+    """
+    try:
+        with path.open("wb") as file:
+            torch.save(value, file)
+    except RuntimeError as error:  # torch's, in the course of the disk's, that the file is too short
+        raise error.__context__ or error from None
+
+
 def load(path: Path, mapped: bool = False) -> Any:
     """Return the content of a file of `torch.save`, on the CPU, without running code from it.
 

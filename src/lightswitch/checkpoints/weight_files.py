@@ -8,7 +8,6 @@ gpt.ckpt, …            the same as a Lightning checkpoint, for `load_from_chec
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,11 +23,9 @@ from torch import Tensor
 from lightswitch.checkpoints import directory, format
 from lightswitch.checkpoints.reading import BUFFERS, Reader
 from lightswitch.errors import Refused
-from lightswitch.regular_files import MARK, remove_tree
+from lightswitch.regular_files import MARK, remove_tree, to_disk
 
-FOLDER_STEM = "model"  # of the files in a folder, if only the folder is named
 OF_RUN = "model.ckpt"  # in the directory of a run that has ended: its best weights, else its last
-OF_TORCH = (".pt", ".ckpt")  # suffixes of files that `torch.save` writes
 _ARGUMENTS = "hyper_parameters"
 _OF_TRAINING = {
     *("loops", "callbacks", "optimizer_states", "lr_schedulers", "streams", "of_ranks"),
@@ -94,7 +91,7 @@ def _is_plain(value: Any) -> bool:
 
 def config_of(path: Path) -> Path:
     """Return the path of the model's config for a file of weights, or for a folder with one."""
-    file = path / f"{FOLDER_STEM}.safetensors" if path.is_dir() else path
+    file = path / "model.safetensors" if path.is_dir() else path
     return file.with_name(f"{file.name.removesuffix('.index.json')}.yaml")
 
 
@@ -124,18 +121,15 @@ def _rounded(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _save(path: Path, state: Mapping[str, Any]) -> None:
     try:
-        if path.suffix in OF_TORCH:
-            with path.open("wb") as file:
-                torch.save(state, file)
+        if path.suffix != ".safetensors":
+            format.save(path, state)
         else:
             save_file(dict(state), path, metadata={"format": "pt"})  # Hugging Face's libraries require it
     except KeyError as error:  # from safetensors, for a dtype that it does not know
         raise Refused(f"safetensors can't store {error.args[0]}; use -o NAME.pt") from error
-    except (OSError, SafetensorError, RuntimeError) as error:
-        reason = error if isinstance(error, OSError) else error.__context__ or error  # torch has a full disk there
-        raise OSError(f"{path.name} can't be written: {reason}") from error
-    with path.open("rb") as written:
-        os.fsync(written.fileno())
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{path.name} can't be written: {error}") from error
+    to_disk(path)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
