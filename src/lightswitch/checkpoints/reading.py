@@ -288,42 +288,29 @@ def is_foreign(path: Path) -> bool:
 def weights_and_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the weights of a foreign checkpoint by name, whole and on the CPU, and the rest of its state.
 
-    It is a `.ckpt` file of Lightning (one device, DDP, FSDP full), a state dict in a `.pt` file, or safetensors.
-    Entries of the modules' state that are not tensors are in the state under "extra_state", as in a checkpoint of the
-    engine.
+    It is a `.ckpt` file of Lightning (one device, DDP, FSDP full), a state dict in a `.pt` file, or safetensors. Its
+    tensors are mapped into memory. In a file that torch's converter has made from a sharded FSDP directory, the weights
+    are under "model". Values of the modules' state that are no tensors are in the state under "extra_state", as in a
+    checkpoint of the engine.
 
     Raises:
         ValueError: it is something else, is damaged, or can't be read without running code.
     """
     if is_hub(path):
         return hub_weights(path), {_VERSION: _OF_ANY}
-    state = read_foreign(path)
-    named = {own_name(name): value for name, value in state.pop("state_dict").items()}
-    tensors = {name: local(value) for name, value in named.items() if is_stored(value)}
-    return tensors, {**state, "extra_state": {name: value for name, value in named.items() if name not in tensors}}
-
-
-def read_foreign(path: Path) -> dict[str, Any]:
-    """Return the content of a `.ckpt` file of Lightning, with its tensors memory-mapped from the file.
-
-    In a file that torch's converter has made from a sharded FSDP directory, the weights are under "model"; a file that
-    ends with `.pt` may contain nothing but weights.
-
-    Raises:
-        ValueError: the file is something else, or can't be read without running code.
-    """
     state = format.load(path, mapped=True)
-    if isinstance(state, dict) and "state_dict" not in state and "model" in state:
-        state["state_dict"] = state.pop("model")
-    elif path.suffix == ".pt" and isinstance(state, dict) and "state_dict" not in state:
-        state = {"state_dict": state}
-    if not isinstance(state, dict) or not _is_named(state.get("state_dict")):
+    if isinstance(state, dict) and "state_dict" not in state:
+        if path.suffix == ".pt" and "model" not in state:
+            state = {"state_dict": state}
+        else:
+            state["state_dict"] = state.pop("model", None)
+    weights = state.pop("state_dict") if isinstance(state, dict) else None
+    if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise ValueError("it has no state_dict; use a checkpoint from the checkpoints/ folder of a run, or safetensors")
-    return {_VERSION: _OF_ANY, **state}
-
-
-def _is_named(weights: Any) -> bool:
-    return isinstance(weights, dict) and all(isinstance(name, str) for name in weights)
+    named = {own_name(name): value for name, value in weights.items()}
+    tensors = {name: local(value) for name, value in named.items() if is_stored(value)}
+    extra = {name: value for name, value in named.items() if name not in tensors}
+    return tensors, {_VERSION: _OF_ANY, **state, "extra_state": extra}
 
 
 def is_hub(path: Path) -> bool:
