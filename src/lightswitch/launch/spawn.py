@@ -7,6 +7,7 @@ of this way to start.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import runpy
 import signal
@@ -76,6 +77,7 @@ def _rank(rank: int, count: int, port: int, typed: list[str], arguments: list[st
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sys._xoptions["follows"] = str(os.getppid())  # torch sends SIGINT when that ends, which a background job ignores
+    multiprocessing.set_start_method(None, force=True)  # spawn has set its own, by which loader workers would start
     sys.orig_argv[:] = typed  # printed commands repeat what the user typed
     sys.argv[:] = arguments
     runpy.run_path(sys.argv[0], run_name="__main__")

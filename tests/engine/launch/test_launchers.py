@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightswitch.errors import ExitCode
 from lightswitch.failures.launchers import Scripts
+from lightswitch.launch import spawn
 from lightswitch.process import Process, Signals
 from tests.engine.conftest import PLAIN, Finished, Train, context
 from tests.engine.failures.pace import FAILS_ONCE
@@ -201,6 +203,20 @@ def test_spawned_ranks_print_the_commands_that_were_typed(start: Start, tmp_path
     (go_on,) = (shlex.split(line)[2:] for line in lines if line.startswith("go on "))
     assert go_on == ["python", TRAIN_PY, *words, "trainer.max_steps=8"]
     assert [place["environment"] for place in witnesses(run_dir)] == [[rank, rank, "2", "2"] for rank in "01"]
+
+
+def test_a_spawned_rank_starts_loader_workers_as_any_script_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Linux by fork: spawned ones would import torch again, and a data set could hold no lambda."""
+    monkeypatch.chdir(tmp_path)
+    Path("shows.py").write_text("import multiprocessing; open('shown', 'w').write(multiprocessing.get_start_method())")
+    arguments = (0, 1, 29500, ["python", "shows.py"], ["shows.py"])
+    rank = multiprocessing.get_context("spawn").Process(target=spawn._rank, args=arguments)
+    rank.start()
+    rank.join(TIMEOUT_SECONDS)
+    assert rank.exitcode == 0
+    assert Path("shown").read_text() == multiprocessing.get_start_method()
 
 
 @pytest.mark.parametrize("options", [["-c"], *at_night(["-i", "-c"])], ids=["another script", "an interactive shell"])
