@@ -54,7 +54,8 @@ def _cpu_seconds(words: tuple[str, ...]) -> float:
     before = _children_seconds()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as needed:
         dependencies.link_into(Path(needed))
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "src"), needed])}
+        path = os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "src"), needed])
+        environ = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": ""}  # as for users: compiled once
         command = [sys.executable, "-S", str(CHECKOUT / "train.py"), *words, *RUN]
         subprocess.run(command, cwd=folder, env=environ, capture_output=True, check=True)
     return _children_seconds() - before
