@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.config.overrides import AUTO
@@ -48,5 +46,4 @@ def _is_memory_known(cfg: DictConfig) -> bool:
     if plan is None:
         return False
     is_set = plan.memory_gib is not None or str(plan.device.get("_target_")).endswith(".Device")
-    plain: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
-    return is_set or devices.accelerator(plain) == "cuda"
+    return is_set or devices.accelerator({"accelerator": cfg.trainer.get("accelerator", "auto")}) == "cuda"

@@ -164,7 +164,7 @@ def _why_unread(cfg: DictConfig, key: str) -> str | None:
     group = key.partition(".")[0]
     if group in _READ_BY_A_RUN or group not in cfg or cfg._get_node(group) is None:
         return None
-    if _readers(cfg, key, _NOBODYS) or _is_the_scripts(group):
+    if _is_read(cfg, key, group) or _is_the_scripts(group):
         return None
     if group in _FROM:
         return f"the keys of its file are set below {group}; begin the file with # @package _global_"
@@ -173,6 +173,15 @@ def _why_unread(cfg: DictConfig, key: str) -> str | None:
     meant = aliases.setting(key)
     hint = f" Did you mean {meant}?" if meant else nearest(key, sorted({*map(str, cfg), *GROUPS} - {key}), alike=0.65)
     return f"nothing refers to it, for example by ${{{key}}}; leave it out.{hint}".removesuffix(".")
+
+
+def _is_read(cfg: DictConfig, key: str, group: str) -> bool:
+    """Return whether a node that a run reads refers to a key; the config is resolved only if its text does not say."""
+    content: Any = OmegaConf.to_container(cfg)
+    others = {name: str(node) for name, node in content.items() if name != group}
+    if any(f"${{{key}}}" in others.get(name, "") for name in _READ_BY_A_RUN):
+        return True
+    return any(group in text for text in others.values()) and bool(_readers(cfg, key, _NOBODYS))
 
 
 def _readers(cfg: DictConfig, key: str, value: object) -> set[str]:

@@ -90,11 +90,11 @@ class RunRecord(Callback):
         self.run, self.plan = run, plan
         self.run_dir = run.run_dir
         self.mode, self.start_at = cfg.mode, cfg.ckpt_path or cfg.resume
-        self.files = _files(cfg, run) if run.is_first else {}
         self._origin = _origin(run) if run.is_first else None
         self._goes_on = False
         self._loggers: list[Logger] = []
         self._config = public(cfg)
+        self.files = _files(cfg, run, self._config) if run.is_first else {}
         # an evaluation in the directory of a training adds to its metrics, and leaves its record as it is
         self._is_beside_training = cfg.mode != "fit" and resume.has_trained(self.run_dir)
         is_logging = cfg.trainer.get("enable_autolog_hparams") is not False
@@ -255,15 +255,12 @@ def _open(loggers: Iterable[Logger]) -> None:
             raise Refused(f"logger: wandb: {message} Or export WANDB_MODE=offline, for an offline run") from error
 
 
-def _files(cfg: DictConfig, run: RunContext) -> dict[str, str]:
+def _files(cfg: DictConfig, run: RunContext, resolved: dict[str, Any]) -> dict[str, str]:
     typed = [masked_override(override) for override in typed_overrides(run.hydra)]
-    hydra: Any = OmegaConf.to_container(run.hydra)
-    hydra["overrides"]["task"], hydra["job"]["override_dirname"] = typed, ",".join(typed)
-    return {  # the first three as Hydra writes them as soon as it has composed a config
+    return {  # the first two as Hydra writes them as soon as it has composed a config
         ".hydra/config.yaml": _yaml(masked(OmegaConf.to_container(cfg))),
-        ".hydra/hydra.yaml": _yaml({"hydra": masked(hydra)}),
         ".hydra/overrides.yaml": _yaml(typed),
-        "config.yaml": _yaml(public(cfg)),
+        "config.yaml": _yaml(resolved),
     }
 
 
