@@ -14,8 +14,6 @@ from importlib.util import find_spec, module_from_spec
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from lightswitch.errors import ExitCode, encode_any_text
-
 if TYPE_CHECKING:
     from lightswitch.launch.hydra_entry import Main
 
@@ -38,12 +36,16 @@ def entry(config_path: str, config_name: str) -> Callable[[Main], Callable[[], N
     def decorate(main: Main) -> Callable[[], None]:
         @functools.wraps(main)
         def run() -> None:
+            is_script = main.__module__ == "__main__" and not hasattr(sys, "ps1") and not sys.flags.interactive
+            if is_script:
+                _name_script()
+                _fix_hashes()
+            from lightswitch.errors import ExitCode, encode_any_text  # not above: Python starts again there
+
             encode_any_text()
-            if main.__module__ != "__main__" or hasattr(sys, "ps1") or sys.flags.interactive:
+            if not is_script:
                 print(_NO_SCRIPT, file=sys.stderr)
                 raise SystemExit(ExitCode.REFUSED)
-            _name_script()
-            _fix_hashes()
             sys.argv[0] = os.path.abspath(sys.argv[0])  # user code may change the working directory
             show_first_line(sys.argv[1:])
             _defer_torchmetrics()

@@ -33,11 +33,10 @@ from lightswitch.config.overrides import (
 )
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, Refused, RefusedRequest, Stopped
-from lightswitch.launch import ending, spawn
+from lightswitch.launch import ending
 from lightswitch.preflight import devices
-from lightswitch.preflight.targets import own_batch
 from lightswitch.process import Process, Signals, ignore_signals
-from lightswitch.runs import claim, resume
+from lightswitch.runs import claim
 
 if TYPE_CHECKING:
     from lightswitch.sweeps.job import Pool
@@ -117,6 +116,8 @@ class Entry:
             hydra.main(**hydra_versions.VERSION, config_path=str(folder), config_name=config_name)(composed)()
 
     def _run_composed(self, cfg: DictConfig, pool: Pool | None) -> None:
+        from lightswitch.launch import spawn  # not above: a mistyped choice is reported sooner
+
         found = placement.detect()
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             from lightswitch.sweeps import job
@@ -151,6 +152,8 @@ class Entry:
 
 def _resume_restarted(cfg: DictConfig, run: RunContext) -> None:
     """Resume a run that its launcher has started again: its command says where the first start was to begin."""
+    from lightswitch.runs import resume
+
     typed = [f"{name}={value}" for name in ("ckpt_path", "resume") if (value := cfg.get(name)) not in (None, "auto")]
     job = claim.restarted_job()
     if typed and job is not None and resume.has_saved(run.run_dir, job):

@@ -9,7 +9,6 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
@@ -69,6 +68,8 @@ def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) ->
         if not name.startswith("lr-")
         and not (name.endswith("_step") and f"{name.removesuffix('_step')}_epoch" in metrics)
     }
+    import psutil  # slow, and not needed before the end
+
     rows["time in all"] = timedelta(seconds=time.time() - psutil.Process().create_time())
     log.info("\n%s\n", table(rows))
     last = run.run_dir / "checkpoints" / "last.ckpt"

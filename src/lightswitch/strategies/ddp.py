@@ -13,7 +13,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
@@ -100,6 +99,8 @@ class DDP(PortableCheckpoints, DDPStrategy):
             module, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs
         )
         if self.comm_hook is not None:
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # slow, and rarely asked for
+
             compress = getattr(default_hooks, f"{self.comm_hook}_compress_hook")
             # in a lambda: torch refuses bfloat16's by its name without NCCL, although gloo adds bfloat16 as well
             wrapped.register_comm_hook(None, lambda group, bucket: compress(group, bucket))

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -216,6 +215,8 @@ class ShardsInHook(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         written = tree_leaves(args[0]) if func._schema.is_mutable else []
         if written and not any(isinstance(one, DTensor) for one in written):  # such as an average in a buffer
             return _on_whole(func, given)
+        from torch.distributed.tensor.experimental import implicit_replication  # slow, and only sharded runs need it
+
         with implicit_replication():
             result = func(*args, **given[1])
         made = [one for one in tree_leaves(result) if isinstance(one, DTensor) and not written]
