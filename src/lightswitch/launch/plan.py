@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -93,11 +94,16 @@ def parameter_bytes(cfg: DictConfig) -> float:
     Raises:
         Unplanned: it can't be built there.
     """
+    model = _on_meta_device(cfg)
+    in_16_bits = str(cfg.trainer.get("precision")) in ("16-true", "bf16-true")
+    return sum(parameter.numel() * (2 if in_16_bits else parameter.itemsize) for parameter in model.parameters())
+
+
+def _on_meta_device(cfg: DictConfig) -> LightningModule:
     with _own_code("building the model"), torch.device("meta"):
         model = _model(cfg)
         model.configure_model()
-    in_16_bits = str(cfg.trainer.get("precision")) in ("16-true", "bf16-true")
-    return sum(parameter.numel() * (2 if in_16_bits else parameter.itemsize) for parameter in model.parameters())
+    return model
 
 
 def fitted(request: Request, candidate: Candidate) -> Estimate:
@@ -111,17 +117,21 @@ def fitted(request: Request, candidate: Candidate) -> Estimate:
     """
     batch = batch_of(request, candidate, request.cfg.micro_batch_size)
     check(request, candidate, batch)
-    found = at(request, candidate, batch)
+    share = batch.micro_batch // candidate.ranks_of_a_sample  # of a strategy that splits no layers
+    is_simulated = request.samples.is_cut and _key(request, candidate, share) in request.simulated
+    simulated = share if is_simulated else batch.micro_batch
+    found = at(request, candidate, batch, simulated)
     if found.memory.fits or request.cfg.micro_batch_size is not None or not found.largest_micro_batch:
         return found
-    return _largest_that_fits(request, candidate, _smaller(batch), batch.micro_batch)
+    return _largest_that_fits(request, candidate, _smaller(batch), simulated)
 
 
 def confirmed(request: Request, found: Estimate, among: Sequence[Candidate]) -> Estimate:
     """Return an estimate with its step simulated if it was extrapolated, at a smaller micro-batch if necessary."""
-    if found.run.accumulation == 1 or request.cfg.micro_batch_size is not None:
-        return found
     candidate = next(one for one in among if one.words == found.words)
+    is_simulated = _key(request, candidate, found.run.micro_batch) in request.simulated
+    if is_simulated or request.cfg.micro_batch_size is not None:
+        return found
     batch = batch_of(request, candidate, found.run.micro_batch)
     confirmed = _largest_that_fits(request, candidate, [batch.micro_batch, *_smaller(batch)], None)
     return replace(confirmed, largest_micro_batch=found.largest_micro_batch)
@@ -203,9 +213,8 @@ def strategy_of(candidate: Candidate) -> Strategy:
 
 def _step(request: Request, candidate: Candidate, strategy: Strategy, samples: int) -> Simulation:
     """Simulate a step of one device, once for all strategies that compute alike."""
-    precision, node = request.cfg.trainer.get("precision"), candidate.node
-    styles = strategy.styles_of if isinstance(strategy, TensorParallel) else None
-    key = repr((str(precision), samples, node.get("units"), node.get("activation_checkpointing"), node.get("plans")))
+    split = _split(_on_meta_device(request.cfg), strategy) if isinstance(strategy, TensorParallel) else []
+    key = _key(request, candidate, samples)
     if key not in request.simulated:
         with _own_code("a step of the model"):
             request.simulated[key] = simulate(
@@ -214,13 +223,25 @@ def _step(request: Request, candidate: Candidate, strategy: Strategy, samples: i
                     request.samples.batch,
                     request.samples.is_cut,
                     samples,
-                    _precision(precision),
-                    node.get("units"),
-                    styles,
-                    bool(node.get("activation_checkpointing")),
+                    _precision(request.cfg.trainer.get("precision")),
+                    candidate.node.get("units"),
+                    bool(candidate.node.get("activation_checkpointing")),
                 )
             )
-    return request.simulated[key]
+    return replace(request.simulated[key], split=split)
+
+
+def _key(request: Request, candidate: Candidate, samples: int) -> str:
+    """Return what a simulated step depends on, as the key of `Request.simulated`."""
+    node, precision = candidate.node, str(request.cfg.trainer.get("precision"))
+    return repr((precision, samples, node.get("units"), bool(node.get("activation_checkpointing"))))
+
+
+def _split(model: LightningModule, strategy: TensorParallel) -> list[str]:
+    """Return the paths of the parameters whose layers a strategy splits."""
+    patterns = strategy.styles_of(model)
+    layers = [(path, one) for path, one in model.named_modules() if any(fnmatchcase(path, own) for own in patterns)]
+    return [f"{path}.{name}" for path, layer in layers for name, _ in layer.named_parameters()]
 
 
 @contextmanager

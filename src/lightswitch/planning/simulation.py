@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import cycle, islice, zip_longest
 from typing import Any
 
@@ -55,7 +54,6 @@ class Work:
         samples: number of samples in a micro-batch.
         options: Trainer arguments for the precision.
         units: names of the units; see `find_units`.
-        styles: returns the parallel styles of a module's layers, by a pattern of their paths, under tensor parallelism.
         recomputes: whether units recompute their activations in the backward pass.
     """
 
@@ -65,7 +63,6 @@ class Work:
     samples: int
     options: Mapping[str, Any]
     units: Sequence[str] | None = None
-    styles: Callable[[LightningModule], Mapping[str, Any]] | None = None
     recomputes: bool = False
 
 
@@ -147,14 +144,7 @@ def simulate(work: Work) -> Simulation:
         device.batches.traces(),
         ledger.flops,
         dict(ledger.values.replaced),
-        list(_split(model, {} if work.styles is None else work.styles(model))),
     )
-
-
-def _split(model: LightningModule, styles: Mapping[str, Any]) -> Iterator[str]:
-    for path, layer in model.named_modules():
-        if any(fnmatchcase(path, pattern) for pattern in styles):
-            yield from (f"{path}.{name}" for name, _ in layer.named_parameters())
 
 
 def _needing(values: Values, error: Exception) -> Exception:
