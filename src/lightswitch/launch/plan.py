@@ -118,7 +118,7 @@ def fitted(request: Request, candidate: Candidate) -> Estimate:
     batch = batch_of(request, candidate, request.cfg.micro_batch_size)
     check(request, candidate, batch)
     share = batch.micro_batch // candidate.ranks_of_a_sample  # of a strategy that splits no layers
-    is_simulated = request.samples.is_cut and _key(request, candidate, share) in request.simulated
+    is_simulated = request.samples.is_cut and _key(candidate, share) in request.simulated
     simulated = share if is_simulated else batch.micro_batch
     found = at(request, candidate, batch, simulated)
     if found.memory.fits or request.cfg.micro_batch_size is not None or not found.largest_micro_batch:
@@ -129,7 +129,7 @@ def fitted(request: Request, candidate: Candidate) -> Estimate:
 def confirmed(request: Request, found: Estimate, among: Sequence[Candidate]) -> Estimate:
     """Return an estimate with its step simulated if it was extrapolated, at a smaller micro-batch if necessary."""
     candidate = next(one for one in among if one.words == found.words)
-    is_simulated = _key(request, candidate, found.run.micro_batch) in request.simulated
+    is_simulated = _key(candidate, found.run.micro_batch) in request.simulated
     if is_simulated or request.cfg.micro_batch_size is not None:
         return found
     batch = batch_of(request, candidate, found.run.micro_batch)
@@ -214,7 +214,7 @@ def strategy_of(candidate: Candidate) -> Strategy:
 def _step(request: Request, candidate: Candidate, strategy: Strategy, samples: int) -> Simulation:
     """Simulate a step of one device, once for all strategies that compute alike."""
     split = _split(_on_meta_device(request.cfg), strategy) if isinstance(strategy, TensorParallel) else []
-    key = _key(request, candidate, samples)
+    key = _key(candidate, samples)
     if key not in request.simulated:
         with _own_code("a step of the model"):
             request.simulated[key] = simulate(
@@ -231,10 +231,9 @@ def _step(request: Request, candidate: Candidate, strategy: Strategy, samples: i
     return replace(request.simulated[key], split=split)
 
 
-def _key(request: Request, candidate: Candidate, samples: int) -> str:
-    """Return what a simulated step depends on, as the key of `Request.simulated`."""
-    node, precision = candidate.node, str(request.cfg.trainer.get("precision"))
-    return repr((precision, samples, node.get("units"), bool(node.get("activation_checkpointing"))))
+def _key(candidate: Candidate, samples: int) -> str:
+    """Return what a request's simulated step depends on, as the key of `Request.simulated`."""
+    return repr((samples, candidate.node.get("units"), bool(candidate.node.get("activation_checkpointing"))))
 
 
 def _split(model: LightningModule, strategy: TensorParallel) -> list[str]:
