@@ -25,18 +25,14 @@ from lightswitch.cluster import placement
 from lightswitch.cluster.placement import Placement
 from lightswitch.config import hydra_versions
 from lightswitch.config.hydra_errors import NO_YAML, check_flags, problems_of_composition
-from lightswitch.config.overrides import (
-    asks_for_a_sweep,
-    asks_for_help,
-    check_names,
-    normalised,
-)
+from lightswitch.config.overrides import asks_for_a_sweep, asks_for_help, check_names, normalised
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, Refused, RefusedRequest, Stopped
 from lightswitch.launch import ending
 from lightswitch.preflight import devices
+from lightswitch.preflight.targets import own_batch
 from lightswitch.process import Process, Signals, ignore_signals
-from lightswitch.runs import claim
+from lightswitch.runs import claim, resume
 
 if TYPE_CHECKING:
     from lightswitch.sweeps.job import Pool
@@ -152,8 +148,6 @@ class Entry:
 
 def _resume_restarted(cfg: DictConfig, run: RunContext) -> None:
     """Resume a run that its launcher has started again: its command says where the first start was to begin."""
-    from lightswitch.runs import resume
-
     typed = [f"{name}={value}" for name in ("ckpt_path", "resume") if (value := cfg.get(name)) not in (None, "auto")]
     job = claim.restarted_job()
     if typed and job is not None and resume.has_saved(run.run_dir, job):

@@ -13,13 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.config.overrides import (
-    AUTO,
-    files_of_group,
-    name_problems,
-    quoted,
-    typed_keys,
-)
+from lightswitch.config.overrides import AUTO, files_of_group, name_problems, quoted, typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest
 from lightswitch.preflight import devices, root_keys, strategies, targets
