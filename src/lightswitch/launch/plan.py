@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -214,20 +215,14 @@ def strategy_of(candidate: Candidate) -> Strategy:
 def _step(request: Request, candidate: Candidate, strategy: Strategy, samples: int) -> Simulation:
     """Simulate a step of one device, once for all strategies that compute alike."""
     split = _split(_on_meta_device(request.cfg), strategy) if isinstance(strategy, TensorParallel) else []
-    key = _key(candidate, samples)
+    key, given, node = _key(candidate, samples), request.samples, candidate.node
     if key not in request.simulated:
         with _own_code("a step of the model"):
-            request.simulated[key] = simulate(
-                Work(
-                    lambda: _model(request.cfg),
-                    request.samples.batch,
-                    request.samples.is_cut,
-                    samples,
-                    _precision(request.cfg.trainer.get("precision")),
-                    candidate.node.get("units"),
-                    bool(candidate.node.get("activation_checkpointing")),
-                )
-            )
+            precision = _precision(request.cfg.trainer.get("precision"))
+            units, recomputes = node.get("units"), bool(node.get("activation_checkpointing"))
+            model = partial(_model, request.cfg)
+            work = Work(model, given.batch, given.is_cut, samples, precision, units, recomputes)
+            request.simulated[key] = simulate(work)
     return replace(request.simulated[key], split=split)
 
 

@@ -34,10 +34,8 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
             arguments alone, because they may cause the others.
     """
     _raise(root_keys.missing(cfg))
-    plain, own_batch = _resolved(cfg), targets.own_batch(cfg)
-    _raise(config_problems(plain, run.hydra))
-    if targets.own_batch(cfg) != own_batch:  # the data's constructor has another, now that it is imported
-        plain = _resolved(cfg)
+    _raise(config_problems(_resolved(cfg), run.hydra))
+    plain = _resolved(cfg)  # with the batch size that the data's constructor has, now that it is imported
     _raise(root_keys.unread_problems(cfg, run.hydra))
     place = run.placement
     of_one_process = plain["mode"] in (*strategies.PLANS, strategies.CHECK)
