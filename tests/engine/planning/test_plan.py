@@ -74,7 +74,7 @@ REFUSED = {
     "plan.device=h300": "device=h300: there is no such device. Did you mean h200?",
     "plan.precisions=[16-mixed]": "Type precision=NAME, in a plan for each",
     "precision=16-true plan.device=h100": "AdamW divides by its eps",
-    "plan.memory_gib=-1": "plan.memory_gib=-1: use a number greater than 0",
+    "plan.memory_gib=-1": "plan.memory_gib=-1: use a number from 0.001 to 1000000",
 }
 
 
