@@ -234,6 +234,8 @@ class GlobalBatch(Callback):
         self._seed_loaders(trainer, for_training=False)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._metrics.restore(pl_module, trains=False)
         self._seed_alike(trainer, _EVALUATION)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -269,13 +271,13 @@ class GlobalBatch(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         position = saved_position(checkpoint)
+        self._metrics.load(checkpoint)
         if trainer.state.fn != TrainerFn.FITTING:
             if position is not None:  # metrics are logged at the step of the weights that are evaluated
                 set_logged_steps(trainer.fit_loop.epoch_loop, _logged_steps(trainer, position))
             return
         assert position is not None, "a run resumes only from a checkpoint with a position"
         self._resumed = position
-        self._metrics.load(checkpoint)
         self._last_values = checkpoint.get(_METRICS, {})
         trainer.num_sanity_val_steps = 0  # its batches would count in metrics such as the best value so far
         are_new = position.step == 0 and trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set past its type

@@ -210,14 +210,18 @@ class MetricStates:
         """Keep the states of a checkpoint for `restore`."""
         self._saved = checkpoint.get(OF_RANKS, [])
 
-    def restore(self, module: LightningModule) -> None:
+    def restore(self, module: LightningModule, trains: bool = True) -> None:
         """Restore the states, after the module's `on_train_start`, in which many reset metrics of the sanity check.
 
         Metrics sum their states over ranks when they are computed, so only the first rank restores what was saved.
+
+        Args:
+            trains: whether to restore all; an evaluation has those that are part of the module's state, of each rank.
         """
         saved, self._saved = self._saved, []
         for name, metric in _metrics(module):
-            states = [of["metrics"][name] for of in saved if name in of["metrics"]]
+            is_asked = trains or any(metric._persistent.values())
+            states = [of["metrics"][name] for of in saved if is_asked and name in of["metrics"]]
             if not states or not _is_kept(metric) or set(states[0]) != set(metric._defaults):
                 continue
             metric.reset()

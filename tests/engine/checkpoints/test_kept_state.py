@@ -157,7 +157,6 @@ def test_of_buffers_that_are_not_persistent_a_checkpoint_has_those_that_training
     assert read_state(whole.run_dir / "checkpoints/last.ckpt")["buffers"].keys() == {"seen", "queue"}
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("checkpoint", "strategy", "ranks"),
     [
