@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 _EXAMPLES = {  # what to type for a mandatory value
     "trainer.strategy.config": "ds_config.json, a file of DeepSpeed's, or choose a stage: strategy=deepspeed_stage_2",
 }
+_LOG_BYTES = 1 << 20  # what a run writes before its first checkpoint
 
 
 def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
@@ -53,8 +55,10 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
         strategies.problems(_request(plain, kind)),
         strategies.precision_problems(plain, kind),
         _callbacks(plain),
+        _run_directory(run.run_dir),
         _start(plain, run.run_dir),
         () if of_one_process else devices.absent(trainer, place),
+        () if of_one_process else devices.compiler_problems(plain.get("compile"), kind),
     )
     _raise(() if of_one_process else devices.node_problems(plain, place))
     return _plan(plain)
@@ -151,6 +155,12 @@ def _callbacks(cfg: dict[str, Any]) -> Iterator[str]:
     for name, target in nodes.items() if not any((cfg.get("logger") or {}).values()) else ():
         if target.endswith(("LearningRateMonitor", "DeviceStatsMonitor")):
             yield f"callbacks.{name} writes to a logger, and every logger was removed; also type ~callbacks.{name}"
+
+
+def _run_directory(run_dir: Path) -> Iterator[str]:
+    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if (free_bytes := shutil.disk_usage(existing).free) < _LOG_BYTES:
+        yield f"the run directory {run_dir} can't be written: the disk is full, {free_bytes / 1e3:.0f} KB are free"
 
 
 def _start(cfg: dict[str, Any], run_dir: Path) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -204,6 +205,17 @@ def absent(trainer: dict[str, Any], place: Placement, there: Present | None = No
     elif wanted > seen:
         on_cpu = "" if named else f", or trainer.accelerator=cpu for {wanted} processes on the CPU"
         yield f"trainer.devices={devices}: this machine has {_counted(seen, 'GPU')}; use trainer.devices={seen}{on_cpu}"
+
+
+def compiler_problems(compile: Mapping[str, Any] | None, accelerator: str) -> Iterator[str]:
+    """Yield the compiler that inductor builds its kernels with, if it is missing."""
+    variable, default = ("CXX", "g++") if accelerator in ("cpu", "mps") else ("CC", "gcc")
+    compiler = os.environ.get(variable) or default
+    if compile and compile.get("backend", "inductor") == "inductor" and shutil.which(compiler) is None:
+        yield (
+            f"compile=true needs a compiler, and there is no {compiler} here; type apt-get install {default}, or "
+            f"export {variable}=PATH of another, or, to compile without one, compile.backend=aot_eager"
+        )
 
 
 # The processes that were started, and those that the config asks for

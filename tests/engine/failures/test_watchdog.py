@@ -39,6 +39,9 @@ def member(lost_after_seconds: float = 60, is_silent: bool = False) -> Iterator[
     if not is_silent:
         found.start(everyone, [])
     yield found
+    found._is_over.set()  # otherwise it takes the end of the group for that of rank 0, and ends this process
+    for thread in () if is_silent else found._threads:
+        thread.join()
     if found._timer is not None:
         found._timer.cancel()
     dist.barrier()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import lightswitch
+from lightswitch.preflight import devices
 from lightswitch.strategies.units import Compilation, CompiledForward
 from tests.engine.conftest import Finished, Train, runs_in
 from tests.engine.fits import LANGUAGE as LANGUAGE_FIT
@@ -85,6 +86,15 @@ def test_a_copy_of_a_compiled_module_has_its_own_forward_pass() -> None:
     copied.factor.data.fill_(3.0)
     one = torch.ones(())
     assert (module(one).item(), copied(one).item()) == (2.0, 3.0)
+
+
+def test_a_missing_compiler_is_named_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    config = {"_target_": "lightswitch.strategies.units.Compilation"}
+    (problem,) = devices.compiler_problems(config, "cpu")
+    assert problem.startswith("compile=true needs a compiler, and there is no no-such-compiler here; type apt-get")
+    assert not list(devices.compiler_problems({**config, "backend": "aot_eager"}, "cpu"))
+    assert not list(devices.compiler_problems({}, "cpu"))
 
 
 def graphs(strategy: str) -> int:
