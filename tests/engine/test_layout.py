@@ -28,7 +28,7 @@ CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 # From the top down: a package, or a file beside the packages, imports those below it alone. Each has the lines of code
 # that it may have: lower the number when it shrinks, and before you raise one, look for what can go instead.
 BUDGETS = {
-    **{"fork": 185, "doctor": 200, "launch": 1260, "checking": 505, "compare": 330, "sweeps": 355, "reference": 255},
+    **{"fork": 185, "doctor": 200, "launch": 1262, "checking": 505, "compare": 330, "sweeps": 355, "reference": 255},
     **{"preflight": 935, "planning": 1555, "loop": 370, "failures": 910, "runs": 685, "export": 345, "config": 585},
     **{"deepspeed": 785, "strategies": 1515, "context": 20, "cluster": 372, "process": 212, "checkpoints": 1720},
     **{"batches": 1750, "monitoring": 945, "hooked_strategy": 160, "mixins": 20, "patches": 260},

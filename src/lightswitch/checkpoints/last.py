@@ -33,9 +33,7 @@ from lightswitch.regular_files import linked, write_link
 
 log = logging.getLogger(__name__)
 
-FROZEN_SINCE = (
-    "frozen_since"  # in a checkpoint: whether a parameter is frozen, for those that changed since the run began
-)
+FROZEN_SINCE = "frozen_since"  # in a checkpoint: whether parameters are frozen that changed since the run began
 _SAMPLED_ELEMENTS = 64  # of each parameter, compared over the hooks on_train_start of a resumed run
 _CONFIGURED = "configured"  # in a checkpoint: options of optimizers and states of schedules at the start of the run
 

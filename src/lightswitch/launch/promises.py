@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightswitch import regular_files
 from lightswitch.batches.plan import BatchPlan
@@ -113,8 +113,10 @@ def _ways(cfg: DictConfig, run: RunContext) -> Iterator[Way]:
         details = [word for word in commands.overrides(()) if word.lstrip("+~").startswith("trainer.strategy.")]
         yield Way(chosen, (f"strategy={chosen}", *details), cfg.check.devices)
         return
-    small = [one.name for one in found if asked == "all" or not (one.is_zero or one.offloads)]
-    named = [asked] if isinstance(asked, str) and asked != "all" else asked if OmegaConf.is_list(asked) else small
+    if asked in (None, "all"):
+        named = [one.name for one in found if asked == "all" or not (one.is_zero or one.offloads)]
+    else:
+        named = [asked] if isinstance(asked, str) else asked
     for name in (name for name in map(str, named) if name != SINGLE.name):
         yield Way(name, (f"strategy={name}",), cfg.check.devices)
 
