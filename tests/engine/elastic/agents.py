@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -81,16 +80,15 @@ class Agents:
         folder: Path,
         python: Path,
         strategy: str = "ddp",
-        processes: int | dict[int, int] = 1,
+        processes: int = 1,
         *words: str,
     ) -> None:
         """Args:
 
-        processes: of each node, or of each by its number; of one that has none here, one.
+        processes: of each node.
         """
         self.machines, self.folder, self.python = machines, folder, python
-        self.strategy, self.words = strategy, words
-        self.processes = processes if isinstance(processes, dict) else defaultdict(lambda: processes)
+        self.strategy, self.processes, self.words = strategy, processes, words
         self.alive: dict[int, subprocess.Popen[bytes]] = {}
         self._leaving: dict[int, subprocess.Popen[bytes]] = {}
         self.environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -112,7 +110,7 @@ class Agents:
             if node in self._leaving:
                 self._leaving.pop(node).wait(WAIT_SECONDS)
             self.alive[node] = self.machines.start(
-                *(node, *torchrun, f"--nproc-per-node={self.processes[node]}", f"--rdzv-conf={conf}", TRAIN_PY, *run),
+                *(node, *torchrun, f"--nproc-per-node={self.processes}", f"--rdzv-conf={conf}", TRAIN_PY, *run),
                 cwd=self.folder, output=self.folder / f"node{node}.log", **self.environment,
             )  # fmt: skip
 
