@@ -55,7 +55,8 @@ def listed(*names: str) -> list[Mutant]:
 
 def code_of(checkout: Path = CHECKOUT) -> dict[Path, str]:
     """Return the texts of the code that mutants change, by path in the checkout."""
-    paths = [checkout / "train.py", *sorted(checkout.glob("src/**/*.py")), *sorted(checkout.glob("slurm/*.sh"))]
+    globs = ("train.py", "src/**/*.py", "slurm/*.sh", "conf/**/*.yaml", "docs/examples/cloud/*.yaml")
+    paths = [path for glob in globs for path in sorted(checkout.glob(glob))]
     return {path.relative_to(checkout): path.read_text() for path in paths}
 
 

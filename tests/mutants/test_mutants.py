@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.mutants.mutants import CHECKOUT, Mutant, code_of, listed, mutation
 
@@ -24,6 +25,8 @@ def test_a_mutant_is_put_in_at_one_place() -> None:
         assert change.text != CODE[change.path], mutant.name
         if change.path.suffix == ".py":
             ast.parse(change.text, mutant.name)
+        elif change.path.suffix == ".yaml":
+            yaml.safe_load(change.text)
         else:
             subprocess.run(["bash", "-n"], input=change.text, text=True, check=True)
 
