@@ -14,7 +14,7 @@ from lightswitch.failures.classify import Rank, failure_of
 from lightswitch.preflight.strategies import Request, problems
 from lightswitch.strategies.fsdp import FSDP
 from tests.engine.fits import ADAMW, CLASSIFIER, LANGUAGE, PLAIN, TENSOR_PARALLEL, Fit, Fits
-from tests.engine.foreign import Classifier, Encoder
+from tests.engine.foreign import Classifier, Encoder, Lazy, NothingToShard, OwnSharding
 from tests.engine.models.language import LanguageModel
 from tests.engine.models.pictures import Pictures
 from tests.engine.plain import AveragedModel, PlainModel, UsedByRank0, UsedUnevenly
@@ -361,13 +361,16 @@ REFUSED = {
     Stateless: "another tensor stands in for net.0.weight, net.0.bias, as torch.func.functional_call and an ",
     Held: "net.0.weight is used as the constructor held it, in an optimizer or a list, but a sharded strategy trains ",
     HeldInAnOptimizer: "net.0.weight is used as the constructor held it",
+    OwnSharding: "OwnSharding shards itself in configure_model; leave fully_shard and parallelize_module to the ",
+    NothingToShard: "there is nothing to shard in NothingToShard; use strategy=ddp",
+    Lazy: "net.1.weight, net.1.bias: a lazy layer (LazyLinear, or -1 channels) has no shape before its first ",
 }
 
 
 @pytest.mark.parametrize("module", REFUSED)
 def test_a_module_whose_tensors_would_be_passed_over_is_refused(module: Any, fits: Fits) -> None:
     with pytest.raises(RankFailed) as failed:
-        fits(replace(PLAIN, module=module, strategy="fsdp"), 2)
+        fits(replace(CLASSIFIER if issubclass(module, Classifier) else PLAIN, module=module, strategy="fsdp"), 2)
     assert str(failed.value.error).startswith(REFUSED[module])
 
 
