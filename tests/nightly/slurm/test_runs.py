@@ -67,7 +67,6 @@ def test_a_fork_trains_over_nodes(slurm_cluster: Cluster, tmp_path: Path) -> Non
     fork = made(clone_into(tmp_path / "clone"), tmp_path / "birdsong", "--bare")
     environment(fork, "--editable", ".")
     job = submit(slurm_cluster, fork / "slurm/multinode.sh", "strategy=fsdp", "debug=limit", cwd=fork, nodes=2)
-    assert job.details()["JobName"] == "birdsong"
     assert job.wait() == "COMPLETED", job.output()
     assert "test/accuracy" in job.output()
 
