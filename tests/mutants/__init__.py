@@ -1,1 +1,1 @@
-"""Faults that were fixed once, put back one at a time, to measure what the suite catches."""
+"""Faults that were fixed once or that a test file is there to catch, one at a time: what the suite catches."""

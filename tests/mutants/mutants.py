@@ -53,10 +53,13 @@ def listed(*names: str) -> list[Mutant]:
     return chosen
 
 
+CODE = ("train.py", "src/**/*.py", "slurm/*.sh", "conf/**/*.yaml", "Makefile", "docs/*.md", "benchmarks/*.py")
+CODE += ("docs/examples/cloud/*.yaml", "tests/pool.py", "tests/mutants/mutants.py", "tests/engine/gpu/__main__.py")
+
+
 def code_of(checkout: Path = CHECKOUT) -> dict[Path, str]:
-    """Return the texts of the code that mutants change, by path in the checkout."""
-    globs = ("train.py", "src/**/*.py", "slurm/*.sh", "conf/**/*.yaml", "docs/examples/cloud/*.yaml")
-    paths = [path for glob in globs for path in sorted(checkout.glob(glob))]
+    """Return the texts that mutants change, by path in the checkout: code, config, pages, and the tools of tests."""
+    paths = (path for pattern in CODE for path in sorted(checkout.glob(pattern)))
     return {path.relative_to(checkout): path.read_text() for path in paths}
 
 
