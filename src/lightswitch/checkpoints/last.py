@@ -6,7 +6,6 @@ import functools
 import logging
 import re
 import warnings
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from lightswitch.batches.plan import Position, saved_position
 from lightswitch.checkpoints import directory, names
 from lightswitch.checkpoints.format import PlainTypes
 from lightswitch.checkpoints.optimizers import options_of
-from lightswitch.checkpoints.reading import BUFFERS, Reader, unreadable
+from lightswitch.checkpoints.reading import Reader, unreadable
 from lightswitch.checkpoints.shards import local
 from lightswitch.errors import Refused, UnfitCheckpoint, listed, shown
 from lightswitch.mixins import callbacks_of
@@ -50,8 +49,8 @@ class StepBoundary(Callback):
     effects of some hooks of a step only, and be without its validation, and no resumed run could make up for that.
     List this callback before those of the user.
 
-    A checkpoint also has what training has changed beside the weights: which parameters are frozen, and buffers that
-    are not persistent. And it has the options that its run began with: what is configured otherwise now takes effect.
+    A checkpoint also has which parameters training has frozen or unfrozen, and the options that its run began with:
+    what is configured otherwise now takes effect.
 
     Args:
         init_from: the weights of a new run: a checkpoint of any strategy, written by the engine or by Lightning, or
@@ -65,8 +64,7 @@ class StepBoundary(Callback):
         self._puts_off = False
         self._waiting: list[Callable[[], None]] = []  # saves that are put off, and what follows each, in order
         self._last: list[LastCheckpoints] = []
-        self._frozen: dict[str, bool] = {}  # at the start of the run, as the next two
-        self._buffers: dict[str, int] = {}  # checksums
+        self._frozen: dict[str, bool] = {}  # at the start of the run, as the next one
         self._configured: dict[str, Any] = {}
         self._resumed: dict[str, Tensor] = {}  # some elements of each weight of a checkpoint, until the first step
 
@@ -80,7 +78,6 @@ class StepBoundary(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # before a checkpoint is read
         self._frozen = _frozen(pl_module)
-        self._buffers = {name: _checksum(part.get_buffer(own)) for name, part, own in names.transient(pl_module)}
         self._configured = _configured(trainer)
         if self._init_from and trainer.ckpt_path is None:
             if not hasattr(trainer.strategy, "start_from"):
@@ -94,12 +91,9 @@ class StepBoundary(Callback):
         checkpoint[FROZEN_SINCE] = {
             name: frozen[name] for name, one in self._frozen.items() if frozen.get(name, one) != one
         }
-        buffers = {name: part.get_buffer(own) for name, part, own in names.transient(pl_module)}
-        checkpoint[BUFFERS] = {name: one for name, one in buffers.items() if self._buffers.get(name) != _checksum(one)}
         checkpoint[_CONFIGURED] = self._configured
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        names.set_transient(pl_module, checkpoint.get(BUFFERS, {}))
         if trainer.state.fn != TrainerFn.FITTING:
             return
         frozen = checkpoint.get(FROZEN_SINCE, {})
@@ -171,11 +165,6 @@ class StepBoundary(Callback):
 
 def _frozen(module: LightningModule) -> dict[str, bool]:
     return {name: not parameter.requires_grad for name, parameter in names.parameters(module).items()}
-
-
-def _checksum(buffer: Tensor) -> int:
-    values = buffer.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
-    return zlib.crc32(values.view(torch.uint8).numpy().tobytes(), zlib.crc32(repr(buffer.shape).encode()))
 
 
 @torch.no_grad()

@@ -49,27 +49,6 @@ def tied(module: nn.Module) -> dict[str, str]:
     return {name: other for name, other in names.items() if name != other}
 
 
-def transient(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the full name of each non-persistent dense buffer, the submodule that has it, and its name there."""
-    for prefix, part in module.named_modules():
-        for own in sorted(part._non_persistent_buffers_set):
-            if is_stored(part._buffers.get(own)):
-                yield own_name(f"{prefix}.{own}" if prefix else own), part, own
-
-
-@torch.no_grad()
-def set_transient(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Set the buffers that are not persistent and have a saved value, by name."""
-    for name, part, own in transient(module):
-        if name not in saved:
-            continue
-        buffer, value = part.get_buffer(own), saved[name]
-        if buffer.shape == value.shape:
-            buffer.copy_(value)  # in place: ddp and DeepSpeed hold a reference to the tensor
-        else:
-            part.register_buffer(own, value.to(buffer), persistent=False)
-
-
 def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and saved buffers under all their names, without `state_dict`, which may gather shards."""
     for prefix, part in module.named_modules(remove_duplicate=False):

@@ -24,7 +24,6 @@ from lightswitch.checkpoints.writing import describe_failure, why
 from lightswitch.errors import UnfitCheckpoint, listed, shown
 from lightswitch.hooked_strategy import of_ranks
 
-BUFFERS = "buffers"  # in a checkpoint's state: non-persistent buffers that training has changed, by name
 _REPLACED = "a run in progress replaced or removed it during the read; try again"
 _BRINGS = "the module brings these weights itself, set self.strict_loading = False in it"
 _OF_A_RESUME = "use the model arguments that it was saved with, or start a new run with another run_id"
@@ -86,10 +85,7 @@ class Reader:
             self._files, slice(rank, None, ranks) if self._compares_tensors else slice(0)
         )
         self.like = dict(self._index.like)
-        state = directory.read_state(self._files, partial(sharded_like, self._live))
-        if of_before := self.names("transient."):
-            state[BUFFERS] = {name: self.read(f"transient.{name}") for name in of_before}
-        return state
+        return directory.read_state(self._files, partial(sharded_like, self._live))
 
     @property
     def is_foreign(self) -> bool:

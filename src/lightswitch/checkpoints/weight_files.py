@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightswitch.checkpoints import directory, format
-from lightswitch.checkpoints.reading import BUFFERS, Reader
+from lightswitch.checkpoints.reading import Reader
 from lightswitch.errors import Refused
 from lightswitch.regular_files import MARK, remove_tree, to_disk
 
@@ -29,7 +29,7 @@ OF_RUN = "model.ckpt"  # in the directory of a run that has ended: its best weig
 _ARGUMENTS = "hyper_parameters"
 _OF_TRAINING = {
     *("loops", "callbacks", "optimizer_states", "lr_schedulers", "streams", "of_ranks"),
-    *("extra_state", "names_of_tied", "frozen_since", "configured", BUFFERS),
+    *("extra_state", "names_of_tied", "frozen_since", "configured", "buffers"),  # the last of earlier versions
 }
 
 

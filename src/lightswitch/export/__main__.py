@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightswitch.errors import Command, Refused, listed
+from lightswitch.errors import Command, Refused
 from lightswitch.regular_files import MARK, remove_tree
 
 FOLDER_FILE = "model.safetensors"  # the file name if -o names a folder
@@ -101,9 +101,6 @@ def _export(arguments: argparse.Namespace) -> None:
     print(f'load       model = lightswitch.load("{file}")')
     if file.suffix == ".ckpt":
         print(f'Lightning  {config.target.rpartition(".")[2]}.load_from_checkpoint("{file}")')
-    if buffers := sorted(reader.state.get("buffers", {})):
-        named = listed(buffers, "buffers", shown=8)
-        print(f"left out   {named}, which training has changed and the module registers with persistent=False")
 
 
 # A folder for Hugging Face's libraries

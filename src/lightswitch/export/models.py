@@ -33,7 +33,7 @@ from lightswitch.checkpoints import names, weight_files
 from lightswitch.checkpoints.finetuning import LEFT_OUT
 from lightswitch.checkpoints.last import best_or_last
 from lightswitch.checkpoints.names import own_name
-from lightswitch.checkpoints.reading import BUFFERS, Reader
+from lightswitch.checkpoints.reading import Reader
 from lightswitch.config.confidential import masked_keys
 from lightswitch.config.hydra_versions import instantiate
 from lightswitch.errors import Refused, UnfitCheckpoint, listed
@@ -88,7 +88,6 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
         problem = "; ".join(str(error).splitlines()[1:2]).strip() or str(error)
         advice = _PARTS_OF_SETUP if is_overridden("setup", model) else ""
         raise UnfitCheckpoint(f"{path} was saved from a different model than {builder}: {problem}{advice}") from error
-    names.set_transient(model, reader.state.get(BUFFERS, {}))
     _convert(model, {value.dtype for value in state.values() if isinstance(value, Tensor)})
     model.freeze()
     return model

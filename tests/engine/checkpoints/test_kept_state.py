@@ -18,12 +18,10 @@ from torchmetrics import SumMetric
 import lightswitch
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.checkpoints.directory import read_state
 from lightswitch.checkpoints.finetuning import TrainableOnly, follow_strategy
 from lightswitch.checkpoints.last import LastCheckpoints, StepBoundary
 from lightswitch.checkpoints.reading import Reader
 from lightswitch.errors import Refused
-from lightswitch.export.__main__ import main
 from lightswitch.loop.loops import replace_loops
 from lightswitch.strategies.callbacks import StrategyCallback
 from tests.engine.conftest import PLAIN_DATA, Finished, Train, once
@@ -44,9 +42,9 @@ class CountingPart(nn.Module):
 
 
 class CountingModel(PlainModel):
-    """Counts in extra state, a metric, a checkpoint's hooks, and buffers that are not persistent, by which it trains.
+    """Counts in extra state, a metric, a checkpoint's hooks, and a buffer, by which it trains.
 
-    ``state_dict`` has copies of the first two; ``queue`` grows, and ``table`` stays what it is.
+    ``state_dict`` has copies of the first two.
     """
 
     def __init__(self) -> None:
@@ -54,9 +52,7 @@ class CountingModel(PlainModel):
         self.steps, self.part, self.samples = torch.zeros(1), CountingPart(), SumMetric()
         self.last: deque[int] = deque(maxlen=3)
         self.samples.persistent(True)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.long), persistent=False)
-        self.register_buffer("queue", torch.zeros(0, 2), persistent=False)
-        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         self.steps = torch.cat([self.steps, self.steps[-1:] + 1])
@@ -64,8 +60,7 @@ class CountingModel(PlainModel):
         self.last.append(self.part.count)
         self.samples.update(float(len(batch[0])))
         self.seen += 1
-        self.queue = torch.cat([self.queue, self.table[:2, None].expand(2, 2) + len(self.queue)])[-6:]
-        return super().training_step(batch, batch_idx) * (1 + 0.1 * self.seen) + self.queue.mean()
+        return super().training_step(batch, batch_idx) * (1 + 0.1 * self.seen)
 
     def on_train_batch_end(self, *_: object) -> None:
         self.log_dict({**self._counts(), "last": float(sum(self.last))})
@@ -153,10 +148,6 @@ def test_it_goes_on_under_any_strategy(begun: str, ended: str, whole: Finished, 
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_of_buffers_that_are_not_persistent_a_checkpoint_has_those_that_training_changes(whole: Finished) -> None:
-    assert read_state(whole.run_dir / "checkpoints/last.ckpt")["buffers"].keys() == {"seen", "queue"}
-
-
 @pytest.mark.parametrize(
     ("checkpoint", "strategy", "ranks"),
     [
@@ -172,18 +163,7 @@ def test_an_evaluation_has_it(checkpoint: str, strategy: str, ranks: int, whole:
 
 @pytest.mark.parametrize("name", [".", "checkpoints/last.ckpt"])
 def test_a_loaded_model_has_it(name: str, whole: Finished) -> None:
-    model = lightswitch.load(whole.run_dir / name)
-    assert (int(model.seen), len(model.queue), model.table.tolist()) == (6, 6, [0, 1, 2, 3])
-    assert model.queue.dtype == model.dtype
-
-
-@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt", "weights.ckpt"])
-def test_an_export_names_the_buffers_that_it_leaves_out(
-    name: str, whole: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main([str(whole.run_dir), "-o", str(tmp_path / name)])
-    assert "left out   queue, seen, which training has changed" in capsys.readouterr().out
-    assert int(lightswitch.load(tmp_path / name).seen) == 0
+    assert int(lightswitch.load(whole.run_dir / name).seen) == 6
 
 
 # Layers that a hook, a step or a callback freezes and unfreezes, through a resume

@@ -48,11 +48,11 @@ class BatchNorm(Classifier):
 
 
 class StepsCounted(Classifier):
-    """A curriculum by a buffer that is not persistent and counts steps, the same on every rank."""
+    """A curriculum by a buffer that counts steps, the same on every rank."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.register_buffer("seen", torch.zeros(()))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.seen += 1
