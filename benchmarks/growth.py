@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.utils.data import RandomSampler
 
 from lightswitch.batches.order import TrainingSlices
-from lightswitch.batches.plan import BatchPlan
+from lightswitch.batches.plan import BatchPlan, RankShare
 from lightswitch.checkpoints import directory
 from lightswitch.checkpoints.reading import Reader
 from lightswitch.failures.classify import Rank
@@ -131,8 +131,8 @@ def open_table(count: int) -> float:
 
 
 def _slices(samples: int) -> TrainingSlices:
-    plan = BatchPlan.derive(512, None, replicas=8)
-    return TrainingSlices(RandomSampler(range(samples)), samples, False, plan, rank=3, seed=0, epoch=0, step=0)
+    share = RankShare(BatchPlan.derive(512, None, replicas=8), rank=3, seed=0)
+    return TrainingSlices(share, RandomSampler(range(samples)), samples, False)
 
 
 def order_bytes(samples: int) -> float:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from benchmarks.data import WindowSamples
 from benchmarks.results import Row, interleaved, options, publish, row
 from lightswitch.batches.loaders import training_loader
-from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.plan import BatchPlan, RankShare
 from project.data.loaders import Pair
 
 GLOBAL_BATCH, CONTEXT = 64, 256
@@ -52,9 +52,9 @@ def main() -> None:
 def compare(name: str, samples: Dataset[Pair], replicas: int, workers: int, quick: bool) -> Row:
     """Compare an epoch of one device, in CPU time, or in wall time if workers read."""
     plan = BatchPlan(GLOBAL_BATCH, GLOBAL_BATCH // replicas, replicas, 1)
-    at, clock = Position(), time.perf_counter if workers else time.process_time
-    by_index = training_loader(DataLoader(samples, GLOBAL_BATCH, num_workers=workers), plan, 0, 1, at)
-    stream = training_loader(DataLoader(InOrder(samples), GLOBAL_BATCH, num_workers=workers), plan, 0, 1, at)
+    share, clock = RankShare(plan, 0, 1), time.perf_counter if workers else time.process_time
+    by_index = training_loader(DataLoader(samples, GLOBAL_BATCH, num_workers=workers), share)
+    stream = training_loader(DataLoader(InOrder(samples), GLOBAL_BATCH, num_workers=workers), share)
     contenders = {name: _epoch(stream, clock), "by index": _epoch(by_index, clock)}
     return row(name, "by index", interleaved(contenders, 1 if quick else 9))
 

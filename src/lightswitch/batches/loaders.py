@@ -21,7 +21,7 @@ from lightswitch.batches.order import (
     sampler_of,
     unwrapped,
 )
-from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.plan import BatchPlan, Position, RankShare
 from lightswitch.batches.seeds import EvaluatedSamples, SeededSamples, mix, reads_batches
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import of_ranks
@@ -139,8 +139,7 @@ class SharedLoaders:
                 "type global_batch_size=%d",
                 own, plan.global_batch, own,
             )  # fmt: skip
-        rank, pins = data_rank(trainer), _pins(trainer)
-        shared = training_loader(loader, plan, rank, self._seed, self._start, self.training, pins)
+        shared = training_loader(loader, self._of_rank(trainer), self.training, _pins(trainer))
         self._start_slices()
         if not self.training.is_sized and trainer.max_steps == -1 and not trainer.optimizers:
             raise Refused(
@@ -150,28 +149,22 @@ class SharedLoaders:
         return shared
 
     def _evaluation(self, trainer: Trainer, loader: DataLoader[Any]) -> DataLoader[Any]:
-        evaluated = evaluation_loader(loader, self._plan, data_rank(trainer), self._seed, _pins(trainer))
+        evaluated = evaluation_loader(loader, self._of_rank(trainer), _pins(trainer))
         if isinstance(order := _slices(evaluated), EvaluationBatches):
             _compare(order.digest(loader.dataset), "an evaluation set", forms_batches(loader))
         return evaluated
 
+    def _of_rank(self, trainer: Trainer) -> RankShare:
+        return RankShare(self._plan, data_rank(trainer), self._seed)
+
 
 def training_loader(
-    loader: DataLoader[Any],
-    plan: BatchPlan,
-    rank: int,
-    seed: int,
-    at: Position,
-    combined: Combined | None = None,
-    pins_for_gpu: bool = False,
+    loader: DataLoader[Any], share: RankShare, combined: Combined | None = None, pins_for_gpu: bool = False
 ) -> DataLoader[Any]:
     """Return a copy of a DataLoader that reads this rank's slices of each global batch.
 
     Args:
         loader: one that can be copied (see `obstacle`).
-        rank: this process's data-parallel rank.
-        seed: seed of the sample order and of augmentation.
-        at: the position to start from.
         combined: the training loaders of the run; None for this one alone.
         pins_for_gpu: let workers' batches be put into pinned memory, from which a GPU copies them asynchronously. A
             dataset in this process may return GPU tensors, which torch fails to pin.
@@ -180,28 +173,25 @@ def training_loader(
         Refused: `drop_last` drops all samples, or there are none.
     """
     if is_stream(loader):
-        return _of_stream(loader, *stream.training_stream(loader, plan, rank, seed, at, combined), pins_for_gpu)
-    read = SeededSamples(loader.dataset, seed, loader.collate_fn)
+        return _of_stream(loader, *stream.training_stream(loader, share, combined), pins_for_gpu)
+    read = SeededSamples(loader.dataset, share.seed, loader.collate_fn)
     if forms_batches(loader):
-        formed = unwrapped(loader.batch_sampler)
-        order: TrainingSlices = FormedSlices(formed, plan, rank, seed, at, combined, loader.dataset)
+        order: TrainingSlices = FormedSlices(share, unwrapped(loader.batch_sampler), combined, loader.dataset)
         return sliced(loader, read, pins_for_gpu, batch_sampler=order)
     sampler = sampler_of(loader)
     samples, drop_last = len(sampler), bool(unwrapped(loader.batch_sampler).drop_last)
     if not samples:
         raise Refused("the training set has no samples")
-    if drop_last and samples < plan.global_batch:
+    if drop_last and samples < share.plan.global_batch:
         raise Refused(
             f"the training set has {samples} samples and its loader drops the last batch, so no batch of "
-            f"global_batch_size={plan.global_batch} remains; use global_batch_size={samples} or fewer"
+            f"global_batch_size={share.plan.global_batch} remains; use global_batch_size={samples} or fewer"
         )
-    order = TrainingSlices(sampler, samples, drop_last, plan, rank, seed, at.epoch, at.step, combined, loader.dataset)
+    order = TrainingSlices(share, sampler, samples, drop_last, combined, loader.dataset)
     return sliced(loader, read, pins_for_gpu, batch_sampler=order)
 
 
-def evaluation_loader(
-    loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, pins_for_gpu: bool = False
-) -> DataLoader[Any]:
+def evaluation_loader(loader: DataLoader[Any], share: RankShare, pins_for_gpu: bool = False) -> DataLoader[Any]:
     """Return a copy of a DataLoader that reads this rank's share of the samples, each once over all ranks.
 
     A batch is at most as large as the loader's batch size and a micro-batch, or as a batch sampler forms it. The
@@ -211,14 +201,13 @@ def evaluation_loader(
         Refused: there are no samples, or fewer than ranks.
     """
     if is_stream(loader):
-        return _of_stream(loader, *stream.evaluated_stream(loader, plan, rank, seed), pins_for_gpu)
-    batches: Any = EvaluationBatches(loader, plan, rank, seed)
+        return _of_stream(loader, *stream.evaluated_stream(loader, share), pins_for_gpu)
+    batches: Any = EvaluationBatches(loader, share)
     given: Any = loader.batch_sampler
     if given is not unwrapped(given):  # in Lightning's wrapper, which records the predicted indices
         batches = type(given)(batches)
-    return sliced(
-        loader, EvaluatedSamples(loader.dataset, seed, loader.collate_fn), pins_for_gpu, batch_sampler=batches
-    )
+    read = EvaluatedSamples(loader.dataset, share.seed, loader.collate_fn)
+    return sliced(loader, read, pins_for_gpu, batch_sampler=batches)
 
 
 def _of_stream(

@@ -27,7 +27,7 @@ from torch.utils.data import (
     Subset,
 )
 
-from lightswitch.batches.plan import BatchPlan, Position, pieces
+from lightswitch.batches.plan import RankShare, pieces
 from lightswitch.batches.seeds import StandIn, mix, own_generators, seed_generators, seed_own
 from lightswitch.errors import Refused
 
@@ -51,9 +51,6 @@ class TrainingSlices(StandIn, Sampler[Any]):
         sampler: the loader's sampler, which draws the order, and whose weights, for example, a callback may change.
         samples: samples of an epoch, over all ranks.
         drop_last: omit a smaller last step.
-        rank: this process's data-parallel rank, below ``plan.replicas``.
-        epoch: epoch in which the run starts.
-        step: optimizer steps of that epoch that have been taken already.
         combined: the training loaders of the run (`lightswitch.batches.loaders.Combined`); None for this one alone.
         dataset: the loader's dataset, if the sampler draws from one.
 
@@ -66,29 +63,18 @@ class TrainingSlices(StandIn, Sampler[Any]):
     is_sized = True
 
     def __init__(
-        self,
-        sampler: Any,
-        samples: int,
-        drop_last: bool,
-        plan: BatchPlan,
-        rank: int,
-        seed: int,
-        epoch: int,
-        step: int,
-        combined: Any = None,
-        dataset: Any = None,
+        self, share: RankShare, sampler: Any, samples: int, drop_last: bool, combined: Any = None, dataset: Any = None
     ) -> None:
         self._last: tuple[int, Sequence[Any]] | None = None  # the pass drawn last, by `_pass_key`, and its order
         self._dataset = dataset
         self._split = digest(range(min(_COMPARED_SAMPLES, sized_len(dataset) or 0)), dataset)
         self._begins: dict[str, int] = {}  # digests of the dataset's first samples, and of those of the current pass
         self.samples = samples
-        self.plan = plan
-        self.rank = rank
-        self.seed = seed
-        self.start_at(epoch, step)
-        self.own_steps = samples // plan.global_batch if drop_last else -(-samples // plan.global_batch)
-        self.batch_size = plan.micro_batch  # DeepSpeed reads it
+        self.share, self.plan = share, share.plan
+        self.start_at(0, 0)
+        size = share.plan.global_batch
+        self.own_steps = samples // size if drop_last else -(-samples // size)
+        self.batch_size = share.plan.micro_batch  # DeepSpeed reads it
         self._combined = combined
         self.index = 0 if combined is None else combined.add(self)
         self.given = sampler
@@ -110,7 +96,7 @@ class TrainingSlices(StandIn, Sampler[Any]):
         self.epoch = epoch
 
     def start_at(self, epoch: int, step: int, state: Mapping[str, Any] | None = None) -> None:
-        """Set another start position than that of the constructor, before the first batch.
+        """Set the epoch, and the number of its steps, at which the run begins; called before the first batch.
 
         Args:
             state: result of `state_at` at that position.
@@ -146,7 +132,7 @@ class TrainingSlices(StandIn, Sampler[Any]):
     def _compare(self, of_pass: str, digest: int) -> None:
         """Warn if a pass begins with other samples than in the run that is resumed."""
         begins = {_SPLIT: self._split, of_pass: digest}
-        if any(self._begins.get(key, begin) != begin for key, begin in begins.items()) and self.rank == 0:
+        if any(self._begins.get(key, begin) != begin for key, begin in begins.items()) and self.share.rank == 0:
             log.warning(
                 "training starts with different samples than before, so the run can't resume at the same sample: its "
                 "data have changed, or each process splits or shuffles them in another way; let them draw from the "
@@ -169,7 +155,7 @@ class TrainingSlices(StandIn, Sampler[Any]):
         return self._last[1]
 
     def _drawn(self, key: int, epoch: int, is_first: bool) -> Sequence[Any]:
-        return epoch_order(self.given, self.samples, mix(self.seed, key), epoch, is_first)
+        return epoch_order(self.given, self.samples, mix(self.share.seed, key), epoch, is_first)
 
     def _pass_key(self, epoch: int, cycle: int) -> int:
         """Return the number that seeds a pass's order and randomness; the epoch for the first loader's first pass."""
@@ -181,9 +167,8 @@ class TrainingSlices(StandIn, Sampler[Any]):
         return epoch if cycle == 0 else mix(epoch, cycle) >> 33
 
     def _bounds(self, step: int, micro: int) -> tuple[int, int]:
-        slices, index = self.plan.slices, micro * self.plan.replicas + self.rank
-        samples, begin = self.step_samples(step), self._begin(step)
-        return begin + samples * index // slices, begin + samples * (index + 1) // slices
+        first, (begin, end) = self._begin(step), self.share.slice_of(self.step_samples(step), micro)
+        return first + begin, first + end
 
     def _begin(self, step: int) -> int:
         """Return the place of a step's first sample in the order of its pass."""
@@ -237,15 +222,13 @@ class FormedSlices(TrainingSlices):
 
     is_formed = True
 
-    def __init__(
-        self, sampler: Any, plan: BatchPlan, rank: int, seed: int, at: Position, combined: Any, dataset: Any
-    ) -> None:
+    def __init__(self, share: RankShare, sampler: Any, combined: Any, dataset: Any) -> None:
         self._bounds_of_passes: dict[int, list[int]] = {}  # where steps begin and the last one ends, by `_pass_key`
-        super().__init__(sampler, len(sampler), False, plan, rank, seed, at.epoch, at.step, combined, dataset)
+        super().__init__(share, sampler, len(sampler), False, combined, dataset)
         self.own_steps, self.samples = len(sampler), sized_len(dataset) or len(sampler)
 
     def _drawn(self, key: int, epoch: int, is_first: bool) -> Sequence[Any]:
-        formed = formed_batches(self.given, self.own_steps, mix(self.seed, key), epoch, is_first)
+        formed = formed_batches(self.given, self.own_steps, mix(self.share.seed, key), epoch, is_first)
         batches = [*islice(cycle(formed), self.own_steps)]
         self._bounds_of_passes[key] = [*accumulate(map(len, batches), initial=0)]
         return [*chain.from_iterable(batches)]
@@ -287,17 +270,16 @@ class EvaluationBatches(Sampler[Any]):
 
     Args:
         loader: a map-style loader.
-        rank: this process's data-parallel rank.
-        seed: seed of the order, if the sampler draws one.
 
     Raises:
         Refused: there are no samples, or fewer than ranks.
     """
 
-    def __init__(self, loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], share: RankShare) -> None:
+        plan, seed = share.plan, mix(share.seed, 0)
         if forms_batches(loader):
             formed = unwrapped(loader.batch_sampler)
-            batches = formed_batches(formed, len(formed), mix(seed, 0), 0, is_first=True)
+            batches = formed_batches(formed, len(formed), seed, 0, is_first=True)
             self._order: Sequence[Any] = [*chain.from_iterable(batches)]
             check_shared(len(self._order), plan.replicas)
             while len(batches) % plan.replicas:
@@ -307,7 +289,7 @@ class EvaluationBatches(Sampler[Any]):
                     batches = [[*one] for one in pieces(self._order, len(batches) // plan.replicas * plan.replicas)]
                     break
                 batches[at : at + 1] = [batches[at][:half], batches[at][half:]]
-            self._batches: list[Sequence[Any]] = [*batches[rank :: plan.replicas]]
+            self._batches: list[Sequence[Any]] = [*batches[share.rank :: plan.replicas]]
             self.batch_size = max(map(len, batches))
             return
         sampler = sampler_of(loader)
@@ -316,10 +298,10 @@ class EvaluationBatches(Sampler[Any]):
             raise Refused("an evaluation set has no samples; leave its loader out")
         check_shared(samples, plan.replicas)
         is_in_order = type(sampler) in (SequentialSampler, DistributedSampler)
-        self._order = range(samples) if is_in_order else epoch_order(sampler, samples, mix(seed, 0), 0)
+        self._order = range(samples) if is_in_order else epoch_order(sampler, samples, seed, 0)
         self.batch_size = min(unwrapped(loader.batch_sampler).batch_size, plan.micro_batch)
         count = min(-(-samples // (self.batch_size * plan.replicas)), samples // plan.replicas)
-        self._batches = pieces(pieces(self._order, plan.replicas)[rank], count)
+        self._batches = pieces(pieces(self._order, plan.replicas)[share.rank], count)
 
     def __len__(self) -> int:
         return len(self._batches)

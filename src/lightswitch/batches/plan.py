@@ -88,6 +88,26 @@ class BatchPlan:
         return f"{self.global_batch} samples a step = {size} × {of} × accumulation {self.accumulation}{idle}"
 
 
+@dataclass(frozen=True)
+class RankShare:
+    """Share of a run's samples that one rank reads.
+
+    Attributes:
+        plan: number of samples of a step, and how they are split.
+        rank: this process's data-parallel rank, below ``plan.replicas``.
+        seed: seed of the sample order and of augmentation.
+    """
+
+    plan: BatchPlan
+    rank: int
+    seed: int
+
+    def slice_of(self, samples: int, micro: int) -> tuple[int, int]:
+        """Return the begin and end of this rank's slice of a step's samples, in a micro-batch of the step."""
+        slices, index = self.plan.slices, micro * self.plan.replicas + self.rank
+        return samples * index // slices, samples * (index + 1) // slices
+
+
 def pieces(samples: Sequence[Any], count: int) -> list[Sequence[Any]]:
     """Return consecutive pieces of samples whose lengths differ by one at most."""
     bounds = [len(samples) * at // count for at in range(count + 1)]

@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice, repeat
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, _utils, get_worker_in
 
 from lightswitch import patches
 from lightswitch.batches.order import TrainingSlices, check_shared
-from lightswitch.batches.plan import BatchPlan, Position, pieces
+from lightswitch.batches.plan import BatchPlan, RankShare, pieces
 from lightswitch.batches.seeds import KeptGenerators, StandIn, content_digest, mix, seed_generators
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import of_ranks
@@ -60,26 +61,26 @@ class Cut(NamedTuple):
 
 
 def training_stream(
-    loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, at: Position, combined: Any = None
+    loader: DataLoader[Any], share: RankShare, combined: Any = None
 ) -> tuple[StreamSlices, IndexedStream]:
     """Return the places of a rank's micro-batches, and what reads them. Arguments: `loaders.training_loader`."""
-    slices = StreamSlices(loader, plan, rank, seed, at, combined)
-    groups = partial(_global_batches, size=plan.global_batch, drop_last=bool(loader.drop_last))
-    return slices, IndexedStream(loader.dataset, Cursor(plan, rank, seed, groups, seeded_samples=plan.global_batch))
+    size = share.plan.global_batch
+    groups = partial(_global_batches, size=size, drop_last=bool(loader.drop_last))
+    return StreamSlices(loader, share, combined), IndexedStream(loader.dataset, share, groups, seeded_samples=size)
 
 
-def evaluated_stream(
-    loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int
-) -> tuple[StreamRounds, IndexedStream]:
+def evaluated_stream(loader: DataLoader[Any], share: RankShare) -> tuple[StreamRounds, IndexedStream]:
     """Return the places of a rank's batches in an evaluation, and what reads them.
 
     All ranks together read each sample once, and make the same number of batches. They take turns, because the stream's
     end is not known in advance.
     """
-    batch = min(loader.batch_size or plan.micro_batch, plan.micro_batch)
-    of_round = BatchPlan(batch * plan.replicas, batch, plan.replicas, 1)
-    groups = partial(_rounds, size=of_round.global_batch, replicas=plan.replicas)
-    return StreamRounds(of_round), IndexedStream(loader.dataset, Cursor(of_round, rank, seed, groups, seeded_samples=1))
+    micro_batch, replicas = share.plan.micro_batch, share.plan.replicas
+    batch = min(loader.batch_size or micro_batch, micro_batch)
+    of_round = BatchPlan(batch * replicas, batch, replicas, 1)
+    groups = partial(_rounds, size=of_round.global_batch, replicas=replicas)
+    reader = IndexedStream(loader.dataset, replace(share, plan=of_round), groups, seeded_samples=1)
+    return StreamRounds(of_round), reader
 
 
 def _global_batches(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
@@ -108,9 +109,7 @@ class StreamSlices(TrainingSlices):
     As with a map-style dataset, a micro-batch is a slice of the k-th G samples of the stream, G being the global batch.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], plan: BatchPlan, rank: int, seed: int, at: Position, combined: Any
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], share: RankShare, combined: Any) -> None:
         samples = sized_len(loader.dataset)
         self.is_sized = samples is not None
         self._drop_last = bool(loader.drop_last)
@@ -119,7 +118,7 @@ class StreamSlices(TrainingSlices):
         self._short: tuple[Place, int] | None = None  # last step of the pass, if smaller, and its number of samples
         self._states: dict[int, Any] = {}  # of the dataset, by the number of the next step
         total = _ENDLESS if samples is None else samples
-        super().__init__(None, total, self._drop_last, plan, rank, seed, at.epoch, at.step, combined)
+        super().__init__(share, None, total, self._drop_last, combined)
 
     @property
     def is_even(self) -> bool:
@@ -161,7 +160,7 @@ class StreamSlices(TrainingSlices):
         self._short, self._states = None, {first: state}
         resume = None if state is None else (skipped, state)
         resumes = repeat(resume, self._readers)  # one for each reader: micro-batches go to readers in turn
-        if skipped and state is None and self.rank == 0:
+        if skipped and state is None and self.share.rank == 0:
             log.info(
                 "skipped    %s samples of a stream are read again, to resume at the same sample; a dataset with "
                 "state_dict and load_state_dict resumes at once",
@@ -221,31 +220,18 @@ class StreamRounds(Sampler[Any]):
 
 
 class IndexedStream(StandIn, Dataset[Any]):
-    """Map-style dataset over a stream, indexed by `Place`."""
-
-    def __init__(self, dataset: Any, cursor: Cursor) -> None:
-        self._cursor, self.given = cursor, dataset
-
-    def __getitem__(self, place: Place) -> Cut:
-        return self._cursor.cut(self.given, place)
-
-
-class Cursor:
-    """Position of a reader in a stream.
+    """Map-style dataset over a stream, indexed by `Place`, with the position of a reader in the stream.
 
     The generators of Python, NumPy and torch are seeded by the position, so that whatever the stream shuffles with them
     is the same for every reader, and after a resume.
 
     Args:
-        rank: this process's data-parallel rank, below ``plan.replicas``.
         groups: splits the stream into the samples that all ranks read in a step.
         seeded_samples: number of samples after which generators are seeded again.
     """
 
-    def __init__(self, plan: BatchPlan, rank: int, seed: int, groups: Groups, seeded_samples: int) -> None:
-        self.plan = plan
-        self.rank = rank
-        self.seed = seed
+    def __init__(self, dataset: Any, share: RankShare, groups: Groups, seeded_samples: int) -> None:
+        self._share = share
         self._groups_of, self._seeded_samples = groups, seeded_samples
         self._pass: tuple[int, int] | None = None
         self._groups: Iterator[list[Any]] = iter(())
@@ -254,35 +240,37 @@ class Cursor:
         self._is_stateful = False
         self._digest: int | None = None  # of the first samples of the pass, until they are sent
         self._is_new = True  # whether nothing of the pass has been read
+        self.given = dataset
 
-    def cut(self, dataset: Any, place: Place) -> Cut:
+    def __getitem__(self, place: Place) -> Cut:
         """Return this rank's samples of a micro-batch, with information about its step."""
+        share, plan = self._share, self._share.plan
         with _without_worker_info():
             if (place.turn, place.key) != self._pass:
-                self._start(dataset, place)
+                self._start(place)
             self._read_to(place.step - place.begin)
-            last = place.micro == self.plan.accumulation - 1
-            state = self._state(dataset) if last and self._group and self.rank == 0 else None
-        samples, slices = len(self._group), self.plan.slices
-        index = place.micro * self.plan.replicas + self.rank
-        begin, end = samples * index // slices, samples * (index + 1) // slices
+            last = place.micro == plan.accumulation - 1
+            state = self._state() if last and self._group and share.rank == 0 else None
+        begin, end = share.slice_of(len(self._group), place.micro)
         chosen = self._group[begin : max(end, begin + 1)]  # an empty slice still reads one sample, at weight 0
         digest, self._digest = self._digest, None
-        seed_generators(mix(self.seed, place.key, place.step, index))  # for a random collate function
-        return Cut(place._replace(resume=None), chosen, samples, state, digest)
+        index = place.micro * plan.replicas + share.rank
+        seed_generators(mix(share.seed, place.key, place.step, index))  # for a random collate function
+        return Cut(place._replace(resume=None), chosen, len(self._group), state, digest)
 
-    def _start(self, dataset: Any, place: Place) -> None:
+    def _start(self, place: Place) -> None:
+        dataset, seed = self.given, self._share.seed
         self._pass, self._is_stateful = (place.turn, place.key), _is_stateful(dataset)
         self._is_new = place.resume is None
-        seed_generators(mix(self.seed, place.key))
+        seed_generators(mix(seed, place.key))
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
             set_epoch(place.epoch)
         step, state = place.resume or (0, None)
         if state is not None:
             dataset.load_state_dict(state)
         self._step = step - 1
-        block = step * self.plan.global_batch // self._seeded_samples
-        self._groups = self._groups_of(_seeded(iter(dataset), self._seeded_samples, block, self.seed, place.key))
+        block = step * self._share.plan.global_batch // self._seeded_samples
+        self._groups = self._groups_of(_seeded(iter(dataset), self._seeded_samples, block, seed, place.key))
 
     def _read_to(self, step: int) -> None:
         while self._step < step:
@@ -291,8 +279,8 @@ class Cursor:
             if self._is_new:
                 self._is_new, self._digest = False, content_digest(self._group[:_COMPARED_SAMPLES])
 
-    def _state(self, dataset: Any) -> Any:
-        state = _copied(dataset.state_dict()) if self._is_stateful else None
+    def _state(self) -> Any:
+        state = _copied(self.given.state_dict()) if self._is_stateful else None
         self._is_stateful = state is not None  # else a resumed run reads again what came before, and says so
         return state
 

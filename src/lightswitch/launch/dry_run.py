@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lightswitch import regular_files
 from lightswitch.batches.loaders import CYCLE, Combined, obstacle, training_loader
 from lightswitch.batches.order import TrainingSlices
-from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.plan import BatchPlan, RankShare
 from lightswitch.context import RunContext
 from lightswitch.errors import listed, shown
 from lightswitch.launch import plan
@@ -93,14 +93,14 @@ def _reads(request: Request, ranks_of_a_sample: int, batch: BatchPlan, rank: int
     loaders, cfg = request.samples.loaders, request.cfg
     mode = loaders._mode if isinstance(loaders, CombinedLoader) else CYCLE
     combined = Combined(lambda: mode)
-    start = Position(seed=cfg.seed, global_batch=batch.global_batch)
+    share = RankShare(batch, rank // ranks_of_a_sample, cfg.seed)
     found: list[Reads | TrainingSlices] = []
     for loader in tree_leaves(loaders.iterables if isinstance(loaders, CombinedLoader) else loaders):
         if (reason := obstacle(loader)) is not None:
             combined.others.append(loader)
             found.append(Reads(reason))
             continue
-        slices = training_loader(loader, batch, rank // ranks_of_a_sample, cfg.seed, start, combined).batch_sampler
+        slices = training_loader(loader, share, combined).batch_sampler
         found.append(slices if isinstance(slices, TrainingSlices) else Reads("its samples have no indices"))
     combined.check()
     return [one if isinstance(one, Reads) else _first_steps(one, batch, cfg.dry_run.steps) for one in found]

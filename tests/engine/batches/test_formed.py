@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from lightswitch.batches.loaders import Combined, evaluation_loader, training_loader
-from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.plan import BatchPlan, RankShare
 from lightswitch.errors import Refused
 from tests.engine.fits import PLAIN, Fits
 from tests.engine.plain import Buckets, PlainData, Points
@@ -45,10 +45,10 @@ def read(
     sampler: Any, plan: BatchPlan, epoch: int = 0, first: int = 0, seed: int = 5, dataset: Dataset = DATA
 ) -> list[list[int]]:
     """Return the samples of each step, over all ranks, in the order in which one process reads them."""
-    at = Position(epoch=epoch, step=first)
     loader = DataLoader(dataset, batch_sampler=sampler)
-    ranks = [training_loader(loader, plan, rank, seed, at) for rank in range(plan.replicas)]
+    ranks = [training_loader(loader, RankShare(plan, rank, seed)) for rank in range(plan.replicas)]
     for rank in ranks:
+        rank.batch_sampler.start_at(epoch, first)
         rank.batch_sampler.set_epoch(epoch)
     of_ranks = [iter(rank) for rank in ranks]
     assert len({len(rank) for rank in ranks}) == 1
@@ -85,7 +85,7 @@ def test_a_resume_reads_the_batches_that_are_left() -> None:
 
 
 def test_the_samples_of_steps_are_counted_as_they_are() -> None:
-    slices = training_loader(DataLoader(DATA, batch_sampler=Formed()), PLANS[1], 0, 5, Position()).batch_sampler
+    slices = training_loader(DataLoader(DATA, batch_sampler=Formed()), RankShare(PLANS[1], 0, 5)).batch_sampler
     sizes = [len(step) for step in read(Formed(), PLANS[0])]
     assert [slices.samples_before(step, 0) for step in range(9)] == [sum(sizes[:step]) for step in range(9)]
     assert [slices.step_samples(step) for step in range(8)] == sizes
@@ -119,7 +119,7 @@ def test_a_batch_sampler_without_samples_is_refused() -> None:
 def test_batches_of_one_of_several_loaders_are_not_cut() -> None:
     combined = Combined()
     for loader in (DataLoader(DATA, batch_sampler=Buckets([1.0] * 48, 3.0)), DataLoader(DATA, 4, drop_last=True)):
-        training_loader(loader, PLANS[1], 0, 5, Position(), combined)
+        training_loader(loader, RankShare(PLANS[1], 0, 5), combined)
     with pytest.raises(Refused, match="which does not divide over 2 devices × accumulation 1; use global_batch_size="):
         combined.check()
 
@@ -127,7 +127,8 @@ def test_batches_of_one_of_several_loaders_are_not_cut() -> None:
 @pytest.mark.parametrize(("replicas", "batches"), [(1, 8), (2, 8), (3, 9), (8, 8), (11, 11)])
 def test_an_evaluation_reads_each_sample_once_in_batches_that_are_cut_if_they_must(replicas: int, batches: int) -> None:
     loader = DataLoader(DATA, batch_sampler=Formed())
-    ranks = [evaluation_loader(loader, BatchPlan(62, 2, replicas, 1), rank, seed=5) for rank in range(replicas)]
+    plan = BatchPlan(62, 2, replicas, 1)
+    ranks = [evaluation_loader(loader, RankShare(plan, rank, seed=5)) for rank in range(replicas)]
     assert {len(rank) for rank in ranks} == {batches // replicas} == {len([*rank]) for rank in ranks}
     read = [batch.tolist() for rank in ranks for (batch,) in rank]
     assert sorted(chain(*read)) == [*range(50)]

@@ -13,13 +13,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightswitch.batches.loaders import Combined
 from lightswitch.batches.order import EvaluationBatches, Permutation, TrainingSlices, epoch_order
-from lightswitch.batches.plan import BatchPlan, scaled_learning_rate
+from lightswitch.batches.plan import BatchPlan, RankShare, scaled_learning_rate
 from lightswitch.errors import BatchError, Refused
 
 
 def slices(plan: BatchPlan, samples: int, rank: int, drop_last: bool = False, epoch: int = 0, step: int = 0):
-    sampler = RandomSampler(range(samples))
-    return TrainingSlices(sampler, samples, drop_last, plan, rank, seed=1, epoch=epoch, step=step)
+    found = TrainingSlices(RankShare(plan, rank, seed=1), RandomSampler(range(samples)), samples, drop_last)
+    found.start_at(epoch, step)
+    return found
 
 
 @settings(max_examples=60)
@@ -105,7 +106,7 @@ def test_a_random_sampler_draws_its_number_from_the_whole_set(drawn: int) -> Non
 
 def test_the_samples_of_passes_beside_a_longer_loader_are_counted() -> None:
     combined, plan = Combined(), BatchPlan(12, 12, 1, 1)
-    TrainingSlices(RandomSampler(range(24)), 24, False, plan, 0, 1, 0, 0, combined)
+    TrainingSlices(RankShare(plan, 0, 1), RandomSampler(range(24)), 24, False, combined)
     combined.others.append(range(20))  # a loader of 20 batches that runs unchanged
     assert combined.longest.samples_before(20, 0) == 240
 
@@ -123,9 +124,9 @@ def test_evaluation_reads_each_sample_once_in_equally_many_batches_a_rank(
     loader, plan = DataLoader(range(samples), batch), BatchPlan(90, 90, replicas, 1)
     if samples < replicas:
         with pytest.raises(Refused, match=f"{samples} samples of a set, which {replicas} devices can't share"):
-            EvaluationBatches(loader, plan, 0, seed=1)
+            EvaluationBatches(loader, RankShare(plan, 0, seed=1))
         return
-    slices = [EvaluationBatches(loader, plan, rank, seed=1) for rank in range(replicas)]
+    slices = [EvaluationBatches(loader, RankShare(plan, rank, seed=1)) for rank in range(replicas)]
     ranks = [list(one) for one in slices]
     assert len({len(batches) for batches in ranks}) == 1
     assert [index for rank in ranks for part in rank for index in part] == list(range(samples))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, WeightedRandomSampler
 
 from lightswitch.batches.loaders import training_loader
-from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.plan import BatchPlan, RankShare
 from lightswitch.batches.seeds import SeededSamples, mix, mix_each, own_generators, seed_generators
 
 
@@ -38,7 +38,7 @@ def test_a_sample_is_drawn_alike_in_whatever_batch_it_is_read() -> None:
 def test_a_sample_that_is_drawn_again_in_an_epoch_is_augmented_anew() -> None:
     """As one of a rare class is by a WeightedRandomSampler."""
     loader = DataLoader(Noisy(), sampler=WeightedRandomSampler([1.0] + [0.0] * 19, 20), collate_fn=list)
-    read = [training_loader(loader, BatchPlan(10, 5, 2, 1), rank, 3, Position()) for rank in range(2)]
+    read = [training_loader(loader, RankShare(BatchPlan(10, 5, 2, 1), rank, 3)) for rank in range(2)]
     assert len({sample for ranks in read for batch in ranks for sample in batch}) == 20
 
 
@@ -53,9 +53,9 @@ class Masking:
 
 
 def test_a_generator_of_a_collate_function_follows_the_position() -> None:
-    plan = BatchPlan(5, 5, 1, 1)
-    starts = (Position(step=step) for step in (0, 2))
-    loaders = (training_loader(DataLoader(Noisy(), collate_fn=Masking()), plan, 0, 3, start) for start in starts)
+    share = RankShare(BatchPlan(5, 5, 1, 1), 0, 3)
+    loaders = [training_loader(DataLoader(Noisy(), collate_fn=Masking()), share) for _ in range(2)]
+    loaders[1].batch_sampler.start_at(0, 2)
     whole, rest = ([batch.tolist() for batch in loader] for loader in loaders)
     assert rest == whole[2:]
     assert len({draw for _, draw in whole}) == 4

@@ -27,13 +27,14 @@ from torch.utils.data import (
 )
 
 from lightswitch.batches.loaders import evaluation_loader, obstacle, training_loader
-from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.plan import BatchPlan, RankShare
 from lightswitch.errors import Refused
 from tests.engine.conftest import PLAIN_MODEL, Train
 from tests.engine.plain import PlainData
 
 DATA = TensorDataset(torch.arange(50))
 PLAN = BatchPlan(global_batch=12, micro_batch=6, replicas=2, accumulation=1)
+FIRST = RankShare(PLAN, 0, seed=1)
 
 
 class OwnSampler(Sampler[int]):
@@ -118,7 +119,7 @@ class Weighing(InPlace):
 
 def epochs(loader: DataLoader, first: int = 0) -> list[list[int]]:
     """Return what a run reads from an epoch on, up to the fourth."""
-    made = training_loader(loader, BatchPlan(10, 10, 1, 1), 0, seed=1, at=Position(epoch=first))
+    made = training_loader(loader, RankShare(BatchPlan(10, 10, 1, 1), 0, seed=1))
     read = []
     for epoch in range(first, 4):
         made.batch_sampler.set_epoch(epoch)
@@ -128,13 +129,15 @@ def epochs(loader: DataLoader, first: int = 0) -> list[list[int]]:
 
 def trained(loader: DataLoader, epoch: int = 0, at: int = 0) -> list[int]:
     """Return what all ranks read in an epoch, in the order of ranks."""
-    ranks = [training_loader(loader, PLAN, rank, seed=1, at=Position(epoch=epoch, step=at)) for rank in range(2)]
+    ranks = [training_loader(loader, RankShare(PLAN, rank, seed=1)) for rank in range(2)]
+    for rank in ranks:
+        rank.batch_sampler.start_at(epoch, at)
     return [index for batches in ranks for (batch,) in batches for index in batch.tolist()]
 
 
 def evaluated(loader: DataLoader, rank: int | None = None) -> list[int]:
     ranks = range(2) if rank is None else [rank]
-    loaders = (evaluation_loader(loader, PLAN, rank, seed=1) for rank in ranks)
+    loaders = (evaluation_loader(loader, RankShare(PLAN, rank, seed=1)) for rank in ranks)
     return [index for batches in loaders for (batch,) in batches for index in batch.tolist()]
 
 
@@ -188,9 +191,9 @@ def test_a_resumed_run_that_splits_its_data_in_another_way_is_told(
     def split(seed: int) -> DataLoader:
         return DataLoader(Subset(DATA, torch.randperm(50, generator=torch.Generator().manual_seed(seed))), shuffle=True)
 
-    begun = training_loader(split(1), PLAN, 0, seed=1, at=Position())
+    begun = training_loader(split(1), FIRST)
     next(iter(begun))
-    resumed = training_loader(split(seed), PLAN, 0, seed=1, at=Position(step=step))
+    resumed = training_loader(split(seed), FIRST)
     resumed.batch_sampler.start_at(0, step, begun.batch_sampler.state_at(step))
     next(iter(resumed))
     assert ("starts with different samples than before" in caplog.text) == (seed == 2)
@@ -252,20 +255,20 @@ class Noisy(Dataset):
 def test_the_samples_of_a_subset_are_drawn_each_by_itself() -> None:
     """A split has it: torch's Subset reads batches, and hands them on one by one."""
     whole, split = Noisy(), Subset(Subset(Noisy(), range(50)), range(50))
-    read = [torch.cat(list(training_loader(DataLoader(one, 5), PLAN, 0, 1, Position()))) for one in (whole, split)]
+    read = [torch.cat(list(training_loader(DataLoader(one, 5), FIRST))) for one in (whole, split)]
     assert torch.equal(*read)
 
 
 def test_evaluation_reads_the_same_samples_each_time_however_they_are_drawn() -> None:
-    shares = [list(evaluation_loader(DataLoader(Noisy(), 5), PLAN, rank, seed=1)) for rank in (0, 1, 0, 1)]
-    alone = torch.cat(list(evaluation_loader(DataLoader(Noisy(), 5), BatchPlan(12, 12, 1, 1), 0, seed=1)))
+    shares = [list(evaluation_loader(DataLoader(Noisy(), 5), RankShare(PLAN, rank, 1))) for rank in (0, 1, 0, 1)]
+    alone = torch.cat(list(evaluation_loader(DataLoader(Noisy(), 5), RankShare(BatchPlan(12, 12, 1, 1), 0, 1))))
     assert torch.equal(torch.cat([torch.cat(share) for share in shares[:2]]), alone)
     assert torch.equal(torch.cat([torch.cat(share) for share in shares[2:]]), alone)
 
 
 def test_what_a_hook_sets_on_a_dataset_reaches_it() -> None:
     dataset = Noisy()
-    remade = training_loader(DataLoader(dataset, 5), PLAN, 0, 1, Position())
+    remade = training_loader(DataLoader(dataset, 5), FIRST)
     remade.dataset.level = 0.0
     assert dataset.level == 0.0
     assert remade.dataset[3] == 0
@@ -327,23 +330,23 @@ def test_what_cannot_be_remade_is_told_apart(loader: object, reason: str | None)
 
 def test_an_epoch_that_drops_all_it_has_is_refused() -> None:
     with pytest.raises(Refused, match=r"has 50 samples .* use global_batch_size=50 or fewer"):
-        training_loader(DataLoader(DATA, 5, drop_last=True), BatchPlan(60, 30, 2, 1), 0, 1, Position())
+        training_loader(DataLoader(DATA, 5, drop_last=True), RankShare(BatchPlan(60, 30, 2, 1), 0, 1))
 
 
 def test_where_workers_read_torch_pins_in_a_thread() -> None:
     for workers in (0, 2):  # a dataset in this process may return tensors of the GPU, which torch fails to pin
         loader = DataLoader(DATA, 5, num_workers=workers)
-        assert evaluation_loader(loader, PLAN, 0, 1, pins_for_gpu=True).pin_memory == (workers > 0)
+        assert evaluation_loader(loader, FIRST, pins_for_gpu=True).pin_memory == (workers > 0)
 
 
 @pytest.mark.gpu
 def test_batches_of_workers_lie_in_pinned_memory() -> None:
-    loader = evaluation_loader(DataLoader(DATA, 5, num_workers=2), PLAN, 0, 1, pins_for_gpu=True)
+    loader = evaluation_loader(DataLoader(DATA, 5, num_workers=2), FIRST, pins_for_gpu=True)
     assert all(batch[0].is_pinned() for batch in loader)
 
 
 def test_a_loaders_own_methods_and_attributes_are_those_of_the_remade_one() -> None:
-    remade = training_loader(Doubling(range(50), 2), PLAN, 0, 1, Position())
+    remade = training_loader(Doubling(range(50), 2), FIRST)
     assert isinstance(remade, Doubling)
     assert next(iter(remade)).tolist() == [0, 2, 4, 6, 8, 10]
     assert (remade.batch_size, remade.sampler) == (5, remade.batch_sampler)  # as modules ask for them
@@ -359,7 +362,7 @@ def test_all_arguments_of_a_loader_are_those_of_the_remade_one() -> None:
         **dict(worker_init_fn=_nothing, generator=torch.Generator(), collate_fn=torch.stack, pin_memory=True),
         **dict(multiprocessing_context=torch.multiprocessing.get_context("spawn"), drop_last=True),
     }
-    remade = evaluation_loader(DataLoader(DATA, 5, **given), PLAN, 0, 1)
+    remade = evaluation_loader(DataLoader(DATA, 5, **given), FIRST)
     assert {name: getattr(remade, name) for name in given} == given
     missing = inspect.signature(DataLoader).parameters.keys() - given.keys()
     assert missing == {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "pin_memory_device", "in_order"}
@@ -367,4 +370,4 @@ def test_all_arguments_of_a_loader_are_those_of_the_remade_one() -> None:
 
 def test_batches_come_in_order_although_a_loader_takes_them_as_they_are_ready() -> None:
     loader = DataLoader(DATA, 4, num_workers=2, in_order=False)
-    assert training_loader(loader, PLAN, 0, 1, Position()).in_order
+    assert training_loader(loader, FIRST).in_order

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.loaders import evaluation_loader, training_loader
-from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.plan import BatchPlan, Position, RankShare
 from lightswitch.errors import Refused
 from lightswitch.planning.simulation import first_samples
 from tests.engine.batches.streams import SizedStream, StatefulStream, Stream, StreamData, WorkerSplit
@@ -40,7 +40,9 @@ class Unseeded(Stream):
 
 
 def _training(stream: Any, plan: BatchPlan, rank: int = 0, at: Position = ALONE, **arguments: Any) -> DataLoader:
-    return training_loader(DataLoader(stream, 3, **arguments), plan, rank, 1, at)
+    made = training_loader(DataLoader(stream, 3, **arguments), RankShare(plan, rank, 1))
+    made.sampler.start_at(at.epoch, at.step)
+    return made
 
 
 def _ids(loader: Any, count: int | None = None) -> list[list[int]]:
@@ -107,7 +109,7 @@ def test_an_evaluation_reads_each_sample_once_in_equally_many_batches_a_rank(
         return
     plan = BatchPlan(batch * replicas, batch, replicas, 1)
     loader = DataLoader(Stream(range(samples)), 9)
-    ranks = [_ids(evaluation_loader(loader, plan, rank, 1)) for rank in range(replicas)]
+    ranks = [_ids(evaluation_loader(loader, RankShare(plan, rank, 1))) for rank in range(replicas)]
     assert len({len(batches) for batches in ranks}) == 1
     assert sorted(chain(*chain(*ranks))) == list(range(samples))
     assert all(part for rank in ranks for part in rank)
@@ -172,7 +174,7 @@ def test_workers_whose_worker_init_fn_splits_the_dataset_are_refused() -> None:
 
 
 def test_an_evaluation_set_smaller_than_the_world_is_refused() -> None:
-    loader = evaluation_loader(DataLoader(Stream(range(3)), 2), BatchPlan(4, 1, 4, 1), 0, 1)
+    loader = evaluation_loader(DataLoader(Stream(range(3)), 2), RankShare(BatchPlan(4, 1, 4, 1), 0, 1))
     with pytest.raises(Refused, match="3 samples of a set, which 4 devices can't share"):
         next(iter(loader))
 
