@@ -8,16 +8,12 @@ are then means over all of its items, however they are split.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,11 +21,6 @@ from lightswitch.batches.loaders import Combined
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy, needs_closure
-from lightswitch.mixins import callbacks_of
-from lightswitch.monitoring.progress import Progress
-from lightswitch.monitoring.throughput import Throughput
-
-log = logging.getLogger(__name__)
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], plan: BatchPlan) -> None:
@@ -60,29 +51,6 @@ def weight_and_samples(loaders: Combined, plan: BatchPlan, micro_batch: int) -> 
     weight, samples = loaders.slices[0].weight_and_samples(*divmod(micro_batch, plan.accumulation))
     # each of several loaders is split evenly
     return weight if weight == 1.0 or loaders.is_single else 1.0, None if loaders.others else samples
-
-
-def count_samples(trainer: Trainer, batch: Any, loaders: Combined, plan: BatchPlan) -> None:
-    """Pass the samples of the first step to throughput and progress, if the loaders form batches themselves.
-
-    Args:
-        batch: the first micro-batch of the run.
-    """
-    if not loaders.is_formed:
-        return
-    try:
-        micro = extract_batch_size(batch)
-    except MisconfigurationException:  # a batch without tensors
-        return
-    samples = micro * plan.slices
-    if samples == plan.global_batch:
-        return
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, Throughput | Progress):
-            callback.count(samples)
-    if trainer.global_rank == 0:
-        cut = replace(plan, global_batch=samples, micro_batch=micro)
-        log.info("batch      %s, as the data loader forms its first, instead of %d", cut, plan.global_batch)
 
 
 KEY = "items"

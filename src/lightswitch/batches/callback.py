@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightswitch import patches
-from lightswitch.batches.accumulation import Items, check_optimizers, count_samples, weight_and_samples
+from lightswitch.batches.accumulation import Items, check_optimizers, weight_and_samples
 from lightswitch.batches.loaders import SharedLoaders, data_rank, samples_in
 from lightswitch.batches.logs import LogsOfRanks, MetricStates, gather_lists_whole
 from lightswitch.batches.plan import (
@@ -65,7 +65,6 @@ class GlobalBatch(Callback):
         self._counter = PositionCounter(plan, self._loaders, self._resumed)
         self._loss: Tensor | None = None  # sum of a step's losses so far, each by the weight of its micro-batch
         self._items = Items()
-        self._has_counted = False  # whether the samples of a step are counted
         self._share_of_samples = 1.0  # weight of this micro-batch by its samples
         self._metrics = MetricStates()
         self._last_values: dict[str, float] = {}  # of the Trainer's callback metrics in the checkpoint
@@ -132,9 +131,6 @@ class GlobalBatch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._loaders.compare_ranks(trainer)
-        if not self._has_counted:
-            self._has_counted = True
-            count_samples(trainer, batch, self._loaders.training, self.plan)
         self._share_of_samples, samples = weight_and_samples(
             self._loaders.training, self.plan, self._counter.micro_batches
         )

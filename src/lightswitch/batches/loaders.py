@@ -435,7 +435,7 @@ def _mode(trainer: Trainer) -> str:
 
 def _say_what_does_not_hold(trainer: Trainer, reason: str, training: bool, splits: bool) -> None:
     is_alone = trainer.world_size == 1
-    lost = "it sets its own batch size and order, and a resumed run restarts its epoch"
+    lost = "it sets its own batch size and order, and a resumed run restarts its epoch; speeds count global_batch_size"
     if training and not is_alone:
         lost += "; all ranks must end at the same batch"
         lost += "" if splits else ", and read the same samples unless the loader splits them"

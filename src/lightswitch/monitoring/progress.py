@@ -50,7 +50,7 @@ class Progress(ProgressBar):
         super().__init__()
         self._unit = "samples" if tokens_per_sample is None else "tokens"
         self._units_per_sample = tokens_per_sample or 1
-        self.count(samples_per_step)
+        self._units_per_step = samples_per_step * self._units_per_sample
         self.is_shown = True
         self._bar: tqdm[Any] | None = None  # on a terminal
         self._terminal = ExitStack()
@@ -61,10 +61,6 @@ class Progress(ProgressBar):
         self._next = self._next_seconds = math.inf
         self._validation: dict[str, float] = {}
         self._evaluated_batches = 0
-
-    def count(self, samples_per_step: int) -> None:
-        """Set the number of samples per step, for a data loader that determines its batches itself."""
-        self._units_per_step = samples_per_step * self._units_per_sample
 
     def enable(self) -> None:
         self.is_shown = True

@@ -51,10 +51,6 @@ class Throughput(Callback):
         self._counter: FlopCounterMode | None = None
         self._meter = Meter()
 
-    def count(self, samples_per_step: int) -> None:
-        """Set the number of samples per step, for a data loader that determines its batches itself."""
-        self._samples_per_step = samples_per_step
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._meter.start(batches(trainer))
 
