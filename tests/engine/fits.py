@@ -67,10 +67,8 @@ class Fit:
         ranks = int(os.environ["WORLD_SIZE"])
         replicas = ranks // getattr(strategy := make(), "_tensor_parallel_size", 1)
         plan = BatchPlan.derive(self.global_batch, self.micro_batch, replicas)
-        own = StrategyCallback(
-            compilation=self.compilation and self.compilation(), agreement=Agreement() if self.agrees else None
-        )
-        engine = [GlobalBatch(plan, seed=42), own]
+        own = StrategyCallback(compilation=self.compilation and self.compilation())
+        engine = [GlobalBatch(plan, seed=42), own, *([Agreement()] if self.agrees else [])]
         engine += [] if any(isinstance(one, StepBoundary) for one in callbacks) else [StepBoundary()]
         trainer = pl.Trainer(
             accelerator="cpu",

@@ -28,7 +28,7 @@ from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.shards import Piece, Stored, local
 from lightswitch.mixins import callbacks_of
-from lightswitch.strategies.callbacks import StrategyCallback
+from lightswitch.strategies.agreement import Agreement
 
 FILE = "moments.jsonl"
 FORWARD, STEPPED, END = 0, 1, 2  # after the forward pass, after the optimizer's step, before the next step
@@ -59,8 +59,8 @@ class Probe(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for callback in callbacks_of(trainer):
-            if isinstance(callback, StrategyCallback) and callback.agreement is not None:
-                callback.agreement.only_report()  # differences are to be measured, not to end the run
+            if isinstance(callback, Agreement):
+                callback.ends_runs = False  # differences are to be measured
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.num_training_batches >= self._steps * trainer.accumulate_grad_batches:

@@ -6,10 +6,11 @@ import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -28,37 +29,38 @@ _ROUNDING = 1e-6  # relative tolerance: different machines may round differently
 _BLOCK = 1 << 20  # elements summed at once: a large tensor in 64 bits may not fit in memory beside the tensor
 
 
-class Agreement:
-    """Comparison of what ranks hold copies of, after the first three batches, at each epoch and at each save.
+class Agreement(Callback):
+    """Callback that compares what ranks hold copies of, after the first three batches, at each epoch and at each save.
 
     A parameter that differs ends the run, because a checkpoint holds rank 0's copy. Buffers may differ: batch norms
     take statistics of their rank's samples, and DDP broadcasts rank 0's before each forward pass. Other buffers that
     differ are logged once.
+
+    Attributes:
+        ends_runs: whether a parameter that differs ends the run.
     """
 
     def __init__(self) -> None:
-        self._ends_runs = True
-        self._batches = 0
+        self.ends_runs = True
+        self._batches = 0  # since the start of training
         self._told_of_buffers = False
 
-    def only_report(self) -> None:
-        """Let a run continue even if parameters differ."""
-        self._ends_runs = False
-
-    def begin(self) -> None:
-        """Count batches from the start of training."""
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._batches = 0
 
-    def begin_epoch(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._batches > _FIRST_BATCHES:
-            self.compare(trainer, module)
+            self._compare(trainer, pl_module)
 
-    def begin_batch(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if 0 < self._batches <= _FIRST_BATCHES:
-            self.compare(trainer, module)
+            self._compare(trainer, pl_module)
         self._batches += 1
 
-    def compare(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._compare(trainer, pl_module)
+
+    def _compare(self, trainer: Trainer, module: LightningModule) -> None:
         """Compare replicas. Collective.
 
         Raises:
@@ -70,7 +72,7 @@ class Agreement:
         parameters = {name: held for name, held in strategy.local_parameters().items() if isinstance(held, Tensor)}
         buffers = {names.own_name(name): buffer for name, buffer in module.named_buffers()}
         unequal = differing({**parameters, **buffers}, strategy.root_device)
-        if self._ends_runs and (found := [name for name in unequal if name in parameters]):
+        if self.ends_runs and (found := [name for name in unequal if name in parameters]):
             ranks = sorted({rank for name in found for rank in unequal[name]})
             raise Refused(
                 f"{listed(found)} of rank {listed([str(rank) for rank in ranks])} differs from rank 0 after step "

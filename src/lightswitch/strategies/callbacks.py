@@ -1,4 +1,4 @@
-"""The engine's callback around strategies: what a run refuses, faster computation of the same run, and agreement."""
+"""The engine's callback around strategies: what a run refuses, and faster computation of the same run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from lightswitch.checkpoints.finetuning import follow_strategy
 from lightswitch.errors import Refused, RefusedRequest
 from lightswitch.mixins import Mixin, callbacks_of, with_mixin
 from lightswitch.strategies import ema
-from lightswitch.strategies.agreement import Agreement
 from lightswitch.strategies.ema import EMA
 from lightswitch.strategies.units import Compilation
 
@@ -49,7 +48,7 @@ _COLLECTS_EVERY_N_STEPS = 50
 
 
 class StrategyCallback(Callback):
-    """Callback that refuses unsupported callbacks, speeds a run up without changing it, and lets ranks agree.
+    """Callback that refuses unsupported callbacks, and speeds a run up without changing it.
 
     Adam and AdamW step by torch's fused kernel, unless the user chose an implementation. Garbage is collected after
     optimizer steps, after the same steps on all ranks: otherwise each rank collects at a different time, while the
@@ -61,18 +60,14 @@ class StrategyCallback(Callback):
         matmul_precision: of 32-bit matrix products: highest, 32 bits; high, TensorFloat-32, with a fraction of 10 bits
             instead of 23; medium, bfloat16.
         compilation: compiles the model once it is built; None for none.
-
-    Attributes:
-        agreement: compares what ranks hold copies of; None for no comparison, as on a single device.
     """
 
     def __init__(
         self,
         matmul_precision: Literal["highest", "high", "medium"] = "highest",
         compilation: Compilation | None = None,
-        agreement: Agreement | None = None,
     ) -> None:
-        self.matmul_precision, self.compilation, self.agreement = matmul_precision, compilation, agreement
+        self.matmul_precision, self.compilation = matmul_precision, compilation
         self._collects, self._step = False, 0  # whether Python collected before training, which stops it
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -108,16 +103,6 @@ class StrategyCallback(Callback):
                 callback.on_fit_start(trainer)  # Lightning called it before the checkpoint was read
         self._collects, self._step = gc.isenabled(), trainer.global_step
         gc.disable()
-        if self.agreement is not None:
-            self.agreement.begin()
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.agreement is not None:
-            self.agreement.begin_epoch(trainer, pl_module)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.agreement is not None:
-            self.agreement.begin_batch(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step != self._step:  # not between micro-batches
@@ -131,10 +116,6 @@ class StrategyCallback(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._collects:
             gc.disable()
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self.agreement is not None:
-            self.agreement.compare(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._collects:
