@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -68,8 +69,12 @@ class PortableCheckpoints(Strategy):
 
     # What a strategy holds
 
+    @property
+    def lightning_module(self) -> LightningModule:
+        """The module; None until the Trainer attaches it, before it calls any other method of a strategy."""
+        return self._lightning_module  # type: ignore[return-value]  # see above
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
         return names.state_of(self.lightning_module)
 
     def local_parameters(self) -> dict[str, Stored]:
@@ -77,7 +82,6 @@ class PortableCheckpoints(Strategy):
 
         Values written into it take effect after `parameters_changed`.
         """
-        assert self.lightning_module is not None
         return dict(names.parameters(self.lightning_module))
 
     def parameters_changed(self) -> None:
@@ -86,12 +90,10 @@ class PortableCheckpoints(Strategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's class, its state by parameter name, and its groups with names in place of
         parameters."""
-        assert self.lightning_module is not None
         return optimizers.state_of(optimizer, self.lightning_module)
 
     def described_optimizers(self) -> list[tuple[str, Groups]]:
         """Return the class name and the parameter groups of each optimizer, with names in place of parameters."""
-        assert self.lightning_module is not None
         return [
             (optimizers.described(optimizer), optimizers.groups_of(optimizer, self.lightning_module))
             for optimizer in self.optimizers
@@ -118,7 +120,6 @@ class PortableCheckpoints(Strategy):
         Raises:
             Refused: a hook has stored an entry under a name that the engine uses: the checkpoint would be unreadable.
         """
-        assert self.lightning_module is not None
         taken = next((f"it has {key}" for key in _OWN if key in checkpoint), None)
         weights, trained = checkpoint.pop("state_dict"), checkpoint.pop(_TRAINED, {})
         tensors = {f"model.{name}": value for name, value in weights.items() if names.is_stored(value)}
@@ -154,7 +155,6 @@ class PortableCheckpoints(Strategy):
     def _await_ranks(self, path: Path, tensors: dict[str, Stored]) -> tuple[Path, dict[str, Stored]]:
         """Wait until every rank has reached this save and written the previous one; return rank 0's path, and the
         tensors that this rank writes: its share if all ranks replicate the same tensors, else all."""
-        assert self.lightning_module is not None
         self.wait_for_write()
         self._log_failure()
         if self._ranks is None:
@@ -219,7 +219,6 @@ class PortableCheckpoints(Strategy):
             Refused: an optimizer holds a tensor that is not a parameter of the module.
         """
         super().on_train_start()
-        assert self.lightning_module is not None
         if self.lightning_module.trainer.checkpoint_callbacks:
             self._connect()  # collective: all ranks reach this hook
             self.described_optimizers()
@@ -240,7 +239,6 @@ class PortableCheckpoints(Strategy):
         self.finish_saving()
 
     def teardown(self) -> None:
-        assert self.lightning_module is not None
         if self.lightning_module.trainer.state.status == TrainerStatus.RUNNING:  # not after an error
             self.finish_saving()  # what a hook has saved in an evaluation
         super().teardown()
@@ -284,7 +282,6 @@ class PortableCheckpoints(Strategy):
         In training, this reads the first undamaged checkpoint of `checkpoints_up_to`, starting with the given one.
         """
         self.wait_for_write()
-        assert self.lightning_module is not None
         trainer, path = self.lightning_module.trainer, Path(checkpoint_path)
         run_dir, parameters = Path(trainer.default_root_dir), names.parameters(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -320,7 +317,6 @@ class PortableCheckpoints(Strategy):
             Refused: none of the weights fits.
         """
         module = self.lightning_module
-        assert module is not None
         advice = (
             "use the model arguments that it was saved with, or take what fits with init_names={}; where shapes "
             "differ, give the checkpoint's weights other names: 'init_names={head.: unused.}'"
@@ -353,7 +349,6 @@ class PortableCheckpoints(Strategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
-        assert module is not None
         state = names.without(self.lightning_module_state_dict(), checkpoint.get(LEFT_OUT, ()))
         parameters = self._reader.check_model(module, state, strict)
         self.read("model", {name: state[name] for name in parameters})
@@ -366,7 +361,6 @@ class PortableCheckpoints(Strategy):
             others: the names of these entries.
         """
         module = self.lightning_module
-        assert module is not None
         like = self._reader.weights_like
         tensors = {name: torch.empty_like(like[name], device="cpu") for name in sorted(others & like.keys())}
         self.read("model", tensors)
@@ -383,7 +377,6 @@ class PortableCheckpoints(Strategy):
         self._reader.fill({f"{kind}.{name}": tensor for name, tensor in tensors.items() if name in saved})
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
         parameters = names.parameters(self.lightning_module)
         if (position := saved_position(checkpoint)) is not None:
             unfreeze_again(self.lightning_module.trainer, position)

@@ -226,7 +226,6 @@ class PortableDeepSpeed(PortableCheckpoints):
         Raises:
             Refused: a resumed run would begin the state of an inner optimizer, as of Lookahead, from scratch.
         """
-        assert self.lightning_module is not None
         if (described := optimizers.described(optimizer)) != _class(optimizer):
             raise Refused(
                 f"{described} has an inner optimizer, whose state DeepSpeed does not save; use strategy=ddp or fsdp"
@@ -235,7 +234,6 @@ class PortableDeepSpeed(PortableCheckpoints):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module, engine = self.lightning_module, self.model
-        assert module is not None
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
             return super().lightning_module_state_dict()
         kept = list(pieces(engine, module))
@@ -244,13 +242,11 @@ class PortableDeepSpeed(PortableCheckpoints):
 
     def local_parameters(self) -> dict[str, Stored]:
         module, engine = self.lightning_module, self.model
-        assert module is not None
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
             return super().local_parameters()
         return {name: weight for name, weight, _ in pieces(engine, module)}
 
     def parameters_changed(self) -> None:
-        assert self.lightning_module is not None
         update_working_copy(self.model, self.lightning_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -269,7 +265,6 @@ class PortableDeepSpeed(PortableCheckpoints):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module, engine = self.lightning_module, self.model
-        assert module is not None
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
             super().load_model_state_dict(checkpoint, strict)
             return
@@ -286,7 +281,6 @@ class PortableDeepSpeed(PortableCheckpoints):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read optimizer states and the loss scale, and restore the saved options of groups."""
         module = self.lightning_module
-        assert module is not None
         optimizers.check(self._reader.path, self.described_optimizers(), checkpoint["optimizer_states"])
         saved: dict[str, dict[str, Tensor]] = {}
         for full_name in sorted(self._reader.names("optimizer.0.")):

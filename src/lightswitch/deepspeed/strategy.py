@@ -90,7 +90,6 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
 
     def _format_config(self) -> None:
         assert self.config is not None
-        assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         callbacks = callbacks_of(trainer)
         plan = next((callback.plan for callback in callbacks if isinstance(callback, GlobalBatch)), None)
@@ -156,7 +155,6 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         fail.
         """
         self._init_config_if_needed()
-        assert self.lightning_module is not None
         with torch.device("meta") if self.zero_stage_3 and self.global_rank > 0 else nullcontext():
             yield
         if self.zero_stage_3:
@@ -168,7 +166,6 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         An evaluation has an engine at stage 3 alone, where it gathers weights.
         """
         model = self.lightning_module
-        assert model is not None
         if model.trainer.training:
             self._init_training(model)
             return
@@ -244,11 +241,9 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
 
     def _share_buffers(self) -> None:
         """Broadcast rank 0's buffers, as DDP does: the statistics of batch norms differ by rank."""
-        assert self.lightning_module is not None
         broadcast_in_place(self.lightning_module.buffers())
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
         if closure is do_nothing_closure and self.lightning_module.automatic_optimization:
             # a module's optimizer_step has called its closure; Lightning takes None for a step without a loss
             closure = lambda: True  # noqa: E731
@@ -269,7 +264,6 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         """
         module, engine = self.lightning_module, self.model
         assert isinstance(engine, deepspeed.DeepSpeedEngine)
-        assert module is not None
         if not engine._running_engine_step:
             raise Refused(
                 f"training_step of {type(module).__name__} steps the optimizer inside of the wrapper "
@@ -358,7 +352,6 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
             Refused: `requires_grad` of some has changed since, or not all ranks use the same ones.
         """
         super().pre_backward(closure_loss)
-        assert self.lightning_module is not None
         if changed := [name for name, (one, was_trained) in self._all.items() if one.requires_grad != was_trained]:
             raise Refused(
                 f"requires_grad of {listed(changed, 'parameters')} has changed since the run began (step "

@@ -92,7 +92,6 @@ class DDP(PortableCheckpoints, DDPStrategy):
         synchronize (Lightning-AI/pytorch-lightning#21567), and ignores `comm_hook` on devices other than CUDA.
         """
         module = self.lightning_module
-        assert module is not None
         self._parameters = list(module.parameters())
         self._are_trained = [one.requires_grad for one in self._parameters]
         self.model = wrapped = DistributedDataParallel(
@@ -107,7 +106,6 @@ class DDP(PortableCheckpoints, DDPStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        assert self.lightning_module is not None
         trained = {one for one in self.lightning_module.parameters() if one.requires_grad}
         optimized = {
             one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]
@@ -119,14 +117,12 @@ class DDP(PortableCheckpoints, DDPStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        assert self.lightning_module is not None
         is_first = batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0
         if is_first and [one.requires_grad for one in self._parameters] != self._are_trained:
             self.configure_ddp()
 
     def on_validation_start(self) -> None:
         """Give every rank rank 0's buffers, which a checkpoint has, unless each forward pass does so. Collective."""
-        assert self.lightning_module is not None
         if not self.broadcast_buffers:
             broadcast_in_place(self.lightning_module.buffers())
 
@@ -139,7 +135,6 @@ class DDP(PortableCheckpoints, DDPStrategy):
             Refused: a parameter took no part in the loss. torch fails in the next forward pass alone, after a step.
         """
         super().post_backward(closure_loss)
-        assert self.lightning_module is not None
         if not isinstance(self.model, DistributedDataParallel):
             return
         try:

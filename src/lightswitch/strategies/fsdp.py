@@ -127,7 +127,6 @@ class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
         self._setup_distributed()
         if self._device_mesh is None:  # a test after fit uses the mesh of the sharded parameters
             self._device_mesh = self._mesh()
-        assert self.lightning_module is not None
         patches.replace(self.lightning_module, "_device_mesh", self._device_mesh)
 
     def _mesh(self) -> DeviceMesh:
@@ -183,7 +182,6 @@ class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            assert self.lightning_module is not None
             for optimizer in self.optimizers:
                 refuse_sharded(optimizer, self.device_mesh["shard"])
                 if not self.lightning_module.automatic_optimization:  # it may have run `loss.backward()`
@@ -229,7 +227,6 @@ class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
     def _gathers_parts(self) -> bool:
         """True as well under manual optimization, where the optimizer steps within the training step, when nothing may
         be gathered."""
-        assert self.lightning_module is not None
         return self.gather == "parts" or not self.lightning_module.automatic_optimization
 
     def prepared(self) -> nn.Module:
@@ -239,7 +236,6 @@ class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
             Refused: the module shards itself, or a sharded strategy does not support a part of it.
         """
         module = self.lightning_module
-        assert module is not None
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise Refused(
                 f"{type(module).__name__} shards itself in configure_model; leave fully_shard and parallelize_module "
