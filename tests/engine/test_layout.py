@@ -31,7 +31,7 @@ BUDGETS = {
     **{"fork": 185, "doctor": 200, "launch": 1262, "checking": 505, "compare": 330, "sweeps": 355, "reference": 255},
     **{"preflight": 935, "planning": 1555, "loop": 370, "failures": 910, "runs": 685, "export": 345, "config": 585},
     **{"deepspeed": 774, "strategies": 1490, "context": 20, "cluster": 372, "process": 212, "checkpoints": 1680},
-    **{"batches": 1702, "monitoring": 940, "hooked_strategy": 160, "mixins": 20, "patches": 260},
+    **{"batches": 1689, "monitoring": 940, "hooked_strategy": 160, "mixins": 20, "patches": 260},
     **{"versions": 10, "regular_files": 100, "errors": 105},
 }
 PACKAGES = tuple(BUDGETS)

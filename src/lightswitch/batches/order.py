@@ -167,37 +167,38 @@ class TrainingSlices(StandIn, Sampler[Any]):
         return epoch if cycle == 0 else mix(epoch, cycle) >> 33
 
     def _bounds(self, step: int, micro: int) -> tuple[int, int]:
-        first, (begin, end) = self._begin(step), self.share.slice_of(self.step_samples(step), micro)
+        first, last = self._step_bounds(step)
+        begin, end = self.share.slice_of(last - first, micro)
         return first + begin, first + end
-
-    def _begin(self, step: int) -> int:
-        """Return the place of a step's first sample in the order of its pass."""
-        return step % self.own_steps * self.plan.global_batch
 
     def weight_and_samples(self, step: int, micro: int) -> tuple[float, int]:
         """Return the weight of a slice's mean in the mean over its global batch, and the slice's number of samples.
 
         The weight is 1.0 for an even split.
         """
-        begin, end = self._bounds(step, micro)
-        return (end - begin) * self.plan.slices / self.step_samples(step), end - begin
+        first, last = self._step_bounds(step)
+        begin, end = self.share.slice_of(last - first, micro)
+        return (end - begin) * self.plan.slices / (last - first), end - begin
 
-    def step_samples(self, step: int) -> int:
-        """Return the number of samples of a step, over all ranks; the last one may be less than a global batch."""
-        return min(self.plan.global_batch, self.samples - step % self.own_steps * self.plan.global_batch)
+    def _step_bounds(self, step: int) -> tuple[int, int]:
+        """Return the begin and end of a step's samples in the order of its pass; the last step may be smaller."""
+        cycle, of_pass = divmod(step, self.own_steps)
+        return self._before(self.epoch, cycle, of_pass), self._before(self.epoch, cycle, of_pass + 1)
+
+    def _before(self, epoch: int, cycle: int, steps: int) -> int:
+        """Return the number of samples of the first steps of a pass, over all ranks."""
+        return min(steps * self.plan.global_batch, self.samples)
 
     def samples_before(self, steps: int, epoch: int) -> int:
-        """Return the number of samples of the first steps of an epoch, over all ranks.
-
-        Next to a longer loader that runs unchanged, they are those of several passes, which consist of whole steps.
-        """
-        samples = steps * self.plan.global_batch
-        return samples if self.steps > self.own_steps else min(samples, self.epoch_samples)
+        """Return the number of samples of the first steps of an epoch, which may have several passes."""
+        passes, rest = divmod(steps, max(1, self.own_steps))  # a stream may be empty
+        whole = sum(self._before(epoch, cycle, self.own_steps) for cycle in range(passes))
+        return whole + self._before(epoch, passes, rest) if rest else whole
 
     @property
     def epoch_samples(self) -> int:
         """Samples of one pass, over all ranks, without those that drop_last omits."""
-        return min(self.samples, self.own_steps * self.plan.global_batch)
+        return self._before(self.epoch, 0, self.own_steps)
 
     @property
     def is_even(self) -> bool:
@@ -233,28 +234,11 @@ class FormedSlices(TrainingSlices):
         self._bounds_of_passes[key] = [*accumulate(map(len, batches), initial=0)]
         return [*chain.from_iterable(batches)]
 
-    def _of_pass(self, epoch: int, cycle: int) -> list[int]:
+    def _before(self, epoch: int, cycle: int, steps: int) -> int:
         key = self._pass_key(epoch, cycle)
         if key not in self._bounds_of_passes:
             self._order(epoch, cycle)
-        return self._bounds_of_passes[key]
-
-    def _begin(self, step: int) -> int:
-        return self._of_pass(self.epoch, step // self.own_steps)[step % self.own_steps]
-
-    def step_samples(self, step: int) -> int:
-        at = step % self.own_steps
-        begin, end = self._of_pass(self.epoch, step // self.own_steps)[at : at + 2]
-        return end - begin
-
-    def samples_before(self, steps: int, epoch: int) -> int:
-        passes, rest = divmod(steps, self.own_steps)
-        whole = sum(self._of_pass(epoch, number)[-1] for number in range(passes))
-        return whole + self._of_pass(epoch, passes)[rest] if rest else whole
-
-    @property
-    def epoch_samples(self) -> int:
-        return self._of_pass(self.epoch, 0)[-1]
+        return self._bounds_of_passes[key][steps]
 
     @property
     def is_even(self) -> bool:

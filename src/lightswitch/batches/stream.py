@@ -126,17 +126,12 @@ class StreamSlices(TrainingSlices):
             return super().is_even
         return self.plan.is_even and (self._drop_last or self.plan.slices == 1)
 
-    @property
-    def epoch_samples(self) -> int:
-        if self._short is None:
-            return super().epoch_samples
-        place, samples = self._short
-        return (place.step - place.begin) * self.plan.global_batch + samples
-
-    def step_samples(self, step: int) -> int:
-        if self._short is not None and step == self._short[0].step:
-            return self._short[1]
-        return self.plan.global_batch
+    def _before(self, epoch: int, cycle: int, steps: int) -> int:
+        if self._short is not None:
+            place, samples = self._short
+            if place.step - place.begin < steps:
+                return (place.step - place.begin) * self.plan.global_batch + samples
+        return super()._before(epoch, cycle, steps)
 
     def samples_of(self, step: int, micro: int) -> list[int]:
         """Return the positions in the stream, from 0, of this rank's samples in a micro-batch."""
