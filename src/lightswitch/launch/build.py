@@ -76,7 +76,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Beginning | 
     leave_group_at_exit()
     skip_empty_hooks()
     run_log.quiet_libraries()
-    record = RunRecord(_as_used(cfg), run, plan)  # records the request, so it comes before the learning rate is scaled
+    used = _as_used(cfg)  # what the record of the run has: the request, before the learning rate is scaled
     cfg = _with_scaled_learning_rate(cfg, plan)
     refusals: list[Refused] = []
     if (cluster := instantiated(cfg, "cluster", refusals)) is not None:
@@ -89,6 +89,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Beginning | 
     raise_all(list(problems_of_parts(model, data, cfg, plan)))
     # GlobalBatch stores the random state after the constructors above; nothing may draw random numbers in between.
     batch = GlobalBatch(plan, cfg.seed, shares_streams=not shards_itself(cfg))
+    record = RunRecord(used, run, batch)
     watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch), partial(_what_to_try, plan))
     engine = callbacks_of_engine(cfg, run, record, watchdog, batch, compilation or None)  # {} for compile=false
     users = callbacks_of_config(named, cfg.trainer)

@@ -86,8 +86,8 @@ class RunRecord(Callback):
     then the second batch of each.
     """
 
-    def __init__(self, cfg: DictConfig, run: RunContext, plan: BatchPlan) -> None:
-        self.run, self.plan = run, plan
+    def __init__(self, cfg: DictConfig, run: RunContext, batch: GlobalBatch) -> None:
+        self.run, self.batch = run, batch
         self.run_dir = run.run_dir
         self.mode, self.start_at = cfg.mode, cfg.ckpt_path or cfg.resume
         self._origin = _origin(run) if run.is_first else None
@@ -116,7 +116,7 @@ class RunRecord(Callback):
             self._begin_log(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _batch_of(trainer).check_start(trainer)  # before a file of an earlier run is changed
+        self.batch.check_start(trainer)  # before a file of an earlier run is changed
         self._go_on(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -155,7 +155,7 @@ class RunRecord(Callback):
         own = self._start(trainer) if trainer.is_global_zero and self.mode == "fit" else None
         if own and trainer.checkpoint_callbacks and not getattr(trainer, "fast_dev_run", False):
             directory.try_out(self.run_dir / "checkpoints")
-        step = _batch_of(trainer).first_logged_step(trainer)
+        step = self.batch.first_logged_step(trainer)
         _open(logger for logger in trainer.loggers if not isinstance(logger, _LOCAL))  # one may fail to connect
         if trainer.is_global_zero and not self._is_beside_training:
             self._write(trainer, [*earlier, *([own] if own else [])])
@@ -212,18 +212,13 @@ class RunRecord(Callback):
         if trainer.is_global_zero:
             run_log.begin()
         if self._logs_hyperparameters:
-            log_hyperparameters(trainer, {**self._config, "sizes": _sizes(trainer, self.plan)})
+            log_hyperparameters(trainer, {**self._config, "sizes": _sizes(trainer, self.batch.plan)})
 
 
 def _vacant(path: Path) -> Path:
     """Return the first free numbered name beside a path: for `checkpoints`, `checkpoints_1`, `checkpoints_2`, …"""
     others = (path.with_name(f"{path.stem}_{number}{path.suffix}") for number in itertools.count(1))
     return next(other for other in others if not other.exists())
-
-
-def _batch_of(trainer: Trainer) -> GlobalBatch:
-    (batch,) = (callback for callback in callbacks_of(trainer) if isinstance(callback, GlobalBatch))
-    return batch
 
 
 def _sizes(trainer: Trainer, plan: BatchPlan) -> dict[str, int]:
