@@ -285,15 +285,13 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         zero: Any = self.optimizers[0]
         zero.override_loss_scale(zero.loss_scale / factor.item())
 
-    _is_in_backward = False  # a backward pass of Lightning's is running
-
     def _mark_used(self, parameter: Tensor) -> None:
         """Record that a pass has computed a parameter's gradient.
 
         Raises:
             Refused: the pass is `loss.backward()`, which DeepSpeed's engine does not know of.
         """
-        if not self._is_in_backward:
+        if not self.is_in_backward:
             raise Refused(
                 f"training_step of {type(self.lightning_module).__name__} calls backward() on a tensor itself, but "
                 "DeepSpeed only reduces and steps the gradients of self.manual_backward(loss); call that, or use "
@@ -340,10 +338,7 @@ class DeepSpeed(WatchedWeights, PortableDeepSpeed, DeepSpeedStrategy):
         assert isinstance(self.model, deepspeed.DeepSpeedEngine)
         if not self.model.managed_gradient_accumulation():
             self.model.optimizer.clear_backward_seen_flag()  # or stage 3 accumulates only after a forward pass
-        self._is_in_backward = True
-        output = super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
-        self._is_in_backward = False  # no try/finally: an error ends the run
-        return output
+        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Check that the trained parameters are those that the engine was set up over, and the same on all ranks.

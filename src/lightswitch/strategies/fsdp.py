@@ -93,8 +93,6 @@ class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
         timeout_seconds: how long a rank waits for another in a collective.
     """
 
-    _is_in_backward = False  # a backward pass of Lightning's is running
-
     def __init__(
         self,
         sharding_strategy: Sharding = "FULL_SHARD",
@@ -313,12 +311,6 @@ class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
             return getattr(self.lightning_module, step)(*args, **kwargs)
         return super().run_step(step, *args, **kwargs)
 
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        self._is_in_backward = True
-        output = super().backward(*args, **kwargs)
-        self._is_in_backward = False  # no try/finally: an error ends the run
-        return output
-
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         self.uses.settle()
@@ -326,7 +318,7 @@ class FSDP(WatchedWeights, PortableCheckpoints, ModelParallelStrategy):
     def _own_weight(self) -> float | Tensor:
         """Return the weight of this rank's loss in a pass that the module has started: Lightning has not seen it."""
         weight: Callable[[], float | Tensor] | None = getattr(self, "loss_weight", None)  # of HookedStrategy
-        return 1.0 if weight is None or self._is_in_backward else weight()
+        return 1.0 if weight is None or self.is_in_backward else weight()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         assert self.model is not None

@@ -42,9 +42,10 @@ class WatchedWeights(Strategy):
     Attributes:
         is_examined: the step that is running is examined for writes that would be lost: the first ones of each epoch,
             of the first evaluation, after each save, and after each evaluation, for which a module may merge weights.
+        is_in_backward: a backward pass of Lightning's is running, and none that the module has started itself.
     """
 
-    is_examined = False
+    is_examined = is_in_backward = False
     _steps = _evaluations = 0  # since the last moment from which they are examined
     _is_in_hook = False
     _mode: Any = None  # of torch, in which the hook runs
@@ -69,6 +70,12 @@ class WatchedWeights(Strategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self._evaluations += 1
         return self._watched("predict_step", self._evaluations, *args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.is_in_backward = True
+        output = super().backward(*args, **kwargs)
+        self.is_in_backward = False  # no try/finally: an error ends the run
+        return output
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(*args, **kwargs)
