@@ -32,7 +32,7 @@ from lightswitch.checkpoints.finetuning import LEFT_OUT, unfreeze_again
 from lightswitch.checkpoints.format import PlainTypes
 from lightswitch.checkpoints.last import checkpoints_up_to, first_whole
 from lightswitch.checkpoints.optimizers import Groups
-from lightswitch.checkpoints.reading import Reader
+from lightswitch.checkpoints.reading import Reader, is_hub
 from lightswitch.checkpoints.shards import Stored
 from lightswitch.checkpoints.writing import Ranks, Writer, replicas_of, share, together
 from lightswitch.errors import LostRank, Refused, UnfitCheckpoint, listed, shown
@@ -322,13 +322,14 @@ class PortableCheckpoints(Strategy):
             "differ, give the checkpoint's weights other names: 'init_names={head.: unused.}'"
         )
         self._reader = reader = Reader(path, self.checkpoint_group, advice, names.parameters(module))
-        is_whole = renamed is None and not reader.is_of_hub
+        is_of_hub = is_hub(reader.path)
+        is_whole = renamed is None and not is_of_hub
         if not is_whole:
             state = self.lightning_module_state_dict().items()
             wanted = {name for name, value in state if names.is_stored(value)}
             reader.rename(partial(_renamed, renamed=renamed or {}))
             translate = getattr(module, "from_hf", None)
-            if reader.is_of_hub and translate is not None and not wanted & reader.names("model."):
+            if is_of_hub and translate is not None and not wanted & reader.names("model."):
                 reader.take(lambda found: dict(translate(found)))
             self._report_fit(path, wanted, reader.names("model."))
         self.load_model_state_dict(reader.state, strict=module.strict_loading and is_whole)

@@ -20,7 +20,7 @@ from lightswitch.checkpoints import directory, format, names
 from lightswitch.checkpoints.format import Index, Shard
 from lightswitch.checkpoints.names import is_stored, own_name
 from lightswitch.checkpoints.shards import Stored, boxes, local, sharded_like
-from lightswitch.checkpoints.writing import describe_failure, why
+from lightswitch.checkpoints.writing import why
 from lightswitch.errors import UnfitCheckpoint, listed, shown
 from lightswitch.hooked_strategy import of_ranks
 
@@ -92,10 +92,6 @@ class Reader:
         """Whether only the weights can be used, also of an export, which has other entries of the checkpoint."""
         return isinstance(self._index, LoadedIndex)
 
-    @property
-    def is_of_hub(self) -> bool:
-        return is_hub(self.path)
-
     def _replaced(self) -> str | None:
         return None if directory.identity(self._files) == self._identity else _REPLACED
 
@@ -163,7 +159,7 @@ class Reader:
                 _fill(self._saved_names.get(name, name), tensor, self._index)
         except Exception as error:  # torch raises many kinds of errors for a damaged file
             problem = error
-            message = describe_failure(error, dist.get_rank(group) if group else 0)
+            message = f"rank {dist.get_rank(group) if group else 0}: {why(error)}"
         if message := _first_of_all_ranks(self._replaced() or message, group):
             raise unreadable(self.path, message) from problem
 

@@ -201,7 +201,7 @@ def _attempt(action: Callable[[], Any], rank: int) -> tuple[Outcome, Exception |
     try:
         return Outcome(action()), None
     except Exception as error:  # the disk, or a bug: the other ranks wait for this one either way
-        return Outcome(problem=describe_failure(error, rank)), error
+        return Outcome(problem=f"rank {rank}: {why(error)}"), error
 
 
 def _exchange(group: dist.ProcessGroup, what: str, own: Outcome, decide: Callable[[list[Outcome]], Outcome]) -> Outcome:
@@ -228,11 +228,6 @@ def _has(key: str) -> bool:
         return _get_default_store().check([key])
     except dist.DistError:  # rank 0, which serves the store, has ended
         return "/0 " not in key
-
-
-def describe_failure(error: BaseException, rank: int) -> str:
-    """Return a short text with the failed rank and its error."""
-    return f"rank {rank}: {why(error)}"
 
 
 def why(error: BaseException) -> str:

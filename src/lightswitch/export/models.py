@@ -33,7 +33,7 @@ from lightswitch.checkpoints import names, weight_files
 from lightswitch.checkpoints.finetuning import LEFT_OUT
 from lightswitch.checkpoints.last import best_or_last
 from lightswitch.checkpoints.names import own_name
-from lightswitch.checkpoints.reading import Reader
+from lightswitch.checkpoints.reading import Reader, is_hub
 from lightswitch.config.confidential import masked_keys
 from lightswitch.config.hydra_versions import instantiate
 from lightswitch.errors import Refused, UnfitCheckpoint, listed
@@ -68,7 +68,7 @@ def load(path: str | Path, model: LightningModule | None = None, trust: bool = F
     checkpoint = checkpoint_at(Path(path))
     reader = Reader(checkpoint, group=None)
     left_out, beside = reader.state.get(LEFT_OUT, ()), weight_files.config_of(checkpoint)
-    is_export = reader.is_of_hub or checkpoint.suffix == ".pt" or beside.is_file()
+    is_export = is_hub(reader.path) or checkpoint.suffix == ".pt" or beside.is_file()
     if model is None:
         config = read_config(beside, trust=trust) if is_export else model_config(checkpoint, trust)
         model = _built(config, trust, () if left_out else reader.weights_like)
