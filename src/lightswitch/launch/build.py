@@ -242,10 +242,8 @@ def callbacks_of_engine(
     engine: list[Callback] = [record, batch]
     losses = None if cfg.on_nan == "ignore" else LossCheck(batch)
     engine.append(Survival(run.signals, watchdog, losses, cfg.init_from, cfg.get("init_names")))
-    engine += [Notices(), StrategyCallback(cfg.matmul_precision, compilation)]
-    if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1:
-        engine.append(Agreement())
-    return engine
+    compares = [Agreement()] if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1 else []
+    return [*engine, Notices(), StrategyCallback(cfg.matmul_precision, compilation), *compares]
 
 
 def callbacks_of_config(nodes: dict[str, Any] | None, trainer: DictConfig) -> list[Any]:
