@@ -51,7 +51,7 @@ def test_nodes_without_internet_train_by_the_cache_and_leave_what_wandb_uploads_
     run_dir = checkout / "runs/gpt" / job.id
     assert (run_dir / "results.json").is_file()
     (offline,) = run_dir.glob("wandb/offline-run-*")
-    sync = [str(Path(sys.executable).with_name("wandb")), "sync", "--dry-run", str(offline)]
+    sync = [sys.executable, "-m", "wandb", "sync", "--dry-run", str(offline)]
     found = subprocess.run(sync, cwd=checkout, check=True, capture_output=True, text=True).stderr
     assert f"{offline.name}/run-{job.id}.wandb" in found
 
