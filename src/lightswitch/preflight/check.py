@@ -51,7 +51,6 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     kind = devices.accelerator(trainer)
     _raise(
         _batch(plain),
-        root_keys.unscaled_rate(cfg, plain),
         strategies.problems(_request(plain, kind)),
         strategies.precision_problems(plain, kind),
         _callbacks(plain),
