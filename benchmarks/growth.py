@@ -27,8 +27,7 @@ from lightswitch.batches.plan import BatchPlan, RankShare
 from lightswitch.checkpoints import directory
 from lightswitch.checkpoints.reading import Reader
 from lightswitch.failures.classify import Rank
-from lightswitch.failures.verdict import Timeouts
-from lightswitch.failures.watchdog import Judge
+from lightswitch.failures.watchdog import Judge, Timeouts
 from lightswitch.monitoring.display import aligned, compact
 from lightswitch.monitoring.metrics import Table
 from lightswitch.process import Process

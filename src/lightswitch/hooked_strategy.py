@@ -1,4 +1,4 @@
-"""A mixin for strategies of any class: calls to the engine where Lightning has no hook, and gathers of unequal rows."""
+"""Mixins, and that of strategies of any class: calls to the engine where Lightning has no hook, unequal gathers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from torch import Tensor
@@ -22,9 +22,42 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightswitch.errors import Refused, listed
-from lightswitch.mixins import Mixin, with_mixin
 
 log = logging.getLogger(__name__)
+
+
+class Mixin:
+    """Base of classes that are mixed into the class of an object that other code has constructed.
+
+    A mixin overrides methods as any subclass does, but its base class is known only once the object exists: the class
+    of a strategy that a config names, or of a precision plugin that Lightning chooses.
+    """
+
+
+Mixed = TypeVar("Mixed", bound=Mixin)
+
+
+def with_mixin(mixin: type[Mixed], given: Any) -> Mixed:
+    """Return a shallow copy of an object whose class is a subclass with the mixin's methods.
+
+    The subclass has the name of the original class, as reports and checkpoints contain it. An object that already has
+    the mixin is returned unchanged.
+    """
+    if isinstance(given, mixin):
+        return given
+    bases = type(given).__bases__ if isinstance(given, Mixin) else (type(given),)
+    own = bases[-1]
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    kind: Any = type(own.__name__, (mixin, *bases), names)
+    made: Mixed = kind.__new__(kind)
+    vars(made).update(vars(given))
+    return made
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """Return the Trainer's list of callbacks itself: callbacks added to it are called."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # a connector of Lightning's sets it
+    return callbacks
 
 
 def hooked(strategy: Strategy) -> HookedStrategy:

@@ -7,14 +7,15 @@ table as Markdown.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
-from lightswitch import versions
 from lightswitch.errors import RefusedRequest
 
 # The patched packages, and the versions that the tests ran with. pyproject.toml has the same bounds, with the reasons.
@@ -290,12 +291,23 @@ def _described(found: Any) -> str:
 
 
 def _complaint(patch: Patch, found: str) -> str:
-    version = versions.of([patch.package]).get(patch.package, "of an unknown version")
+    version = versions([patch.package]).get(patch.package, "of an unknown version")
     supported = f"{patch.package}{SUPPORTED[patch.package]}"
     return (
         f"{patch.owner}.{patch.name} of {patch.package} {version} {found}, but lightswitch replaces it and expects "
         f"{patch.expected}; type pip install '{supported}'"
     )
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the version of each package that is installed, by its name; others are left out."""
+    from importlib.metadata import PackageNotFoundError, version  # slow, and not needed to report a mistake
+
+    found = {}
+    for package in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def table() -> str:

@@ -11,8 +11,7 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 
-from lightswitch.hooked_strategy import HookedStrategy, hooked
-from lightswitch.mixins import Mixin, with_mixin
+from lightswitch.hooked_strategy import HookedStrategy, Mixin, hooked, with_mixin
 from lightswitch.strategies.ddp import Single
 
 

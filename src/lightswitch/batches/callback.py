@@ -30,8 +30,7 @@ from lightswitch.batches.plan import (
 )
 from lightswitch.batches.seeds import mix, seed_generators
 from lightswitch.errors import Refused, listed
-from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.mixins import Mixin, with_mixin
+from lightswitch.hooked_strategy import HookedStrategy, Mixin, with_mixin
 from lightswitch.monitoring.step_results import Results, is_counted
 
 log = logging.getLogger(__name__)

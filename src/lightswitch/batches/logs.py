@@ -22,8 +22,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightswitch import patches
-from lightswitch.hooked_strategy import of_ranks
-from lightswitch.mixins import Mixin, with_mixin
+from lightswitch.hooked_strategy import Mixin, of_ranks, with_mixin
 from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.step_results import Results, is_counted, is_logged
 

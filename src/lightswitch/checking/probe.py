@@ -27,7 +27,7 @@ from lightswitch.batches.seeds import generator_states
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.shards import Piece, Stored, local
-from lightswitch.mixins import callbacks_of
+from lightswitch.hooked_strategy import callbacks_of
 from lightswitch.strategies.agreement import Agreement
 
 FILE = "moments.jsonl"

@@ -14,7 +14,7 @@ from lightswitch import patches
 from lightswitch.batches.plan import Position
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.last import FROZEN_SINCE
-from lightswitch.mixins import callbacks_of
+from lightswitch.hooked_strategy import callbacks_of
 
 
 def follow_strategy(callbacks: Iterable[Callback]) -> None:

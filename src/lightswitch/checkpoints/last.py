@@ -27,7 +27,7 @@ from lightswitch.checkpoints.optimizers import options_of
 from lightswitch.checkpoints.reading import Reader, unreadable
 from lightswitch.checkpoints.shards import local
 from lightswitch.errors import Refused, UnfitCheckpoint, listed, shown
-from lightswitch.mixins import callbacks_of
+from lightswitch.hooked_strategy import callbacks_of
 from lightswitch.regular_files import linked, write_link
 
 log = logging.getLogger(__name__)

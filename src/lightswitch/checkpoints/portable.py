@@ -36,7 +36,7 @@ from lightswitch.checkpoints.reading import Reader, is_hub
 from lightswitch.checkpoints.shards import Stored
 from lightswitch.checkpoints.writing import Ranks, Writer, replicas_of, share, together
 from lightswitch.errors import LostRank, Refused, UnfitCheckpoint, listed, shown
-from lightswitch.mixins import callbacks_of
+from lightswitch.hooked_strategy import callbacks_of
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
-from lightswitch import versions
+from lightswitch import patches
 from lightswitch.errors import Refused, listed
 
 log = logging.getLogger(__name__)
@@ -337,7 +337,7 @@ def _listed(form: str, values: Mapping[str, str | None]) -> str:
 def software(on_gpu: bool) -> dict[str, str]:
     """Return the versions that all processes must share: Python, torch, Lightning, DeepSpeed and, on GPUs, NCCL."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    found |= versions.of(("lightning", "deepspeed"))
+    found |= patches.versions(("lightning", "deepspeed"))
     if on_gpu:
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # untyped in torch
     return found

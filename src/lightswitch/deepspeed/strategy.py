@@ -30,7 +30,7 @@ from lightswitch.deepspeed import config as zero_config
 from lightswitch.deepspeed.guard import ParameterUse, WeightGuard
 from lightswitch.deepspeed.state import PortableDeepSpeed, deepspeed
 from lightswitch.errors import Refused, listed
-from lightswitch.mixins import Mixin, callbacks_of, with_mixin
+from lightswitch.hooked_strategy import Mixin, callbacks_of, with_mixin
 from lightswitch.strategies.agreement import (
     broadcast_in_place,
     broadcast_metric_states,

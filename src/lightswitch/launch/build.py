@@ -1,47 +1,56 @@
-"""Construction of a run: model, data and Trainer, their compatibility, and the engine's callbacks and hooks."""
+"""Construction of a run: model, data, Trainer and callbacks, what does not fit together, and the meeting of ranks."""
 
 from __future__ import annotations
 
 import atexit
 import gc
 import logging
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import dropwhile
+from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.errors import InstantiationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf, open_dict
+from torch._C._distributed_c10d import Store
 
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan, Position
 from lightswitch.batches.seeds import mix, own_generators, restoring, seed_generators, seeded
 from lightswitch.checkpoints.last import LastCheckpoints
-from lightswitch.cluster import environments
+from lightswitch.cluster import environments, rendezvous
+from lightswitch.cluster.rendezvous import Evidence, Meeting, MeetingPoint
+from lightswitch.config import confidential, hydra_versions
 from lightswitch.context import RunContext
-from lightswitch.errors import Refused, RefusedRequest
+from lightswitch.errors import Refused, RefusedRequest, ReportedElsewhere
+from lightswitch.failures import classify
 from lightswitch.failures.launchers import install_launcher
 from lightswitch.failures.stopping import LossCheck, Survival
-from lightswitch.failures.verdict import Timeouts
-from lightswitch.failures.watchdog import Watchdog
-from lightswitch.hooked_strategy import HookedStrategy, hooked
+from lightswitch.failures.watchdog import Timeouts, Watchdog
+from lightswitch.hooked_strategy import HookedStrategy, callbacks_of, hooked
 from lightswitch.launch import commands
-from lightswitch.launch.handshake import arrange_handshake
-from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
 from lightswitch.loop.hooks import skip_empty_hooks
 from lightswitch.loop.loops import replace_loops
-from lightswitch.mixins import callbacks_of
 from lightswitch.monitoring.metrics import MetricsFile
 from lightswitch.monitoring.monitored import BestCheckpoint
 from lightswitch.monitoring.notices import Notices
 from lightswitch.monitoring.progress import Progress
 from lightswitch.preflight import devices, root_keys
-from lightswitch.preflight.targets import GIVEN, OF_PYTORCH_LIGHTNING
+from lightswitch.preflight.targets import ENGINE_KEYS, GIVEN, OF_PYTORCH_LIGHTNING
 from lightswitch.process import leave_group_at_exit
 from lightswitch.runs import log as run_log
 from lightswitch.runs import resume
@@ -321,3 +330,142 @@ def _clips_itself(model: LightningModule, strategy: Strategy) -> Iterator[str]:
             f"{type(model).__name__} clips gradients itself, in configure_gradient_clipping, but DeepSpeed does not "
             "expose gradients; use strategy=ddp or fsdp"
         )
+
+
+# A constructor raises the first about files that its arguments name and, by a `raise` statement, the second about the
+# arguments. Any other error is a bug.
+_ABOUT_FILES = (OSError, ModuleNotFoundError)
+_ABOUT_ARGUMENTS = (ValueError, MisconfigurationException)
+
+_LIBRARIES = ("lightning", "lightswitch", "torch")  # their messages about arguments need no traceback
+
+
+def instantiated(cfg: DictConfig, name: str, refusals: list[Refused], **arguments: Any) -> Any:
+    """Instantiate a config node; if its arguments are rejected, append the refusal to ``refusals`` and return None.
+
+    Lists and dicts become plain Python objects: OmegaConf's would make checkpoints unsafe to read.
+    """
+    try:
+        return hydra_versions.instantiate(_node(cfg, name), **arguments) if cfg.get(name) is not None else None
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, Refused):
+            refusals.append(cause)
+            return None
+        key = getattr(error, "full_key", None) or name
+        if not (isinstance(cause, _ABOUT_FILES) or (isinstance(cause, _ABOUT_ARGUMENTS) and classify.raised_in(cause))):
+            raise
+        message = str(cause)
+        details = classify.full_traceback(cause) if _is_of_user(cause) else ""
+        refusals.append(RefusedRequest([message if message.startswith(name) else f"{key}: {message}"], details))
+        return None
+
+
+def _node(cfg: DictConfig, name: str) -> Any:
+    """Return a config node without the keys that only the engine reads."""
+    own = [key for key in ENGINE_KEYS.get(name, ()) if key in cfg[name]]
+    whole = cfg.copy() if own else cfg  # Hydra 1.4 copies a node from the whole config that it belongs to
+    with open_dict(whole):
+        for key in own:
+            del whole[name][key]
+    return whole[name]
+
+
+def _is_of_user(error: BaseException) -> bool:
+    """Return whether the constructor that Hydra called when the error was raised is user code."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    called = [*dropwhile(lambda module: module.startswith(("hydra.", hydra_versions.__name__)), modules)]
+    return bool(called) and called[0].partition(".")[0] not in _LIBRARIES
+
+
+def raise_all(refusals: list[Refused]) -> None:
+    """Raise all refusals as one error, if there are any.
+
+    Raises:
+        RefusedRequest: with the lines of each.
+    """
+    if refusals:
+        lines = [problem for refusal in refusals for problem in refusal.problems]
+        raise RefusedRequest(lines, "\n".join(refusal.details for refusal in refusals if refusal.details))
+
+
+def plugins(cfg: DictConfig, cluster: Any, refusals: list[Refused], strategy: Strategy | None = None) -> dict[str, Any]:
+    """Return the Trainer's arguments for the cluster environment and for a precision that is passed as a plugin.
+
+    These precisions are those that the config names by class, and 64-true and 16-mixed: Lightning rejects these names
+    with fully_shard, which supports any dtype.
+    """
+    precision = cfg.trainer.get("precision")
+    if isinstance(precision, DictConfig):
+        plugin = instantiated(cfg.trainer, "precision", refusals)
+    elif str(precision) in ("64", "64-true"):
+        plugin = DoublePrecision()
+    elif str(precision) in ("16", "16-mixed") and isinstance(strategy, ModelParallelStrategy):
+        plugin = MixedPrecision("16-mixed", "cuda")
+    else:
+        return {"plugins": cluster}
+    return {"plugins": [one for one in (cluster, plugin) if one is not None], "precision": None}
+
+
+def shards_itself(cfg: DictConfig) -> bool:
+    """Return whether the config declares that datasets without indices split themselves between ranks."""
+    return bool(cfg.get("data") and cfg.data.get("sharded_by") == "dataset")
+
+
+def arrange_handshake(
+    cfg: DictConfig, run: RunContext, trainer: Trainer, strategy: HookedStrategy, watchdog: Watchdog
+) -> None:
+    """Have a strategy compare a Trainer's processes before it forms the process group, and join the watchdog after.
+
+    A group may hang in its first collective if NCCL versions differ, and in any later one if code or config differ.
+    """
+    if not isinstance(strategy, ParallelStrategy) or trainer.num_nodes * trainer.num_devices == 1:
+        return
+    evidence = _evidence(cfg, run, trainer)
+    have_met = False
+
+    @contextmanager
+    def meeting() -> Iterator[None]:
+        nonlocal have_met
+        store = None if have_met else _compare(run, _meeting_point(cfg, trainer, strategy), evidence)
+        have_met = True
+        yield  # the group is formed; until then, the store at its port is held
+        del store
+        watchdog.join(trainer)
+
+    strategy.meeting = meeting
+
+
+def _evidence(cfg: DictConfig, run: RunContext, trainer: Trainer) -> Evidence:
+    conf = [Path(source.path) for source in run.hydra.runtime.config_sources if source.schema == "file"]
+    code = [Path(sys.argv[0]).resolve(), *conf, *rendezvous.source_folders(__name__)]
+    for node in filter(None, (cfg.get("model"), cfg.get("data"))):
+        code += rendezvous.source_folders(node._target_)
+    config = confidential.values(cfg, without=("cluster.",))  # by which each process finds the others
+    versions = rendezvous.software(on_gpu=isinstance(trainer.accelerator, CUDAAccelerator))
+    return {"versions": versions, "code": rendezvous.digests(code), "config": config}
+
+
+def _meeting_point(cfg: DictConfig, trainer: Trainer, strategy: ParallelStrategy) -> MeetingPoint:
+    cluster, devices = strategy.cluster_environment, strategy.parallel_devices
+    assert cluster is not None
+    assert devices is not None
+    rank = cluster.node_rank() * len(devices) + cluster.local_rank()
+    world_size = trainer.num_nodes * len(devices)
+    return MeetingPoint(cluster.main_address, cluster.main_port, rank, world_size, cfg.meet_timeout_seconds)
+
+
+def _compare(run: RunContext, point: MeetingPoint, evidence: Evidence) -> Store:
+    """Compare this process with the others, and return the store at which they have met.
+
+    Raises:
+        Refused: the processes differ, or some did not connect in time.
+    """
+    met = run.process.meeting
+    store = rendezvous.open_store(point, "meeting", met if isinstance(met, Meeting) else None)
+    verdict = rendezvous.compare(store, point, evidence, run.run_dir, run.process.refusal)
+    if verdict:
+        # the first process of this node, which has started this one, prints it in the same terminal
+        is_child = not run.placement.is_external and os.environ.get("LOCAL_RANK", "0") != "0"
+        raise ReportedElsewhere(verdict) if is_child else Refused(verdict)
+    return store

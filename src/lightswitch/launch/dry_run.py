@@ -21,8 +21,7 @@ from lightswitch.batches.plan import BatchPlan, RankShare
 from lightswitch.context import RunContext
 from lightswitch.errors import listed, shown
 from lightswitch.launch import plan
-from lightswitch.launch.build import problems_elsewhere
-from lightswitch.launch.instantiation import raise_all
+from lightswitch.launch.build import problems_elsewhere, raise_all
 from lightswitch.launch.plan import Request
 from lightswitch.planning import candidates, report
 from lightswitch.planning.estimate import Estimate

@@ -26,7 +26,7 @@ from lightswitch.context import RunContext
 from lightswitch.errors import Refused, RefusedRequest, Unplanned, shown
 from lightswitch.failures.classify import full_traceback, one_line
 from lightswitch.launch import commands
-from lightswitch.launch.instantiation import instantiated, plugins, raise_all, shards_itself
+from lightswitch.launch.build import instantiated, plugins, raise_all, shards_itself
 from lightswitch.planning import candidates, report
 from lightswitch.planning.candidates import Candidate
 from lightswitch.planning.device import Device, World, precision_problems

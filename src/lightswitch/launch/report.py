@@ -21,7 +21,7 @@ from lightswitch.checkpoints.reading import Reader
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused, shown
 from lightswitch.launch import commands, stages
-from lightswitch.launch.instantiation import shards_itself
+from lightswitch.launch.build import shards_itself
 from lightswitch.launch.stages import Metrics
 from lightswitch.monitoring.display import table
 from lightswitch.runs import resume

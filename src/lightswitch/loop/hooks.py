@@ -24,7 +24,7 @@ from lightning.pytorch.trainer import call
 from lightswitch import patches
 from lightswitch.errors import Refused
 from lightswitch.failures.classify import is_of_another_rank_or_device, raised_in
-from lightswitch.mixins import callbacks_of
+from lightswitch.hooked_strategy import callbacks_of
 from lightswitch.strategies.sharded import first_name
 
 _EMPTY = {  # hooks of a step that do nothing in LightningModule

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
-from lightswitch import versions
+from lightswitch import patches
 from lightswitch.batches.callback import GlobalBatch
 from lightswitch.batches.plan import BatchPlan
 from lightswitch.checkpoints import directory
@@ -27,7 +27,7 @@ from lightswitch.config.confidential import is_of_environment, masked, masked_ov
 from lightswitch.config.overrides import typed_overrides
 from lightswitch.context import RunContext
 from lightswitch.errors import Refused
-from lightswitch.mixins import callbacks_of
+from lightswitch.hooked_strategy import callbacks_of
 from lightswitch.monitoring.metrics import WORLD, purge
 from lightswitch.monitoring.notices import Notices
 from lightswitch.runs import claim, resume
@@ -268,7 +268,7 @@ def _origin(run: RunContext) -> Origin:
         uncommitted_changes=bool(git_of_code("status", "--porcelain", "--untracked-files=no")),
         python=platform.python_version(),
         host=platform.node(),
-        packages=versions.of(_PACKAGES),
+        packages=patches.versions(_PACKAGES),
     )
 
 

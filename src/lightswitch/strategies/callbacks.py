@@ -18,7 +18,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightswitch.checkpoints.finetuning import follow_strategy
 from lightswitch.errors import Refused, RefusedRequest
-from lightswitch.mixins import Mixin, callbacks_of, with_mixin
+from lightswitch.hooked_strategy import Mixin, callbacks_of, with_mixin
 from lightswitch.strategies import ema
 from lightswitch.strategies.ema import EMA
 from lightswitch.strategies.units import Compilation

@@ -31,7 +31,7 @@ from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.shards import Stored
 from lightswitch.errors import Refused
-from lightswitch.mixins import with_mixin
+from lightswitch.hooked_strategy import with_mixin
 from lightswitch.strategies.agreement import (
     broadcast_in_place,
     broadcast_metric_states,

@@ -25,7 +25,7 @@ from torchmetrics import Metric
 from lightswitch import patches
 from lightswitch.checkpoints import names
 from lightswitch.errors import Refused, listed
-from lightswitch.mixins import Mixin, with_mixin
+from lightswitch.hooked_strategy import Mixin, with_mixin
 from lightswitch.monitoring.throughput import by_mesh, gradient_norm
 from lightswitch.strategies.weights import groups
 

@@ -16,8 +16,7 @@ from lightswitch.errors import Failure
 from lightswitch.failures import stopping
 from lightswitch.failures.classify import Rank
 from lightswitch.failures.stopping import Rounds
-from lightswitch.failures.verdict import ANSWER_SECONDS, Position, RankState, Timeouts, verdict
-from lightswitch.failures.watchdog import position
+from lightswitch.failures.watchdog import ANSWER_SECONDS, Position, RankState, Timeouts, position, verdict
 from tests.engine.monitoring.conftest import Clock
 from tests.pool import Pool
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from lightswitch.errors import Failure
 from lightswitch.failures.classify import Rank
-from lightswitch.failures.verdict import Timeouts
-from lightswitch.failures.watchdog import Member
+from lightswitch.failures.watchdog import Member, Timeouts
 from lightswitch.process import Process
 from tests.pool import Pool
 

@@ -14,8 +14,7 @@ from omegaconf import OmegaConf
 
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.launch.build import _of_other_kinds, _strategy
-from lightswitch.launch.instantiation import plugins
+from lightswitch.launch.build import _of_other_kinds, _strategy, plugins
 from lightswitch.strategies.ddp import DDP, Single
 from lightswitch.strategies.fsdp import FSDP
 from tests.engine.fits import Fit, trained

@@ -19,7 +19,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightswitch.mixins import with_mixin
+from lightswitch.hooked_strategy import with_mixin
 from lightswitch.strategies.sharded import UnscalesOverMeshes
 from tests.engine.conftest import Train
 from tests.engine.fits import ADAMW, LANGUAGE, TENSOR_PARALLEL, Fit, Fits, of_conf
