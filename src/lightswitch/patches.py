@@ -111,26 +111,13 @@ PATCHES = (
         "and fails if some parameters are sharded and others are not",
         for_process=True,
     ),
-    Patch(
-        "lightning.pytorch.trainer.call",
-        "_call_callback_hooks",
-        "(trainer, hook_name, *args, monitoring_callbacks, **kwargs)",
-        _HOOKS,
-        for_process=True,
-    ),
-    Patch(
-        "lightning.pytorch.trainer.call",
-        "_call_lightning_module_hook",
-        "(trainer, hook_name, *args, pl_module, **kwargs)",
-        _HOOKS,
-        for_process=True,
-    ),
-    Patch(
-        "lightning.pytorch.trainer.call",
-        "_call_strategy_hook",
-        "(trainer, hook_name, *args, **kwargs)",
-        _HOOKS,
-        for_process=True,
+    *(
+        Patch("lightning.pytorch.trainer.call", name, expected, _HOOKS, for_process=True)
+        for name, expected in {
+            "_call_callback_hooks": "(trainer, hook_name, *args, monitoring_callbacks, **kwargs)",
+            "_call_lightning_module_hook": "(trainer, hook_name, *args, pl_module, **kwargs)",
+            "_call_strategy_hook": "(trainer, hook_name, *args, **kwargs)",
+        }.items()
     ),
     Patch(
         "lightning.pytorch.LightningModule",

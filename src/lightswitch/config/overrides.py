@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +119,7 @@ def _choosing(override: str) -> str:
         return f"~{group}"
     if not re.fullmatch(r"[\w.-]+( *, *[\w.-]+)*", choice):
         return override
-    if "null" in re.split(" *, *", choice.lower()):
-        raise RefusedRequest([f"{override}: a sweep can't leave a group out; type {group}=null in a run of its own"])
-    quoted_ones = re.sub(r"(?<![\w.-])([\d.]+|true|false)(?![\w.-])", r"'\1'", choice, flags=re.IGNORECASE)
+    quoted_ones = re.sub(r"(?<![\w.-])([\d.]+|true|false|null)(?![\w.-])", r"'\1'", choice, flags=re.IGNORECASE)
     return f"{group}={quoted_ones}"
 
 
@@ -153,17 +151,6 @@ def typed_keys(hydra: HydraConf) -> set[str]:
 _LONGEST_NAME = 128
 
 
-def name_problems(names: Mapping[str, object]) -> Iterator[str]:
-    """Yield a message for each invalid name of a folder, by its key, such as `{"run_id": "mine"}`."""
-    for key, name in names.items():
-        text = "" if name is None else str(name)
-        if not re.fullmatch(r"[A-Za-z0-9._=,-]+", text) or len(text) > _LONGEST_NAME or text in (".", ".."):
-            yield (
-                f"{key}={text[:_LONGEST_NAME]!r} is no valid name: 1 to {_LONGEST_NAME} letters, digits and . _ - = , "
-                f"are allowed; type {key}=NAME"
-            )
-
-
 def check_names(cfg: DictConfig) -> None:
     """Check a run's name, run_id and folder before anything is created.
 
@@ -172,10 +159,16 @@ def check_names(cfg: DictConfig) -> None:
     """
     key = f"hydra.{'sweep' if cfg.hydra.mode == RunMode.MULTIRUN else 'run'}.dir"
     try:
-        problems = list(name_problems({name: cfg[name] for name in _NAMES if name in cfg}))
+        names = {name: str("" if cfg[name] is None else cfg[name]) for name in _NAMES if name in cfg}
         folder = str(OmegaConf.select(cfg, key))
     except OmegaConfBaseException:  # Hydra or the run reports it later
         return
+    problems = [
+        f"{name}={text[:_LONGEST_NAME]!r} is no valid name: 1 to {_LONGEST_NAME} letters, digits and . _ - = , "
+        f"are allowed; type {name}=NAME"
+        for name, text in names.items()
+        if not re.fullmatch(rf"[A-Za-z0-9._=,-]{{1,{_LONGEST_NAME}}}", text) or text in (".", "..")
+    ]
     if re.match(r"\w[\w.+-]*://", folder) and not problems:
         problems = [
             f"{key}={folder}: found an address, and a run's folder is on a file system; "

@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import logging
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,9 +18,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lightswitch import regular_files
-
-log = logging.getLogger(__name__)
-
 
 WORLD = "world"  # the number of devices, logged at the first step after a change
 FIRST_COLUMNS = ("step", "samples", "epoch")
@@ -128,7 +124,7 @@ class WandbRun(WandbLogger):
 class Table:
     """CSV file keyed by the column `step`: the last row is updated in place, any other change writes a new file.
 
-    Lines that are no rows, as a crash of the machine may leave, are dropped with a warning.
+    Lines that are no rows, as a crash of the machine may leave, are dropped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,8 +132,8 @@ class Table:
         self._columns: list[str] = []
         self._last: dict[str, str] = {}
         self._last_start = self._end = 0  # offsets of the last row in the file, in bytes
-        if path.exists():
-            self._load()
+        if rows := self._rows():
+            self._replace(rows)
 
     @property
     def last_step(self) -> int:
@@ -190,19 +186,6 @@ class Table:
         if not self._end:  # of a run in progress, a directory that is missing was removed
             self._path.parent.mkdir(parents=True, exist_ok=True)
         regular_files.write_text(self._path, b"".join(lines).decode())
-        self._take(lines, rows)
-
-    def _load(self) -> None:
-        lines, rows = self._lines(), self._rows()
-        self._take(lines, rows)
-        if unread := max(0, len(lines) - 1 - len(rows)):
-            log.warning("%s has %d lines that can't be read, and loses them", self._path, unread)
-            self._replace(rows)
-        elif lines:
-            self._columns = _cells(lines[0])
-
-    def _take(self, lines: Sequence[bytes], rows: Sequence[dict[str, str]]) -> None:
-        """Take the file's last row and where it is."""
         self._last, self._end = rows[-1] if rows else {}, sum(map(len, lines))
         self._last_start = self._end - len(lines[-1]) if rows else self._end
 

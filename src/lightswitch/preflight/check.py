@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from lightswitch.batches.plan import BatchPlan
-from lightswitch.config.overrides import AUTO, files_of_group, name_problems, quoted, typed_keys
+from lightswitch.config.overrides import AUTO, files_of_group, quoted, typed_keys
 from lightswitch.context import RunContext
 from lightswitch.errors import BatchError, RefusedRequest
 from lightswitch.preflight import devices, root_keys, strategies, targets
@@ -66,7 +66,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
 def config_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
     """Return the problems of keys, values and arguments, which do not depend on the machine.
 
-    The checks run in groups: names, keys and values; arguments of nodes that were typed, whose code is imported;
+    The checks run in groups: keys and values; arguments of nodes that were typed, whose code is imported;
     arguments of other nodes, whose values may follow typed ones; device counts. A group runs only if those before it
     find nothing.
 
@@ -79,7 +79,6 @@ def config_problems(cfg: dict[str, Any], hydra: HydraConf) -> list[str]:
     of_tools = set() if cfg["mode"] in strategies.PLANS else {"plan"}  # a run imports none
     return (
         [
-            *name_problems({key: cfg.get(key) for key in ("name", "run_id")}),
             *root_keys.wrong(cfg),
             *targets.unnamed(cfg, choices),
             *strategies.trainer_problems(cfg["trainer"], typed_keys(hydra)),

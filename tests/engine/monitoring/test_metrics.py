@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-import re
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +155,7 @@ HARMED = {  # what is replaced in the file, and by what; the steps whose rows re
 
 
 @pytest.mark.parametrize("harm", HARMED)
-def test_lines_that_are_no_rows_are_dropped_with_a_warning(
-    harm: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lines_that_are_no_rows_are_dropped(harm: str, tmp_path: Path) -> None:
     for step in (9, 19):
         MetricsFile(tmp_path).log_metrics({"samples": 64, "train/loss": 2.0}, step)
     path, (found, harmed, steps) = tmp_path / "metrics.csv", HARMED[harm]
@@ -166,9 +163,6 @@ def test_lines_that_are_no_rows_are_dropped_with_a_warning(
     for _ in range(2):
         MetricsFile(tmp_path).log_metrics({"samples": 64, "train/loss": 1.0}, 29)
     assert column(tmp_path, "step") == [*steps, "29"]
-    assert [re.sub(r"\d", "N", record.getMessage()) for record in caplog.records] == [
-        f"{re.sub(r'[0-9]', 'N', str(path))} has N lines that can't be read, and loses them"
-    ]
 
 
 def test_a_table_that_was_removed_is_not_begun_anew(tmp_path: Path) -> None:
