@@ -31,7 +31,7 @@ from lightswitch.batches.plan import (
 from lightswitch.batches.seeds import mix, seed_generators
 from lightswitch.errors import Refused, listed
 from lightswitch.hooked_strategy import HookedStrategy, Mixin, with_mixin
-from lightswitch.monitoring.step_results import Results, is_counted
+from lightswitch.monitoring.metrics import Results, is_counted
 
 log = logging.getLogger(__name__)
 _TRANSFER = 1  # seed component for the hooks that move a batch to its device, which run before the others

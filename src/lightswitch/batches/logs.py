@@ -23,8 +23,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightswitch import patches
 from lightswitch.hooked_strategy import Mixin, of_ranks, with_mixin
-from lightswitch.monitoring.metrics import MetricsFile
-from lightswitch.monitoring.step_results import Results, is_counted, is_logged
+from lightswitch.monitoring.metrics import MetricsFile, Results, is_counted, is_logged
 
 # What a rank has logged under a name: the name for loggers; mean, sum, min or max; the value; its weight in a mean
 Part = tuple[str, str, float, float]

@@ -16,6 +16,7 @@ from lightswitch.errors import Refused, shown
 log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
+Data = LightningDataModule | None  # a module may have its own loaders
 
 _NEEDS = {  # the module's step and the dataloader hook; Lightning has a default predict_step
     "validate": ("validation_step", "val_dataloader"),
@@ -24,13 +25,7 @@ _NEEDS = {  # the module's step and the dataloader hook; Lightning has a default
 }
 
 
-def fit(
-    run: RunContext,
-    model: LightningModule,
-    data: LightningDataModule | None,
-    trainer: Trainer,
-    checkpoint: Path | None,
-) -> Metrics:
+def fit(run: RunContext, model: LightningModule, data: Data, trainer: Trainer, checkpoint: Path | None) -> Metrics:
     """Train, starting from a checkpoint if one is given.
 
     Args:
@@ -46,7 +41,7 @@ def fit(
     return _metrics(trainer)
 
 
-def test_best(run: RunContext, model: LightningModule, data: LightningDataModule | None, trainer: Trainer) -> Metrics:
+def test_best(run: RunContext, model: LightningModule, data: Data, trainer: Trainer) -> Metrics:
     """Test the best checkpoint by the monitored metric, or the last weights if nothing was monitored."""
     if trainer.interrupted or lacking("test", model, data):
         return {}
@@ -57,13 +52,7 @@ def test_best(run: RunContext, model: LightningModule, data: LightningDataModule
     return _metrics(trainer)
 
 
-def evaluate(
-    run: RunContext,
-    model: LightningModule,
-    data: LightningDataModule | None,
-    trainer: Trainer,
-    checkpoint: Path | None,
-) -> Metrics:
+def evaluate(run: RunContext, model: LightningModule, data: Data, trainer: Trainer, checkpoint: Path | None) -> Metrics:
     """Validate, test or predict, depending on the run's mode, with the weights of a checkpoint.
 
     Raises:
@@ -83,7 +72,7 @@ def evaluate(
     return _metrics(trainer)
 
 
-def lacking(stage: str, model: LightningModule, data: LightningDataModule | None) -> str | None:
+def lacking(stage: str, model: LightningModule, data: Data) -> str | None:
     """Return a message about a method that an evaluation stage needs and that is missing; None if none is missing."""
     step, loader = _NEEDS[stage]
     if step and not is_overridden(step, model):

@@ -23,7 +23,7 @@ from lightswitch import patches
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
 from lightswitch.loop.hooks import refusal
-from lightswitch.monitoring.step_results import Results, is_logged
+from lightswitch.monitoring.metrics import Results, is_logged
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

@@ -20,7 +20,7 @@ from tqdm.contrib import DummyTqdmFile
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lightswitch.monitoring.display import clock, compact, leave_terminal
-from lightswitch.monitoring.step_results import batches
+from lightswitch.monitoring.metrics import batches
 from lightswitch.monitoring.throughput import Meter
 
 log = logging.getLogger(__name__)
@@ -86,9 +86,7 @@ class Progress(ProgressBar):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._meter.resume()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         if not self.is_shown:
             return
         if self._meter.is_warming_up:

@@ -14,7 +14,7 @@ from torch.profiler import profile
 
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy
-from lightswitch.monitoring.step_results import batches, is_counted
+from lightswitch.monitoring.metrics import batches, is_counted
 
 PHASES = ("data", "forward_backward", "optimizer", "rest")
 _ALLOCATIONS = 100_000  # the newest, of which a snapshot has the stack
@@ -42,9 +42,7 @@ class StepTimes(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._enter("optimizer", trainer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         is_logged = is_counted(trainer)  # until the step is complete, and in its last batch
         self._enter("data", trainer)
         if trainer.fit_loop._should_accumulate():
@@ -105,9 +103,7 @@ class Trace(Callback):
             self._profile = profile()
             self._profile.start()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         if batches(trainer) >= self._first + self._steps:
             self.on_train_end(trainer, pl_module)
 
@@ -140,9 +136,7 @@ class MemorySnapshot(Callback):
         if stage == "fit":
             torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         if self._steps and batches(trainer) >= self._steps:
             self._write(trainer)
             self._steps = 0

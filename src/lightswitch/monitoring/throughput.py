@@ -19,7 +19,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightswitch.monitoring.step_results import batches, is_logged
+from lightswitch.monitoring.metrics import batches, is_logged
 
 log = logging.getLogger(__name__)
 _FORMATS = {"16": "fp16", "bf16": "bf16", "64": "fp64"}  # by the prefix of a precision's name
@@ -67,9 +67,7 @@ class Throughput(Callback):
             self._step_tflop += 3 * self._counter.get_total_flops() / 1e12 / Meter.WARMUP_STEPS
             self._counter = None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         if self._meter.is_warming_up:
             self._meter.read(batches(trainer))
         if not is_logged(trainer) or trainer.fit_loop._should_accumulate():

@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightswitch.monitoring import objective
-from lightswitch.monitoring.metrics import MetricsFile
+from lightswitch.monitoring.metrics import MetricsFile, Results
 from lightswitch.monitoring.monitored import BestCheckpoint
-from lightswitch.monitoring.step_results import Results
 from tests.engine.monitoring.tiny import Engine, Regression, loader, trainer
 
 
