@@ -55,10 +55,6 @@ def begin(cfg: DictConfig, run: RunContext, trainer: Trainer, plan: BatchPlan, s
 @rank_zero_only
 def end(cfg: DictConfig, run: RunContext, trainer: Trainer, metrics: Metrics) -> None:
     """Write results.json and the end in run.json, and log the metrics and the commands to run next."""
-    starts = resume.starts(run.run_dir) if cfg.mode == "fit" else []
-    if changes := resume.world_changes(starts):
-        twice = sum(start.trained_twice for start in starts)
-        metrics |= {"world_changes": len(changes), "steps_trained_twice": twice}
     of_training = resume.read_results(run.run_dir) if cfg.mode != "fit" and resume.has_trained(run.run_dir) else {}
     regular_files.write_json(run.run_dir / resume.RESULTS, of_training | metrics)
     rows: dict[str, object] = {

@@ -51,7 +51,7 @@ class Progress(ProgressBar):
         self._unit = "samples" if tokens_per_sample is None else "tokens"
         self._units_per_sample = tokens_per_sample or 1
         self._units_per_step = samples_per_step * self._units_per_sample
-        self.is_shown = True
+        self.is_enabled = True  # `LightningModule.print` reads it
         self._bar: tqdm[Any] | None = None  # on a terminal
         self._terminal = ExitStack()
         self._meter = Meter(window=150)  # 30 s of redraws, or 150 steps if a step takes longer than a redraw
@@ -63,14 +63,10 @@ class Progress(ProgressBar):
         self._evaluated_batches = 0
 
     def enable(self) -> None:
-        self.is_shown = True
+        self.is_enabled = True
 
     def disable(self) -> None:
-        self.is_shown = False
-
-    @property
-    def is_enabled(self) -> bool:  # `LightningModule.print` reads it
-        return self.is_shown
+        self.is_enabled = False
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
         tqdm.write(sep.join(map(str, args)), **kwargs)
@@ -87,7 +83,7 @@ class Progress(ProgressBar):
         self._meter.resume()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        if not self.is_shown:
+        if not self.is_enabled:
             return
         if self._meter.is_warming_up:
             self._meter.read(batches(trainer))
@@ -100,7 +96,7 @@ class Progress(ProgressBar):
         self._meter.pause()  # until the next batch starts
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.is_shown and (self._bar is not None or self._done(trainer) != self._shown):
+        if self.is_enabled and (self._bar is not None or self._done(trainer) != self._shown):
             self._show_training(trainer)
         self._close()
 
@@ -109,7 +105,7 @@ class Progress(ProgressBar):
         self.on_test_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self.is_shown or trainer.sanity_checking:
+        if not self.is_enabled or trainer.sanity_checking:
             return
         if trainer.state.fn != TrainerFn.FITTING:
             self._close(leaves=False)
@@ -129,7 +125,7 @@ class Progress(ProgressBar):
 
     def on_test_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         self._evaluated_batches += 1
-        if not self.is_shown or perf_counter() < self._next_seconds or trainer.sanity_checking:
+        if not self.is_enabled or perf_counter() < self._next_seconds or trainer.sanity_checking:
             return
         stage = trainer.state.stage
         assert stage is not None
@@ -151,7 +147,7 @@ class Progress(ProgressBar):
         self._close()
 
     def _open(self) -> None:
-        if self._bar is None and self.is_shown and sys.stdout.isatty():
+        if self._bar is None and self.is_enabled and sys.stdout.isatty():
             self._bar = tqdm(file=sys.stdout, bar_format=" ", nrows=2)
             # what is logged or printed meanwhile appears above the bar
             self._terminal.enter_context(logging_redirect_tqdm())

@@ -74,7 +74,11 @@ class Throughput(Callback):
             return
         metrics = {"memory/peak_gib": peak_bytes(trainer.strategy.root_device) / 2**30}
         if (steps_per_second := self._meter.read(batches(trainer))) is not None:
-            metrics |= self._speed(steps_per_second)
+            samples_per_second = steps_per_second * self._samples_per_step
+            metrics["throughput/step_seconds"] = 1 / steps_per_second
+            metrics["throughput/samples_per_second"] = samples_per_second
+            if self._tokens_per_sample is not None:
+                metrics["throughput/tokens_per_second"] = samples_per_second * self._tokens_per_sample
             if peak_tflops := self._peak(trainer.precision):
                 metrics["throughput/mfu"] = self._step_tflop * steps_per_second / peak_tflops
         for logger in trainer.loggers:
@@ -85,16 +89,6 @@ class Throughput(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._meter.pause()  # until the next batch starts
-
-    def _speed(self, steps_per_second: float) -> dict[str, float]:
-        samples_per_second = steps_per_second * self._samples_per_step
-        speed = {
-            "throughput/step_seconds": 1 / steps_per_second,
-            "throughput/samples_per_second": samples_per_second,
-        }
-        if self._tokens_per_sample is not None:
-            speed["throughput/tokens_per_second"] = samples_per_second * self._tokens_per_sample
-        return speed
 
     def _peak(self, precision: str) -> float | None:
         """Return a device's peak arithmetic, if it and the operations of a step are known."""

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -145,11 +144,6 @@ def starts(run_dir: Path) -> list[Start]:
         return [regular_files.as_record(one, Start) for one in read_mapping(run_dir / RECORD)["starts"]]
     except (ValueError, TypeError, KeyError):
         return []
-
-
-def world_changes(of_run: Sequence[Start]) -> list[int]:
-    """Return the steps at which the world of a run changed."""
-    return [start.step for before, start in itertools.pairwise(of_run) if start.change_from(before)]
 
 
 def has_saved(run_dir: Path, job: str) -> bool:

@@ -39,9 +39,6 @@ def test_a_run_loses_rank_0_and_goes_on_with_the_rest_and_then_with_more(
     assert f"world      2 nodes × 1 → 1 node × 1 at step {lost.step}: lost node1" in run.out
     assert f"world      1 node × 1 → 2 nodes × 1 at step {joined.step}: joined by node1" in run.out
     assert run.column("world") == {start.step: start.size for start in agents.starts[1:]}
-    results = json.loads((run.run_dir / "results.json").read_text())
-    assert results["world_changes"] == len(agents.starts) - 1
-    assert results["steps_trained_twice"] == lost.trained_twice
     assert lost.step == 10
     assert 0 < lost.trained_twice < 11, "since the last checkpoint"
     assert joined.trained_twice == 0, "notice was given"

@@ -41,11 +41,10 @@ def test_steps_that_were_logged_since_a_checkpoint_are_counted(tmp_path: Path) -
     assert resume.logged_steps(tmp_path) == 10
 
 
-def test_changes_are_counted_over_all_starts(tmp_path: Path) -> None:
+def test_a_record_has_all_starts(tmp_path: Path) -> None:
     of_run = [FOUR, Start(5, ["a", "b"], 2, trained_twice=3), Start(9, ["a", "b"], 2, trained_twice=1)]
     (tmp_path / "run.json").write_text(json.dumps({"starts": [*map(asdict, of_run)]}))
     assert resume.starts(tmp_path) == of_run
-    assert resume.world_changes(of_run) == [5]
 
 
 def test_a_damaged_record_has_no_starts(tmp_path: Path) -> None:

@@ -202,8 +202,7 @@ def _run_directory() -> str:
         "on first drops the rows that it will write again.",
         columns,
         "## results.json",
-        "The last value of each metric, by its name in metrics.csv. A run that was stopped has those so far; "
-        "one whose world has changed, also `world_changes` and `steps_trained_twice`.",
+        "The last value of each metric, by its name in metrics.csv. A run that was stopped has those so far.",
         *(_section(name, record) for name, record in RECORDS),
         _section(".lock", Holder),
     )
