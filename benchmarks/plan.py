@@ -23,10 +23,10 @@ RUN = ("data=python_source", "precision=bf16-mixed", "plan.device=h100")
 PLAN = ("mode=plan", "model=gpt_7b", "trainer.num_nodes=4", "trainer.devices=8")
 DRY_RUN = ("mode=dry_run", "model=gpt2_xl", "trainer.num_nodes=128", "trainer.devices=8", "strategy=fsdp_hybrid")
 TASKS = {
-    "7 B on 32 devices, one strategy": (15, (*PLAN, "strategy=fsdp", "micro_batch_size=1", "global_batch_size=32")),
-    "7 B on 32 devices, all strategies": (60, PLAN),
+    "7 B on 32 devices, one strategy": (10, (*PLAN, "strategy=fsdp", "micro_batch_size=1", "global_batch_size=32")),
+    "7 B on 32 devices, all strategies": (30, PLAN),
     "1.6 B, a dry run of two of 1,024 ranks": (
-        60,
+        25,
         (*DRY_RUN, "dry_run.rank=517", "global_batch_size=1024", "trainer.limit_val_batches=0"),
     ),
 }

@@ -7,7 +7,8 @@ import traceback
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,9 @@ class Block:
         self.kind = _KIND_BY_PHASE[phase]
 
 
+Change = tuple[Block, int, str, str]  # of a storage, by bytes, with the phase and the place
+
+
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     """Dispatch mode that records storages and floating-point operations, and replaces values that are read.
 
@@ -89,10 +93,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.fake, self.places, self.values = fake, Places(), Values()
-        self.phase, self.flops = FORWARD, 0  # floating-point operations of the step
+        self.phase = FORWARD
+        self._flops: Counter[str] = Counter()  # floating-point operations of the step, by place
         self.steps: list[tuple[int, int]] = []  # by step: the number of changes at its start and at its end
         self._rounded: set[nn.Parameter] = set()  # parameters of which autocast makes copies that fsdp does not need
-        self._changes: list[tuple[Block, int, str, str]] = []  # with the phase and the place
+        self.changes: list[Change] = []
+        self._parameters: dict[Block, dict[nn.Parameter, None]] = {}  # by the storage of their gradients
+        self.repeated: Counter[str] = Counter()  # how often modules stand for others in the step, by path
+        self._uneven = 0  # bytes that repeated passes have allocated and not freed
         self._blocks: dict[int, tuple[weakref.ref[Any], Block]] = {}  # by the address of the C++ storage
 
     @classmethod
@@ -117,9 +125,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
                 parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, unit_of.get(parameter, 0)))  # type: ignore[no-untyped-call]  # untyped in torch
         self._name_persistent()
 
-    def _take_gradient(self, unit: int, parameter: Tensor) -> None:
+    def _take_gradient(self, unit: int, parameter: nn.Parameter) -> None:
         if parameter.grad is not None and (block := self._name(parameter.grad, "gradients")) is not None:
             block.unit = unit
+            self._parameters.setdefault(block, {})[parameter] = None
 
     def _name_persistent(self) -> None:
         for optimizer in self._optimizers:
@@ -134,7 +143,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
 
     def begin_step(self, batch: Any) -> None:
         """Begin a step that reads this batch."""
-        self._start, self.flops = len(self._changes), 0
+        self._start = len(self.changes)
+        self._flops.clear()
+        self.repeated.clear()
         self.values.replaced.clear()
         for tensor in tensors_in(batch):
             self._name(tensor, "batch")
@@ -142,17 +153,18 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
     def end_step(self) -> None:
         """End a step."""
         self._name_persistent()
-        self.steps.append((self._start, len(self._changes)))
+        self.steps.append((self._start, len(self.changes)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # the most frequent operator
             return FakeTensor.__torch_dispatch__(func, types, args)
         kwargs = kwargs or {}
         out = self._run(func, args, kwargs)
-        made = [self._note(tensor) for tensor in tensors_in(out)]
+        made = [self.block_of(tensor) for tensor in tensors_in(out)]
         if func is aten._to_copy.default and args[0] in self._rounded and made[0] is not None:
             made[0].kind = "casts"
-        self.flops += _flops(func, args, kwargs, out)
+        if flops := _flops(func, args, kwargs, out):
+            self._flops[self._now()[1]] += flops
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -181,12 +193,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         return self.fake.from_tensor(tensor) if tensor.is_floating_point() else self._kept_if_small(tensor)
 
     def _name(self, tensor: Tensor, kind: str) -> Block | None:
-        block = self._note(tensor)
+        block = self.block_of(tensor)
         if block is not None:
             block.kind = kind
         return block
 
-    def _note(self, tensor: Tensor) -> Block | None:
+    def block_of(self, tensor: Tensor) -> Block | None:
         """Return the storage of a tensor, recorded now if it is new; None if it takes no memory."""
         if tensor.layout != torch.strided or (tensor.is_meta and not isinstance(tensor, FakeTensor)):
             return None
@@ -207,17 +219,63 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         self._change(block, -block.bytes)
 
     def _change(self, block: Block, bytes: int) -> None:
-        self._changes.append((block, bytes, *self._now()))
+        self.changes.append((block, bytes, *self._now()))
 
     def _now(self) -> tuple[str, str]:
         """Return the phase of the step, and the path of the running module."""
         node: Any = torch._C._current_autograd_node()  # None outside of a backward pass
         return (self.phase if node is None else BACKWARD), self.places.running(node)
 
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the step."""
+        return sum(
+            count * (1 + sum(times for path, times in self.repeated.items() if _is_in(place, path)))
+            for place, count in self._flops.items()
+        )
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether neither a backward pass nor an optimizer runs."""
+        return self.phase == FORWARD and torch._C._current_autograd_node() is None
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether modules whose passes were recorded again free other memory than they allocate."""
+        return self._uneven != 0
+
+    def last_backward(self, path: str) -> Sequence[Change]:
+        """Return the changes of a module's last backward pass."""
+        end = len(self.changes)
+        while end > self._start and not _is_in(self.changes[end - 1][3], path):
+            end -= 1
+        start = end
+        while start > self._start and _is_in(self.changes[start - 1][3], path):
+            start -= 1
+        return self.changes[start:end]
+
+    def repeat(
+        self, changes: Sequence[Change], path: str, twin: str, gradients: Callable[[Iterable[nn.Parameter]], int]
+    ) -> None:
+        """Record the changes of a module's pass again, as those of its twin.
+
+        Args:
+            gradients: allocates a storage for the gradients of the twin's parameters that correspond to the module's,
+                and returns its bytes.
+        """
+        for block, bytes, phase, place in changes:
+            at = twin + place.removeprefix(path) if _is_in(place, path) else place
+            if block not in self._parameters:
+                self._uneven += bytes
+                self.changes.append((block, bytes, phase, at))
+            elif bytes > 0:
+                with self.places.at(at):
+                    self._uneven += bytes - gradients(self._parameters[block])
+
     def of_passes(self, step: int) -> list[Block]:
         """Return the storages that a step's passes allocate and that may grow with the samples, in order."""
         start, end = self.steps[step]
-        made = [b for b, bytes, phase, _ in self._changes[start:end] if bytes > 0 and phase != UPDATE]
+        made = [b for b, bytes, phase, _ in self.changes[start:end] if bytes > 0 and phase != UPDATE]
         return [b for b in made if b.kind in ("activations", "temporary")]
 
     def trace(self, step: int, sizes: Mapping[Block, float] = MappingProxyType({})) -> Trace:
@@ -229,7 +287,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         start, end = self.steps[step]
         held, rows, at = dict.fromkeys(_COUNTED, 0.0), [], []
         in_pass, unit, newest = [0.0, 0.0], 0, 0.0
-        for number, (block, bytes, phase, place) in enumerate(self._changes[:end]):
+        for number, (block, bytes, phase, place) in enumerate(self.changes[:end]):
             times = sizes[block] / block.bytes if block in sizes and block.bytes else 1
             times = 2 if sizes and block.kind == "batch" else times
             if block.kind in held:
@@ -255,7 +313,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         )
 
     def _unit_of(self, place: str) -> int:
-        return next((n for n, path in enumerate(self._unit_paths) if path and f"{place}.".startswith(f"{path}.")), 0)
+        return next((n for n, path in enumerate(self._unit_paths) if path and _is_in(place, path)), 0)
 
 
 class Places:
@@ -279,6 +337,13 @@ class Places:
             return ""
         at = bisect_right(self._starts, node._sequence_nr()) - 1
         return self._after[at] if at >= 0 else ""
+
+    @contextmanager
+    def at(self, path: str) -> Iterator[None]:
+        """Context manager in which the module at a path runs."""
+        self._running.append(path)
+        yield
+        self._running.pop()
 
     def __enter__(self) -> None:
         self._hooks = (
@@ -372,6 +437,10 @@ def _reader() -> str:
     others = [frame for frame in frames if not frame.f_globals.get("__name__", "torch.").startswith(_PASSED)]
     frame = (own or others or frames)[0]
     return f"{shown(Path(frame.f_code.co_filename))}:{frame.f_lineno}"
+
+
+def _is_in(place: str, path: str) -> bool:
+    return place == path or place.startswith(f"{path}.")
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

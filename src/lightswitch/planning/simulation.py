@@ -36,6 +36,7 @@ from torchmetrics import Metric
 from lightswitch.errors import Refused, Unplanned
 from lightswitch.failures.classify import one_line
 from lightswitch.planning.ledger import FORWARD, MOST_ELEMENTS, UPDATE, Block, Ledger, Trace, Values, tensors_in
+from lightswitch.planning.repeats import Repetition, repetitions
 from lightswitch.strategies.callbacks import fuse
 from lightswitch.strategies.sharded import checkpoint_activations, is_mostly_rounded
 from lightswitch.strategies.units import find_units
@@ -116,9 +117,19 @@ def simulate(work: Work) -> Simulation:
         Unplanned: the step fails because it reads values of tensors.
         Refused: the module can't run. Its other exceptions propagate unchanged.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    ledger = Ledger(fake)
-    device = _Device(fake, ledger, work)  # with its batches, which are loaded outside of all modes
+    ledger = Ledger(FakeTensorMode(allow_non_fake_inputs=True))
+    try:
+        found = _simulated(work, ledger, repeats=True)
+        if not ledger.is_uneven:
+            return found
+    except Exception:
+        if not ledger.repeated:  # else a block may need what another one of its kind does
+            raise
+    return _simulated(work, Ledger(FakeTensorMode(allow_non_fake_inputs=True)), repeats=False)
+
+
+def _simulated(work: Work, ledger: Ledger, repeats: bool) -> Simulation:
+    device = _Device(ledger, work, repeats)  # with its batches, which are loaded outside of all modes
     with _quiet():
         with torch.device("meta"):
             model = work.model()
@@ -160,10 +171,10 @@ def _needing(values: Values, error: Exception) -> Exception:
 class _Device(SingleDeviceStrategy):
     """A device without memory, on which Lightning's loop runs the module's steps."""
 
-    def __init__(self, fake: FakeTensorMode, ledger: Ledger, work: Work) -> None:
+    def __init__(self, ledger: Ledger, work: Work, repeats: bool) -> None:
         super().__init__(_CPU)
-        self.fake, self.ledger, self.work = fake, ledger, work
-        self.batches = _Batches(work, fake, ledger)
+        self.ledger, self.work, self.repeats = ledger, work, repeats
+        self.batches = _Batches(work, ledger)
         self.units: dict[str, nn.Module] = {}
         self.rounded: set[nn.Parameter] = set()  # what autocast rounds of units that it rounds nearly all of
         self.open = ExitStack()
@@ -177,11 +188,14 @@ class _Device(SingleDeviceStrategy):
         model = self.lightning_module
         assert model is not None
         self.precision_plugin.convert_module(model)  # on the meta device: torch can't convert fake tensors
-        _make_fake(model, self.fake)
+        _make_fake(model, self.ledger.fake)
         self.units = find_units(model, self.work.units)
+        alike = repetitions(self.units) if self.repeats else []
         for unit in self.units.values() if self.work.recomputes else ():
             checkpoint_activations(unit)
-        for mode in (self.fake, self.ledger.places, self.ledger, self.ledger.values):
+        for blocks in alike:
+            Repetition(self.ledger, blocks)
+        for mode in (self.ledger.fake, self.ledger.places, self.ledger, self.ledger.values):
             self.open.enter_context(mode)
         self.setup_optimizers(trainer)
         for optimizer in self.optimizers:
@@ -230,8 +244,8 @@ def _make_fake(model: LightningModule, fake: FakeTensorMode) -> None:
 class _Batches:
     """Data loader of the simulated steps, which marks where each one begins and ends."""
 
-    def __init__(self, work: Work, fake: FakeTensorMode, ledger: Ledger) -> None:
-        self._work, self._fake, self._ledger = work, fake, ledger
+    def __init__(self, work: Work, ledger: Ledger) -> None:
+        self._work, self._ledger = work, ledger
         larger = 2 * work.samples if work.is_cut else work.samples
         self._given = [work.batch(size) for size in (larger, work.samples)]
 
@@ -249,8 +263,8 @@ class _Batches:
     def _copy(self, tensor: Tensor) -> Tensor:
         """Copy a tensor of the batch, as a fake one; small integers keep their values, from which sizes may follow."""
         if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > MOST_ELEMENTS:
-            with self._fake:
-                return self._fake.from_tensor(tensor).clone()
+            with self._ledger.fake:
+                return self._ledger.fake.from_tensor(tensor).clone()
         with _disable_current_modes():
             return tensor.clone()
 

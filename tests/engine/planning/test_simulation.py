@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,8 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.functional import cross_entropy, linear, one_hot
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils.rnn import pack_padded_sequence
 from torchmetrics import CatMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -22,10 +24,12 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightswitch.errors import Unplanned
 from lightswitch.planning.device import World
 from lightswitch.planning.estimate import STATES, Growth, Holding, holding
+from lightswitch.planning.repeats import repetitions
 from lightswitch.planning.simulation import Simulation, Work, simulate
 from lightswitch.strategies.ddp import Single
 from tests.engine.foreign import WaitsForAValue
 from tests.engine.models.language import LanguageModel
+from tests.engine.models.transformer import MLP
 
 NOTHING = Holding(dict.fromkeys(STATES, 0.0))
 WORK = Work(
@@ -106,6 +110,76 @@ def test_units_that_recompute_store_no_activations() -> None:
         _growth(simulate(replace(WORK, samples=64, recomputes=one))).peak(64) for one in (False, True)
     )
     assert recomputing.by_kind["activations"] < 0.6 * plain.by_kind["activations"]
+
+
+def _is_that_of_each_block(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = simulate(work)
+    monkeypatch.setattr("lightswitch.planning.simulation.repetitions", lambda units: [])
+    expected = simulate(work)
+    assert found.weights == expected.weights
+    assert found.flops == expected.flops
+    for trace, other in zip(found.traces, expected.traces, strict=True):
+        assert trace.places == other.places
+        assert list(trace.units) == list(other.units)
+        assert {kind: list(held) for kind, held in trace.held.items()} == {
+            kind: list(held) for kind, held in other.held.items()
+        }
+
+
+@pytest.mark.parametrize(("precision", "recomputes"), [("32-true", False), ("bf16-mixed", True), ("bf16-true", False)])
+def test_blocks_that_repeat_are_simulated_once(
+    precision: str, recomputes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Counter[type[nn.Module]]()
+    counting = register_module_forward_pre_hook(lambda module, given: runs.update([type(module)]))
+    model = partial(LanguageModel, partial(torch.optim.AdamW, lr=1e-3), layers=6)
+    work = replace(WORK, model=model, options={"precision": precision}, recomputes=recomputes)
+    try:
+        simulate(work)
+    finally:
+        counting.remove()
+    assert runs[MLP] == 2 * 3 * (1 + recomputes)  # two steps of the first two blocks and the last
+    _is_that_of_each_block(work, monkeypatch)
+
+
+class Remembering(LanguageModel):
+    """Its blocks keep a product that the step reads after all of them."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x, kept)
+        return linear(x + sum(kept), self.tokens.weight)
+
+    def configure_model(self) -> None:
+        self.tokens, self.blocks = nn.Embedding(256, 32), nn.ModuleList(Kept() for _ in range(6))
+
+
+class Kept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        kept.append(x * 2)
+        return x + self.layer(x).tanh()
+
+
+def test_blocks_that_keep_what_they_compute_are_simulated_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = partial(Remembering, partial(torch.optim.AdamW, lr=1e-3))
+    _is_that_of_each_block(replace(WORK, model=model), monkeypatch)
+
+
+def test_units_repeat_if_they_differ_in_nothing_but_values() -> None:
+    def blocks(*drops: float) -> dict[str, nn.Module]:
+        return {str(n): nn.Sequential(nn.Linear(4, 4), nn.Dropout(one)) for n, one in enumerate(drops)}
+
+    assert [[*kind] for kind in repetitions(blocks(0, 0, 0.5, 0, 0.5, 0))] == [["0", "1", "3", "5"]]
+    assert not repetitions(blocks(0, 0.1, 0.2, 0.3, 0.4))
+    frozen = blocks(0, 0, 0, 0)
+    frozen["0"].requires_grad_(False)
+    assert not repetitions(frozen)
 
 
 def test_a_simulation_leaves_the_process_as_it_was() -> None:
