@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
+from math import sqrt
 from types import NoneType
 from typing import Any
 
@@ -111,6 +112,22 @@ def pieces(samples: Sequence[Any], count: int) -> list[Sequence[Any]]:
     """Return consecutive pieces of samples whose lengths differ by one at most."""
     bounds = [len(samples) * at // count for at in range(count + 1)]
     return [samples[begin:end] for begin, end in pairwise(bounds)]
+
+
+def scaled_learning_rate(lr: float, rule: str, global_batch: int, reference_batch: int) -> float:
+    """Return the learning rate for a global batch, given the rate that was tuned at a reference batch.
+
+    Args:
+        rule: none; linear (Goyal et al. 2017, arXiv:1706.02677); sqrt (Krizhevsky 2014, arXiv:1404.5997).
+
+    Raises:
+        ValueError: there is no such rule.
+    """
+    ratio = global_batch / reference_batch
+    factors = {"none": 1.0, "linear": ratio, "sqrt": sqrt(ratio)}
+    if rule not in factors:
+        raise ValueError(f"lr_scaling.rule is {rule!r}; use one of: {', '.join(factors)}")
+    return lr * factors[rule]
 
 
 KEY = "position"  # checkpoint key

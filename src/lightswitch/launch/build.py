@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch._C._distributed_c10d import Store
 
 from lightswitch.batches.callback import GlobalBatch
-from lightswitch.batches.plan import BatchPlan, Position
+from lightswitch.batches.plan import BatchPlan, Position, scaled_learning_rate
 from lightswitch.batches.seeds import mix, own_generators, restoring, seed_generators, seeded
 from lightswitch.checkpoints.last import LastCheckpoints
 from lightswitch.cluster import environments, rendezvous
@@ -85,6 +85,8 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Beginning | 
     leave_group_at_exit()
     skip_empty_hooks()
     run_log.quiet_libraries()
+    used = _as_used(cfg)  # what the record of the run has: the request, before the learning rate is scaled
+    cfg = _with_scaled_learning_rate(cfg, plan)
     refusals: list[Refused] = []
     if (cluster := instantiated(cfg, "cluster", refusals)) is not None:
         environments.export(cluster, cfg.trainer.num_nodes, devices.count(cfg.trainer))
@@ -96,7 +98,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Beginning | 
     raise_all(list(problems_of_parts(model, data, cfg, plan)))
     # GlobalBatch stores the random state after the constructors above; nothing may draw random numbers in between.
     batch = GlobalBatch(plan, cfg.seed, shares_streams=not shards_itself(cfg))
-    record = RunRecord(_as_used(cfg), run, batch)
+    record = RunRecord(used, run, batch)
     watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch), partial(_what_to_try, plan))
     engine = callbacks_of_engine(cfg, run, record, watchdog, batch, compilation or None)  # {} for compile=false
     users = callbacks_of_config(named, cfg.trainer)
@@ -201,6 +203,19 @@ def _what_to_try(plan: BatchPlan, trainer: Trainer) -> str:
     smaller = [size for size in range(1, plan.micro_batch // 2 + 1) if share % size == 0]
     typed = f"type micro_batch_size={smaller[-1]}; " if smaller else ""
     return f"next: {typed}what fits is computed by {commands.plan(trainer.num_nodes, trainer.num_devices)}"
+
+
+def _with_scaled_learning_rate(cfg: DictConfig, plan: BatchPlan) -> DictConfig:
+    rule = cfg.lr_scaling.rule
+    if rule == "none":
+        return cfg
+    cfg, tuned = cfg.copy(), cfg.optimizer.lr
+    cfg.optimizer.lr = scaled_learning_rate(tuned, rule, plan.global_batch, cfg.lr_scaling.reference_batch_size)
+    log.info(
+        "learning rate %g tuned at a global batch of %d becomes %g at %d (%s rule)",
+        tuned, cfg.lr_scaling.reference_batch_size, cfg.optimizer.lr, plan.global_batch, rule,
+    )  # fmt: skip
+    return cfg
 
 
 def _strategy(trainer: DictConfig) -> HookedStrategy:

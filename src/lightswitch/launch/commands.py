@@ -18,7 +18,7 @@ from lightswitch.config.overrides import quoted, shortened
 _START = ("run_id", "resume", "init_from", "hydra.mode")
 _READ_ONLY_BY_FIT = (
     *("mode", "ckpt_path", "run_id", "resume", "init_from", "debug"),
-    *("optimizer", "scheduler", "callbacks", "logger", "hydra"),
+    *("optimizer", "scheduler", "lr_scaling", "callbacks", "logger", "hydra"),
     *(f"trainer.{limit}_{unit}" for limit in ("min", "max") for unit in ("steps", "epochs", "time")),
     *(f"trainer.limit_{stage}_batches" for stage in ("train", "val")),
     *("trainer.val_check_interval", "trainer.check_val_every_n_epoch", "trainer.num_sanity_val_steps"),

@@ -51,6 +51,7 @@ def check(cfg: DictConfig, run: RunContext) -> BatchPlan:
     kind = devices.accelerator(trainer)
     _raise(
         _batch(plain),
+        root_keys.unscaled_rate(cfg, plain),
         strategies.problems(_request(plain, kind)),
         strategies.precision_problems(plain, kind),
         _callbacks(plain),

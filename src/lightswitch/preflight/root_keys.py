@@ -21,10 +21,10 @@ from lightswitch.preflight.targets import GIVEN, kinds_in_words, parameters
 _NULL = type(None)
 _NUMBER: tuple[type, ...] = (int, float)
 _BY_KINDS: dict[tuple[type, ...], str] = {
-    (str,): "name mode objective resume on_nan matmul_precision",
+    (str,): "name mode objective resume on_nan matmul_precision lr_scaling.rule",
     (str, int): "run_id",
     (str, _NULL): "init_from ckpt_path",
-    (int,): "seed global_batch_size dry_run.steps check.steps check.devices",
+    (int,): "seed global_batch_size lr_scaling.reference_batch_size dry_run.steps check.steps check.devices",
     (int, _NULL): "micro_batch_size plan.tokens_per_sample sweep.jobs_at_once sweep.devices_per_job",
     _NUMBER: "meet_timeout_seconds watch.lost_after_seconds watch.hung_after_seconds",
     (*_NUMBER, _NULL): "plan.memory_gib",
@@ -41,14 +41,14 @@ ALLOWED = {
     "on_nan": ("stop", "ignore"),
     "trainer.accelerator": ("auto", "gpu", "cuda", "mps", "cpu"),
     "matmul_precision": ("highest", "high", "medium"),
+    "lr_scaling.rule": ("none", "linear", "sqrt"),
 }
 _SECONDS = (1.0, 2e6)  # 23 days; sockets and gloo count milliseconds in 32 bits
-_COUNTS = (
-    "global_batch_size micro_batch_size dry_run.steps plan.tokens_per_sample sweep.jobs_at_once sweep.devices_per_job"
-)
 _RANGES = {
     "seed": (0, 2**32 - 1),  # NumPy's
-    **dict.fromkeys(_COUNTS.split(), (1, math.inf)),
+    **dict.fromkeys(("global_batch_size", "micro_batch_size"), (1, math.inf)),
+    **dict.fromkeys(("lr_scaling.reference_batch_size", "dry_run.steps", "plan.tokens_per_sample"), (1, math.inf)),
+    **dict.fromkeys(("sweep.jobs_at_once", "sweep.devices_per_job"), (1, math.inf)),
     **dict.fromkeys(("check.steps", "check.devices"), (2, math.inf)),  # a step before a kill, and one after it
     "plan.memory_gib": (0.001, 1e6),
     "optimizer.lr": (0, math.inf),
@@ -99,11 +99,33 @@ def _leaves(node: Any, key: str = "", whole: Iterable[str] = ()) -> Iterator[tup
         yield key, node
 
 
+def unscaled_rate(cfg: DictConfig, plain: dict[str, Any]) -> Iterator[str]:
+    """Yield a problem if lr_scaling is on, but there is no optimizer.lr, or the model does not refer to it."""
+    rule = plain["lr_scaling"]["rule"]
+    if rule != "none" and not isinstance(_rate(plain), int | float):
+        yield f"lr_scaling.rule={rule} scales optimizer.lr, and there is none; give optimizer.lr=VALUE"
+    elif rule != "none" and "model" not in _readers(cfg, "optimizer.lr", 2.0 * cfg.optimizer.lr):
+        yield (
+            f"lr_scaling.rule={rule} scales optimizer.lr, which nothing in model refers to; "
+            "set the model's rate with 'model.lr=${optimizer.lr}' (or the model's name for it), or leave lr_scaling out"
+        )
+
+
+def _rate(cfg: dict[str, Any]) -> Any:
+    node = cfg.get("optimizer")  # which may be any value of a project that has no such group
+    return node.get("lr") if isinstance(node, dict) else None
+
+
 # Nodes that a run reads. Any other node only matters if one of these refers to it, such as `${optimizer}` in model.
 _READ_BY_A_RUN = {"model", "data", "trainer", "callbacks", "logger", "cluster", "compile", "device", "plan", "hydra"}
 _READ_BY_A_RUN |= {key.partition(".")[0] for key in KINDS}
-_OF_A_MODE = ("dry_run", "check")  # nodes that only the mode of their name reads
+_WHEN = {  # keys that are read only if another key has certain values: that key, the values, and what to type
+    "dry_run": ("mode", ("dry_run",), "mode=dry_run"),
+    "check": ("mode", ("check",), "mode=check"),
+    "lr_scaling.reference_batch_size": ("lr_scaling.rule", ("linear", "sqrt"), "lr_scaling.rule=linear or sqrt"),
+}
 _FROM = ("experiment", "debug")  # groups whose files may set any key
+_NOBODYS = "nobody's"  # a value set for a key, to find out what reads the key
 
 
 def unread_problems(cfg: DictConfig, hydra: HydraConf) -> Iterator[str]:
@@ -136,9 +158,10 @@ def unread(cfg: DictConfig, keys: Iterable[str]) -> dict[str, str]:
 
 def _why_unread(cfg: DictConfig, key: str) -> str | None:
     """Return why nothing reads a key, and what to type instead; None if something reads it."""
+    for node, (switch, values, typed) in _WHEN.items():
+        if f"{key}.".startswith(f"{node}."):
+            return None if OmegaConf.select(cfg, switch) in values else f"it has no effect without {typed}"
     group = key.partition(".")[0]
-    if group in _OF_A_MODE:
-        return None if cfg.mode == group else f"it has no effect without mode={group}"
     if group in _READ_BY_A_RUN or group not in cfg or cfg._get_node(group) is None:
         return None
     if _is_read(cfg, key, group) or _is_the_scripts(group):
@@ -158,19 +181,19 @@ def _is_read(cfg: DictConfig, key: str, group: str) -> bool:
     others = {name: str(node) for name, node in content.items() if name != group}
     if any(f"${{{key}}}" in others.get(name, "") for name in _READ_BY_A_RUN):
         return True
-    return any(group in text for text in others.values()) and _changes_what_is_read(cfg, key)
+    return any(group in text for text in others.values()) and bool(_readers(cfg, key, _NOBODYS))
 
 
-def _changes_what_is_read(cfg: DictConfig, key: str) -> bool:
-    """Return whether another value of a key changes a node that a run reads."""
+def _readers(cfg: DictConfig, key: str, value: object) -> set[str]:
+    """Return the nodes that a run reads, and that another value of a key changes."""
     other = cfg.copy()
     with open_dict(other):
-        OmegaConf.update(other, key, "nobody's", force_add=True)
+        OmegaConf.update(other, key, value, force_add=True)
     try:
         before, after = (OmegaConf.to_container(one, resolve=True) for one in (cfg, other))
     except OmegaConfBaseException:  # something refers to it, and can't be resolved
-        return True
-    return any(before.get(name) != after.get(name) for name in _READ_BY_A_RUN)  # type: ignore[union-attr]
+        return {key}
+    return {name for name in _READ_BY_A_RUN if before.get(name) != after.get(name)}  # type: ignore[union-attr]
 
 
 def _is_the_scripts(key: str) -> bool:

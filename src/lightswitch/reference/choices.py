@@ -180,7 +180,7 @@ def _sentence(told: str) -> str:
 
 _PURPOSES = {
     "What is trained": "model data",
-    "How it learns": "optimizer scheduler global_batch_size micro_batch_size seed on_nan",
+    "How it learns": "optimizer scheduler lr_scaling global_batch_size micro_batch_size seed on_nan",
     "What it runs on": "strategy precision num_nodes compile cluster matmul_precision watch meet_timeout_seconds",
     "Duration and starting point": "trainer name run_id resume init_from init_names ckpt_path",
     "What it shows": "callbacks logger tags objective",

@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightswitch.batches.loaders import Combined
 from lightswitch.batches.order import EvaluationBatches, Permutation, TrainingSlices, epoch_order
-from lightswitch.batches.plan import BatchPlan, RankShare
+from lightswitch.batches.plan import BatchPlan, RankShare, scaled_learning_rate
 from lightswitch.errors import BatchError, Refused
 
 
@@ -169,6 +169,16 @@ def test_trainer_arguments_that_count_steps_become_micro_batches() -> None:
     trainer = {"limit_train_batches": 10, "val_check_interval": 0.5, "overfit_batches": 1, "fast_dev_run": True}
     counted = {"limit_train_batches": 30, "overfit_batches": 3, "fast_dev_run": 3}
     assert BatchPlan.derive(12, 4, 1).trainer_arguments(trainer) == counted
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
+def test_learning_rates_follow_the_global_batch(rule: str, expected: float) -> None:
+    assert scaled_learning_rate(0.1, rule, global_batch=256, reference_batch=64) == pytest.approx(expected)
+
+
+def test_an_unknown_scaling_rule_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="'lineer'; use one of: none, linear, sqrt"):
+        scaled_learning_rate(0.1, "lineer", 64, 64)
 
 
 def test_the_order_of_a_large_set_is_a_permutation_that_takes_no_memory() -> None:

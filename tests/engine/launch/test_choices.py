@@ -85,12 +85,13 @@ def test_callbacks_and_loggers_are_switched_by_name(train: Train) -> None:
 TINY = (*LANGUAGE_MODEL, TEXT, "model.layers=1", "model.width=16", "trainer.accelerator=cpu", "run_id=mine")
 
 
-def test_optimizer_and_scheduler_are_replaced(train: Train) -> None:
+def test_optimizer_and_scheduler_are_replaced_and_the_rate_follows_the_batch(train: Train) -> None:
     run = train(
         *(*TINY, "trainer.max_steps=6", "trainer.log_every_n_steps=1", "trainer.val_check_interval=6"),
-        *("optimizer._target_=torch.optim.SGD", "optimizer.lr=0.025", "global_batch_size=16"),
+        *("optimizer._target_=torch.optim.SGD", "optimizer.lr=0.1", "global_batch_size=16", "lr_scaling.rule=linear"),
         *("scheduler._target_=torch.optim.lr_scheduler.StepLR", "scheduler.step_size=2", "scheduler.gamma=0.5"),
     )
+    assert "learning rate 0.1 tuned at a global batch of 64 becomes 0.025 at 16 (linear rule)" in run.out
     rates = run.column("lr-SGD/pg1")
     assert rates == pytest.approx({0: 0.025, 1: 0.025, 2: 0.0125, 3: 0.0125, 4: 0.00625, 5: 0.00625})
 

@@ -57,8 +57,8 @@ def test_all_problems_are_told_at_once(what: str, ask: Ask) -> None:
 
 REMOVED = None
 LACKING = "the config has no such key, and the engine reads it; add it to config.yaml"
-READ = ("seed", "mode", "objective", "resume", "meet_timeout_seconds", "global_batch_size", "on_nan", "watch")
-READ += ("watch.lost_after_seconds", "trainer.devices", "trainer.num_nodes", "init_from")
+READ = ("seed", "mode", "objective", "resume", "meet_timeout_seconds", "global_batch_size", "lr_scaling", "watch")
+READ += ("lr_scaling.rule", "watch.lost_after_seconds", "trainer.devices", "trainer.num_nodes", "init_from")
 WRITTEN: dict[str, tuple[Any, str]] = {  # in a fork's files of conf, whose types are checked before what relies on them
     "callbacks": (["my"], "callbacks: found list, expected a name for each; type callbacks.NAME._target_=my.Class"),
     "trainer.strategy.bucket_cap_mb": ("25", "trainer.strategy.bucket_cap_mb=25: found str, expected float or null"),
@@ -170,7 +170,7 @@ def test_gradients_are_clipped_where_that_is_typed_alone(ask: Ask) -> None:
 CONF = CHECKOUT / "conf"
 PARTIAL = ("model._target_=tests.engine.plain.PartialModel", PLAIN_DATA, "model.optimizer=${optimizer}")
 GIVEN = ("optimizer", "scheduler")
-ELSEWHERE = ("dry_run", "check")  # of another mode
+ELSEWHERE = ("dry_run", "check", "lr_scaling.reference_batch_size")  # of another mode, or of a rule that is none
 COMBINATIONS = {  # the words, and the groups that nobody reads there; those of conf: tests/project/test_choices.py
     "a module that takes both": ((*LANGUAGE_MODEL, TEXT), set[str]()),
     "a module with its own optimizer": (PLAIN, {*GIVEN}),
