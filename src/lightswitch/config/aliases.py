@@ -66,10 +66,16 @@ _WORDS = {
     "strategy=ddp_spawn, as a forked process can't use CUDA if its parent has": "strategy=ddp_fork",
     "strategy=ddp, which starts a process for each device; Lightning no longer supports DataParallel": "strategy=dp "
     "strategy=data_parallel strategy=dataparallel data_parallel dataparallel",
+    "strategy=ddp, which averages gradients without a parameter server": "strategy=ps strategy=parameter_server",
     "strategy=ddp trainer.devices=N": "trainer=ddp",
     "strategy=ddp trainer.devices=2 trainer.accelerator=cpu": "trainer=ddp_sim",
-    "strategy=ddp trainer.strategy.find_unused_parameters=true": "strategy=ddp_find_unused_parameters_true",
-    "strategy=ddp trainer.strategy.find_unused_parameters=false": "strategy=ddp_find_unused_parameters_false",
+    **{
+        f"strategy={ours} trainer.strategy.find_unused_parameters={flag}": " ".join(
+            f"strategy={word}_find_unused_parameters_{flag}" for word in theirs
+        )
+        for ours, theirs in {"ddp": ("ddp", "ddp_notebook"), "ddp_spawn": ("ddp_spawn", "ddp_fork")}.items()
+        for flag in ("false", "true")
+    },
     "strategy=ddp trainer.strategy.find_unused_parameters={value}": "find_unused_parameters ddp_find_unused_parameters",
     "strategy=ddp trainer.strategy.broadcast_buffers={value}": "broadcast_buffers ddp_broadcast_buffers",
     "strategy=fsdp": "fsdp strategy=full_shard strategy=fsdp_full strategy=fsdp_native",

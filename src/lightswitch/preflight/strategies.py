@@ -146,6 +146,8 @@ def _deepspeed(request: Request) -> Iterator[str]:
         yield "precision=64-true is not for DeepSpeed; use strategy=ddp, or another precision"
     if precision == "16-true" and request.accelerator != "cuda":
         yield "precision=16-true is for GPUs under DeepSpeed; use bf16-true on the CPU"
+    if trainer.get("gradient_clip_algorithm") == "value":
+        yield "DeepSpeed clips gradients only by norm; use trainer.gradient_clip_algorithm=norm, or strategy=ddp"
     if options.get("config") is not None:
         yield from _deepspeed_file(request)
     for key in ("offload_optimizer_device", "offload_params_device"):

@@ -152,6 +152,12 @@ def request(strategy: dict[str, Any], **trainer: Any) -> Request:
     return Request({"_target_": target, **strategy}, {}, trainer, 1, 2, accelerator="cpu", batch=(8, None))
 
 
+def test_clipping_by_value_is_refused() -> None:
+    assert list(limits(request({"stage": 2}, gradient_clip_algorithm="value"))) == [
+        "DeepSpeed clips gradients only by norm; use trainer.gradient_clip_algorithm=norm, or strategy=ddp"
+    ]
+
+
 def test_an_argument_beside_a_config_file_is_refused() -> None:
     assert list(limits(request({"config": ZERO, "stage": 3}))) == [
         "trainer.strategy.stage is ignored together with trainer.strategy.config; leave one of them out"
