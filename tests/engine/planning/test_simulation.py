@@ -142,11 +142,15 @@ def test_blocks_that_repeat_are_simulated_once(
     _is_that_of_each_block(work, monkeypatch)
 
 
+class Memory(list[Tensor]):
+    """Of a class that a list of arguments does not show the tensors of."""
+
+
 class Remembering(LanguageModel):
     """Its blocks keep a product that the step reads after all of them."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        kept: list[Tensor] = []
+        kept = Memory()
         x = self.tokens(ids)
         for block in self.blocks:
             x = block(x, kept)
@@ -161,7 +165,7 @@ class Kept(nn.Module):
         super().__init__()
         self.layer = nn.Linear(32, 32)
 
-    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+    def forward(self, x: Tensor, kept: Memory) -> Tensor:
         kept.append(x * 2)
         return x + self.layer(x).tanh()
 
