@@ -63,8 +63,8 @@ def environment(folder: Path, *requirements: str) -> Path:
     venv.EnvBuilder(symlinks=True).create(folder / ".venv")
     python = folder / ".venv/bin/python"
     (site,) = (folder / ".venv/lib").glob("python*/site-packages")
-    (shared,) = Path(shutil.which("python") or "").parents[1].glob("lib/python*/site-packages")
-    (site / "shared.pth").write_text(f"{shared}\n")
+    folders = r"import sys; print(*(path for path in sys.path if path.endswith('site-packages')), sep='\n')"
+    (site / "shared.pth").write_text(run(["python", "-c", folders], folder))
     for program in ("shellcheck", "mypy", "ruff"):
         (folder / ".venv/bin" / program).symlink_to(Path(sys.prefix, "bin", program))
     install = [str(python), "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation", *requirements]

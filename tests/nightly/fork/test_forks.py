@@ -141,7 +141,8 @@ def test_a_command_of_a_released_wheel_makes_a_fork_of_that_release(
     monkeypatch.setenv("GIT_CONFIG_KEY_0", f"url.file://{source}.insteadOf")
     monkeypatch.setenv("GIT_CONFIG_VALUE_0", "https://host.example/us/lightswitch")
     told = run([str(tmp_path / ".venv/bin/lightswitch-fork"), "birdsong", "new", "--bare"], tmp_path)
-    assert f"engine     lightswitch==0.2.0+g{git(source, 'rev-parse', 'v0.2.0')[:7]}\n" in told
+    released = git(source, "rev-parse", "v0.2.0").strip()
+    assert f"engine     lightswitch @ git+https://host.example/us/lightswitch@{released}\n" in told
 
 
 def test_examples_give_way_to_a_model_and_a_dataset_as_the_readme_says(clone: Path, tmp_path: Path) -> None:
