@@ -37,6 +37,12 @@ def test_the_tests_that_came_with_its_mend_are_there() -> None:
         assert re.search(rf"^def {name.partition('[')[0]}\(", (CHECKOUT / path).read_text(), re.MULTILINE), test
 
 
+def test_every_test_file_is_named_by_a_mutant_that_it_catches() -> None:
+    """A file of tests for a GPU by what it has for CPUs: where there is none, a test that needs it catches nothing."""
+    named = {test.partition("::")[0] for mutant in MUTANTS for test in mutant.caught_by}
+    assert {path.relative_to(CHECKOUT).as_posix() for path in (CHECKOUT / "tests").rglob("test_*.py")} - named == set()
+
+
 def test_a_mutant_is_found_whatever_its_indentation() -> None:
     code = {Path("moved.py"): "class A:\n    def f(self):\n        x = 1\n        return x  # one\n"}
     mutant = Mutant("a/b", "It is one.", "x = 1\nreturn x", "if True:\n    return 2\nreturn 3", caught_by=())
