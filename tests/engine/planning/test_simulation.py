@@ -126,53 +126,76 @@ def _is_that_of_each_block(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
         }
 
 
-@pytest.mark.parametrize(("precision", "recomputes"), [("32-true", False), ("bf16-mixed", True), ("bf16-true", False)])
-def test_blocks_that_repeat_are_simulated_once(
-    precision: str, recomputes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _runs_of(kind: type[nn.Module], work: Work) -> int:
     runs = Counter[type[nn.Module]]()
     counting = register_module_forward_pre_hook(lambda module, given: runs.update([type(module)]))
-    model = partial(LanguageModel, partial(torch.optim.AdamW, lr=1e-3), layers=6)
-    work = replace(WORK, model=model, options={"precision": precision}, recomputes=recomputes)
     try:
         simulate(work)
     finally:
         counting.remove()
-    assert runs[MLP] == 2 * 3 * (1 + recomputes)  # two steps of the first two blocks and the last
+    return runs[kind]
+
+
+@pytest.mark.parametrize(("precision", "recomputes"), [("32-true", False), ("bf16-mixed", True), ("bf16-true", False)])
+def test_blocks_that_repeat_are_simulated_once(
+    precision: str, recomputes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = partial(LanguageModel, partial(torch.optim.AdamW, lr=1e-3), layers=6)
+    work = replace(WORK, model=model, options={"precision": precision}, recomputes=recomputes)
+    assert _runs_of(MLP, work) == 2 * 3 * (1 + recomputes)  # two steps of the first two blocks and the last
     _is_that_of_each_block(work, monkeypatch)
+
+
+class Residual(nn.Module):
+    """It does not store what it is given, so its caller frees that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        return x + self.layer(x * 2).tanh()
+
+
+class Keeping(Residual):
+    """It keeps a product that the step reads after all blocks."""
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        kept.append(x * 2)
+        return super().forward(x, kept)
 
 
 class Memory(list[Tensor]):
     """Of a class that a list of arguments does not show the tensors of."""
 
 
-class Remembering(LanguageModel):
-    """Its blocks keep a product that the step reads after all of them."""
+class Stack(LanguageModel):
+    def __init__(self, kind: type[Residual]) -> None:
+        super().__init__(partial(torch.optim.AdamW, lr=1e-3))
+        self.tokens, self.blocks = nn.Embedding(256, 32), nn.ModuleList(kind() for _ in range(6))
+
+    def configure_model(self) -> None:
+        """Do nothing: the layers are made."""
 
     def forward(self, ids: Tensor) -> Tensor:
         kept = Memory()
         x = self.tokens(ids)
         for block in self.blocks:
             x = block(x, kept)
-        return linear(x + sum(kept), self.tokens.weight)
-
-    def configure_model(self) -> None:
-        self.tokens, self.blocks = nn.Embedding(256, 32), nn.ModuleList(Kept() for _ in range(6))
+        return linear(sum(kept, x), self.tokens.weight)
 
 
-class Kept(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor, kept: Memory) -> Tensor:
-        kept.append(x * 2)
-        return x + self.layer(x).tanh()
+def test_what_the_caller_of_a_block_frees_is_freed_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = replace(WORK, model=partial(Stack, Residual))
+    assert _runs_of(Residual, work) == 2 * 6
+    assert _runs_of(nn.Linear, work) == 2 * 3
+    _is_that_of_each_block(work, monkeypatch)
 
 
 def test_blocks_that_keep_what_they_compute_are_simulated_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = partial(Remembering, partial(torch.optim.AdamW, lr=1e-3))
-    _is_that_of_each_block(replace(WORK, model=model), monkeypatch)
+    work = replace(WORK, model=partial(Stack, Keeping))
+    assert _runs_of(nn.Linear, work) == 2 * (3 + 6)  # once as if they repeated
+    _is_that_of_each_block(work, monkeypatch)
 
 
 def test_units_repeat_if_they_differ_in_nothing_but_values() -> None:
