@@ -26,12 +26,14 @@ from tests.night import at_night
 
 
 class AsLightning(pl.Callback):
-    """Writes ``folder``/lightnings.ckpt at the end of training, past what makes checkpoints portable."""
+    """Writes ``folder``/lightnings.ckpt after training, past what makes checkpoints portable."""
 
     def __init__(self, folder: str) -> None:
         self.path = Path(folder) / "lightnings.ckpt"
 
-    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
         stock: Any = super(PortableCheckpoints, trainer.strategy)  # the last of these bases
         trainer.strategy._state_dict_type = "sharded"  # FSDPStrategy's, which takes it as an argument
         checkpoint = {"pytorch-lightning_version": pl.__version__, "global_step": trainer.global_step}

@@ -53,6 +53,19 @@ def test_nodes_train_the_run_of_one_process(
     is_the_run(job, checkout, alone)
 
 
+@pytest.mark.nightly
+def test_an_srun_without_a_job_script_trains_the_run_of_one_process(
+    slurm_cluster: Cluster, checkout: Path, alone: Finished, python: Path
+) -> None:
+    typed = ("srun", "--nodes=2", "--ntasks-per-node=2", str(python), "train.py", *SHORT, "strategy=fsdp")
+    run = slurm_cluster.run(*typed, cwd=checkout)
+    assert run.returncode == 0, run.stderr
+    assert "precision 32-true, 2 nodes × 2 CPU\n" in run.stdout
+    assert "go on      srun --nodes=2 --ntasks-per-node=2 python train.py " in run.stdout
+    (run_dir,) = checkout.glob("runs/plain/*/")
+    is_the_run(Job(slurm_cluster, run_dir.name), checkout, alone)
+
+
 def is_the_run(job: Job, checkout: Path, expected: Finished) -> None:
     run = Finished(0, "", "", checkout, job.id)
     for metric in ("train/loss", "val/loss", "test/loss"):
