@@ -179,13 +179,27 @@ def _meant(key: str, node: DictConfig) -> str:
     for word, given in map(key_and_value, reversed(sys.argv[1:])):
         if f"{word}.".startswith(f"{key}."):
             typed, value = word, given
+    root, known = node._get_root(), aliases.instead(typed, value) or ""
+    if own := _of_model(root, known.partition("=")[0]):
+        return f" Type {own}={value}"
     if above and above[0] in CONSTRUCTED:  # typed keys are added, so this one is in a sweep's params
         return f" In a sweep's params, a new key begins with +: +{key}"
-    if known := aliases.instead(typed, value):
+    if known:
         meant = aliases.advice(known)
         return f" {meant[0].upper()}{meant[1:]}"
-    root = node._get_root()
     if elsewhere := sorted(f"{group}.{name}" for group in root if name in raw_keys(root._get_node(group))):
         return f" Did you mean {listed(elsewhere, separator=' or ')}?"
     keys = {*map(str, node), *(() if above else GROUPS)}
     return nearest(name, keys, alike=0.5 if above else 0.65)
+
+
+def _of_model(root: Any, key: str) -> str | None:
+    """Return the key of the model's config for an optimizer or scheduler key, if it has one; else None."""
+    group, _, name = key.partition(".")
+    model = root.get("model")
+    if not isinstance(model, DictConfig) or group not in ("optimizer", "scheduler"):
+        return None
+    if group in model:  # the model's config has such a node
+        return f"model.{key}" if name in raw_keys(model._get_node(group)) else None
+    own = raw_keys(model)
+    return next((f"model.{one}" for one in (name, *aliases.names(key)) if one in own), None)
