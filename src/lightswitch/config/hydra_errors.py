@@ -111,12 +111,17 @@ def _line(error: BaseException, cause: BaseException | None) -> str:
         return f"{missing[1]}: there is no default; type {missing[1]}=VALUE"
     if isinstance(error, InterpolationKeyError):
         return f"{error.full_key}: {text.splitlines()[0]}; add that key to the config"
+    if match := re.match(r"Could not append to config. An item is already at '(.+?)'", text):
+        return f"+{match[1]}: the config already has that key; type {match[1]}=VALUE"
     if match := re.match(r"Could not override '(.+?)'\.", text):
         key = aliases.setting(match[1])  # a fork may lack a group of this name
         hint = f" Did you mean {key}?" if key else nearest(match[1], GROUPS) or " Leave that out"
         return f"{match[1]}: there is no such group.{hint}"
     if match := re.match(r"(?:Multiple values for )?([\w/]+)(?: appears more than once|\. To override)", text):
         return f"+{match[1]}: the config already has that choice; type {match[1]}=CHOICE"
+    if match := re.match(r"Ambiguous value for argument '\+*(.+?)=(.*)'", text):
+        key, values = match[1], match[2]
+        return f"{key}={values}: found several values; type -m for a run of each, or {key}=[{values}] for a list"
     if match := re.match(r"Could not delete from config. '(.+)' does not exist", text):  # null counts as missing
         return f"~{match[1]}: there is no such key, or it is null already; leave that out"
     lines = [line.strip().rstrip(".") for line in f"{text}\n{cause or ''}".splitlines()]

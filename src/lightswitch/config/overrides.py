@@ -119,7 +119,9 @@ def _choosing(override: str) -> str:
         return f"~{group}"
     if not re.fullmatch(r"[\w.-]+( *, *[\w.-]+)*", choice):
         return override
-    quoted_ones = re.sub(r"(?<![\w.-])([\d.]+|true|false|null)(?![\w.-])", r"'\1'", choice, flags=re.IGNORECASE)
+    if "null" in re.split(" *, *", choice.lower()):
+        raise RefusedRequest([f"{override}: a sweep can't leave a group out; type {group}=null in a run of its own"])
+    quoted_ones = re.sub(r"(?<![\w.-])([\d.]+|true|false)(?![\w.-])", r"'\1'", choice, flags=re.IGNORECASE)
     return f"{group}={quoted_ones}"
 
 

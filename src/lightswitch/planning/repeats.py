@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -115,25 +115,36 @@ def repetitions(units: Mapping[str, nn.Module]) -> list[dict[str, nn.Module]]:
     """Return the units that differ in nothing but the values of their tensors, four or more of a kind, by path."""
     kinds: list[dict[str, nn.Module]] = []
     for path, unit in units.items():
-        same = next((kind for kind in kinds if _is_same(next(iter(kind.values())), unit)), None)
+        same = next((kind for kind in kinds if _is_same(next(iter(kind.values())), unit, set())), None)
         if same is None:
             kinds.append(same := {})
         same[path] = unit
     return [kind for kind in kinds if len(kind) > 3]
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(one: Any, other: Any, compared: set[tuple[int, int]]) -> bool:
+    """Return whether two values differ in nothing but the values of their tensors.
+
+    Args:
+        compared: ids of the pairs that are compared already, as a part may hold what it is a part of.
+    """
+    if one is other or (id(one), id(other)) in compared:
+        return True
     if type(one) is not type(other):
         return False
+    compared.add((id(one), id(other)))
     if isinstance(one, nn.Module):
-        return _is_same(vars(one), vars(other))
+        return _is_same(vars(one), vars(other), compared)
     if isinstance(one, Tensor):
         return _kind(one) == _kind(other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(_is_same(value, other[key], compared) for key, value in one.items())
     if isinstance(one, list | tuple):
-        return all(_is_same(a, b) for a, b in zip_longest(one, other))
-    return bool(one == other)
+        return len(one) == len(other) and all(map(_is_same, one, other, repeat(compared)))
+    try:
+        return bool(one == other)
+    except Exception:  # as of an array, which is neither equal nor unequal
+        return False
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -204,6 +205,13 @@ def test_units_repeat_if_they_differ_in_nothing_but_values() -> None:
 
     assert [[*kind] for kind in repetitions(blocks(0, 0, 0.5, 0, 0.5, 0))] == [["0", "1", "3", "5"]]
     assert not repetitions(blocks(0, 0.1, 0.2, 0.3, 0.4))
+    for owner in (own := blocks(0, 0, 0, 0)).values():
+        owner.part = nn.Identity()
+        owner.part.owners = [owner, own]  # type: ignore[assignment]
+    assert len(*repetitions(own)) == 4
+    for unit in own.values():
+        unit.table = np.arange(4)  # type: ignore[assignment]
+    assert not repetitions(own)
     frozen = blocks(0, 0, 0, 0)
     frozen["0"].requires_grad_(False)
     assert not repetitions(frozen)
