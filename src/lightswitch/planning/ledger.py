@@ -244,13 +244,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         """Whether modules whose passes were recorded again free other memory than they allocate."""
         return self._uneven != 0
 
-    def last_backward(self, path: str) -> Sequence[Change]:
-        """Return the changes of a module's last backward pass."""
+    def backward_changes(self, path: str, since: int) -> Sequence[Change]:
+        """Return the changes of a module's last backward pass, of those that are not older than a number of changes."""
         end = len(self.changes)
-        while end > self._start and not _is_in(self.changes[end - 1][3], path):
+        while end > since and not _is_in(self.changes[end - 1][3], path):
             end -= 1
         start = end
-        while start > self._start and _is_in(self.changes[start - 1][3], path):
+        while start > since and _is_in(self.changes[start - 1][3], path):
             start -= 1
         return self.changes[start:end]
 

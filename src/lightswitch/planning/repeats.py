@@ -52,6 +52,8 @@ class Repetition:
         _, *others, (self._last, last) = blocks.items()
         self._name_of = {parameter: name for name, parameter in last.named_parameters()}
         self._passes: dict[Any, _Pass] = {}  # forward passes that others repeat, by what they are given
+        self._backward_changes: Sequence[Change] = ()  # of the last block
+        self._looked_at = 0  # number of changes
         for path, block in others:
             patches.replace(block, "forward", partial(self._forward, path, block, block.forward))
 
@@ -88,13 +90,19 @@ class Repetition:
 
         def gradients(of: Iterable[nn.Parameter]) -> int:
             own = {self._name_of[one]: block.get_parameter(self._name_of[one]) for one in of}
+            if len(own) == 1:
+                made.update({name: torch.empty_like(parameter) for name, parameter in own.items()})
+                return sum(made[name].nbytes for name in own)
             sizes = [one.numel() for one in own.values()]
             storage = next(iter(own.values())).new_empty(sum(sizes))
             parts = zip(own.items(), storage.split(sizes), strict=True)  # type: ignore[no-untyped-call]  # untyped in torch
             made.update({name: part.view_as(parameter) for (name, parameter), part in parts})
             return storage.nbytes
 
-        self._ledger.repeat(self._ledger.last_backward(self._last), self._last, path, gradients)
+        if found := self._ledger.backward_changes(self._last, self._looked_at):
+            self._backward_changes = found
+        self._ledger.repeat(self._backward_changes, self._last, path, gradients)
+        self._looked_at = len(self._ledger.changes)
         return [made.get(name) for name, one in block.named_parameters() if one.requires_grad]
 
 
