@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.data import formed
 from benchmarks.results import FOLDER, Options, Row, interleaved, publish, row
-from project.data.loaders import BatchedDataset, collate
+from project.data.loaders import BatchedDataset
 from project.data.windows import ShardWindows, Windows
 from project.models.gpt import GPT
 
@@ -98,7 +99,7 @@ def compare(
 
 def reader(windows: BatchedDataset, batches: int, use: Callable[[Any], None]) -> Callable[[], float]:
     """Return a function that measures CPU seconds per batch, without the first batch, which draws the epoch's order."""
-    loader = DataLoader(windows, 64, shuffle=True, collate_fn=collate)
+    loader = DataLoader(windows, 64, shuffle=True, collate_fn=formed)
 
     def cpu_seconds() -> float:
         stream = iter(loader)

@@ -12,6 +12,7 @@ import tokenize
 import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
+from importlib import import_module
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -114,6 +115,12 @@ def test_packages_import_what_is_below_them_and_nothing_of_the_project_or_the_te
     roots = {"lightswitch", "project", "train", "tests", "benchmarks"}
     others = {path: {name.split(".")[0] for name in imports(path)} & roots for path in SOURCES}
     assert {path: names for path, names in others.items() if names - {module_of(path).split(".")[0]}} == {}
+
+
+def test_what_each_benchmark_imports_is_there() -> None:
+    """mypy does not read them, and only the night runs them."""
+    for path in (CHECKOUT / "benchmarks").glob("*.py"):
+        import_module(f"benchmarks.{path.stem}")
 
 
 def test_no_file_imports_another_that_imports_it() -> None:
