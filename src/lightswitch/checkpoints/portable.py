@@ -72,7 +72,7 @@ class PortableCheckpoints(Strategy):
     @property
     def lightning_module(self) -> LightningModule:
         """The module; None until the Trainer attaches it, before it calls any other method of a strategy."""
-        return self._lightning_module  # type: ignore[return-value]  # see above
+        return self._lightning_module  # type: ignore[return-value]  # Lightning types it as optional, for the time before it is attached
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return names.state_of(self.lightning_module)

@@ -1,4 +1,4 @@
-"""Simulate a model's repeated blocks once: all between the second and the last take what these two have taken."""
+"""Simulate a model's repeated units once: all between the second and the last take what these two have taken."""
 
 from __future__ import annotations
 
@@ -41,32 +41,32 @@ class _Pass:
 
 
 class Repetition:
-    """Blocks of one kind, of which the first two and the last are simulated; what the first is given is no block's.
+    """Units of one kind, of which the first two and the last are simulated; what the first is given is no unit's.
 
     The forward pass of another one returns its input, whose shape its output has, and records again what the second has
     recorded; its backward pass records again what the last has recorded, and makes gradients for its own parameters.
     """
 
-    def __init__(self, ledger: Ledger, blocks: Mapping[str, nn.Module]) -> None:
+    def __init__(self, ledger: Ledger, units: Mapping[str, nn.Module]) -> None:
         self._ledger = ledger
-        _, *others, (self._last, last) = blocks.items()
+        _, *others, (self._last, last) = units.items()
         self._name_of = {parameter: name for name, parameter in last.named_parameters()}
         self._passes: dict[Any, _Pass] = {}  # forward passes that others repeat, by what they are given
-        self._backward_changes: Sequence[Change] = ()  # of the last block
+        self._backward_changes: Sequence[Change] = ()  # of the last unit
         self._looked_at = 0  # number of changes
-        for path, block in others:
-            patches.replace(block, "forward", partial(self._forward, path, block, block.forward))
+        for path, unit in others:
+            patches.replace(unit, "forward", partial(self._forward, path, unit, unit.forward))
 
-    def _forward(self, path: str, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, path: str, unit: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._ledger.is_in_forward:  # recomputed
             return forward(*args, **kwargs)
         given, key, changes = tensors_in((args, kwargs)), self._given(args, kwargs), self._ledger.changes
-        if key in self._passes and not _is_hooked(block):
+        if key in self._passes and not _is_hooked(unit):
             known = self._passes[key]
             self._ledger.repeated[self._last] += 1
             self._ledger.repeat(known.changes(changes), known.path, path, lambda parameters: 0)
-            parameters = [one for one in block.parameters() if one.requires_grad]
-            result = _Repeated.apply(partial(self._backward, path, block), given[0], *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
+            parameters = [one for one in unit.parameters() if one.requires_grad]
+            result = _Repeated.apply(partial(self._backward, path, unit), given[0], *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
             return tree_unflatten([result if one is _Repeated else one for one in known.leaves], known.structure)
         start, reads = len(changes), self._ledger.values.replaced.total()
         out = forward(*args, **kwargs)
@@ -84,12 +84,12 @@ class Repetition:
         leaves = tree_leaves((args, kwargs))
         return len(self._ledger.steps), *(_kind(one) if isinstance(one, Tensor) else id(one) for one in leaves)
 
-    def _backward(self, path: str, block: nn.Module) -> list[Tensor | None]:
-        """Record a backward pass again, and return the gradients of a block's trained parameters."""
+    def _backward(self, path: str, unit: nn.Module) -> list[Tensor | None]:
+        """Record a backward pass again, and return the gradients of a unit's trained parameters."""
         made: dict[str, Tensor] = {}
 
         def gradients(of: Iterable[nn.Parameter]) -> int:
-            own = {self._name_of[one]: block.get_parameter(self._name_of[one]) for one in of}
+            own = {self._name_of[one]: unit.get_parameter(self._name_of[one]) for one in of}
             if len(own) == 1:
                 made.update({name: torch.empty_like(parameter) for name, parameter in own.items()})
                 return sum(made[name].nbytes for name in own)
@@ -103,7 +103,7 @@ class Repetition:
             self._backward_changes = found
         self._ledger.repeat(self._backward_changes, self._last, path, gradients)
         self._looked_at = len(self._ledger.changes)
-        return [made.get(name) for name, one in block.named_parameters() if one.requires_grad]
+        return [made.get(name) for name, one in unit.named_parameters() if one.requires_grad]
 
 
 class _Repeated(torch.autograd.Function):
@@ -159,5 +159,5 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.requires_grad
 
 
-def _is_hooked(block: nn.Module) -> bool:
-    return any(getattr(part, hooks) for part in block.modules() for hooks in _HOOKS)
+def _is_hooked(unit: nn.Module) -> bool:
+    return any(getattr(part, hooks) for part in unit.modules() for hooks in _HOOKS)

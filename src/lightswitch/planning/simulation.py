@@ -123,7 +123,7 @@ def simulate(work: Work) -> Simulation:
         if not ledger.is_uneven:
             return found
     except Exception:
-        if not ledger.repeated:  # else a block may need what another one of its kind does
+        if not ledger.repeated:  # else a unit may need what another one of its kind does
             raise
     return _simulated(work, Ledger(FakeTensorMode(allow_non_fake_inputs=True)), repeats=False)
 
@@ -193,8 +193,8 @@ class _Device(SingleDeviceStrategy):
         alike = repetitions(self.units) if self.repeats else []
         for unit in self.units.values() if self.work.recomputes else ():
             checkpoint_activations(unit)
-        for blocks in alike:
-            Repetition(self.ledger, blocks)
+        for same in alike:
+            Repetition(self.ledger, same)
         for mode in (self.ledger.fake, self.ledger.places, self.ledger, self.ledger.values):
             self.open.enter_context(mode)
         self.setup_optimizers(trainer)
