@@ -174,10 +174,9 @@ class SeededSamples(StandIn, Dataset[Any]):
         return self._read(epoch, range(place, place + len(indices)), indices)
 
     def _read(self, epoch: int, places: Sequence[int], indices: list[Any]) -> Any:
-        seeds = mix_each(places, self._seed, epoch)
         if self._reads_batches:
-            return self._kept.seeded(self.given.__getitems__, [indices], seeds, epoch)[0]
-        return self._kept.seeded(self.given.__getitem__, indices, seeds, epoch)
+            return self._kept.seeded(self.given.__getitems__, [indices], [mix(self._seed, epoch, places[0])], epoch)[0]
+        return self._kept.seeded(self.given.__getitem__, indices, mix_each(places, self._seed, epoch), epoch)
 
 
 class EvaluatedSamples(SeededSamples):

@@ -11,12 +11,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightswitch import patches
@@ -74,6 +76,7 @@ class EpochLoop(_TrainingEpochLoop):
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self._results: Results = Results(training=True)
+        self.automatic_optimization.output_result_cls = Output
         self.manual_optimization = OptimizationByHand(trainer)
         self._step: Callable[..., Any] | None = None
         self._takes_index = False
@@ -205,6 +208,19 @@ class EpochLoop(_TrainingEpochLoop):
             return True
         counted = self.total_batch_idx if trainer.check_val_every_n_epoch is None else self.batch_idx
         return (counted + 1) % every_n_batches == 0
+
+
+class Output(ClosureResult):
+    """Output of a training step whose loss is divided by the accumulation only where batches are accumulated.
+
+    Lightning also divides by one, which costs an operator in the forward and one in the backward pass.
+    """
+
+    @classmethod
+    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
+        if normalize == 1 and isinstance(training_step_output, Tensor):
+            return cls(training_step_output)
+        return super().from_training_step_output(training_step_output, normalize)
 
 
 class OptimizationByHand(_ManualOptimization):
