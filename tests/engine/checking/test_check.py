@@ -196,7 +196,7 @@ CAUSES = {  # what differs first, and the name of the cause
 DAILY = ("Dice", "ScaledByRank")
 
 
-@pytest.mark.parametrize("module", [*DAILY, *at_night(*(CAUSES.keys() - {*DAILY}))])
+@pytest.mark.parametrize("module", [*DAILY, *at_night(*(module for module in CAUSES if module not in DAILY))])
 def test_what_differs_first_is_told_with_its_moment_and_what_shows_the_cause(
     module: str, pool: Pool, tmp_path: Path
 ) -> None:
