@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
+from lightswitch.loop.loops import replace_loops
 from lightswitch.monitoring import objective
 from lightswitch.monitoring.metrics import MetricsFile, Results
 from lightswitch.monitoring.monitored import BestCheckpoint
@@ -104,6 +105,20 @@ def test_a_resumed_run_leaves_the_file_of_one_uninterrupted_run(tmp_path: Path) 
             )
             run.fit(Scheduled(), loader(), loader(16), ckpt_path=checkpoint if checkpoint.exists() else None)
     assert (resumed / "metrics.csv").read_text() == (whole / "metrics.csv").read_text()
+
+
+def test_a_run_that_is_resumed_at_its_last_step_tests_in_the_same_epoch(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "at_5.ckpt"  # within an epoch
+    for name in ("whole", "resumed"):
+        run = trainer(
+            tmp_path, logger=MetricsFile(tmp_path / name), callbacks=[Engine(), SaveAt(5, checkpoint)], max_steps=5
+        )
+        replace_loops(run)
+        model = Regression()
+        run.fit(model, loader(), loader(16), ckpt_path=checkpoint if name == "resumed" else None)
+        run.test(model, loader(16), verbose=False)
+    epochs = [[row["epoch"] for row in rows(tmp_path / name) if row["test/loss"]] for name in ("whole", "resumed")]
+    assert epochs == [["1"], ["1"]]
 
 
 def test_a_finished_run_that_is_started_again_or_evaluated_keeps_its_rows(tmp_path: Path) -> None:
