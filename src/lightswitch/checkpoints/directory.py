@@ -179,7 +179,7 @@ def try_out(folder: Path) -> None:
             write(trial, {"trial": torch.zeros(1)}, {}, None)
         write_link(alias, trial.name)
         alias.unlink()
-        remove_tree(trial)
+        remove_tree(trial.rename(beside_of(trial, "partial")))
     except OSError as error:
         remove(trial)
         raise Refused(f"{shown(folder)}: {error}; choose a folder on another disk by hydra.run.dir=FOLDER") from error

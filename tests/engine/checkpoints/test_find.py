@@ -140,3 +140,24 @@ def test_files_and_links_beside_them_are_something_elses(tmp_path: Path, caplog:
     with caplog.at_level(logging.WARNING):
         assert newest(tmp_path) == (good, Position(global_step=2))
     assert not [name for name in ("note.ckpt", "foreign.ckpt") if name in caplog.text]
+
+
+def test_a_start_that_is_killed_while_it_removes_its_trial_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed there would otherwise find a damaged checkpoint alone, and refuse to start again."""
+    removed = shutil.rmtree
+
+    def kill_at_the_end(path: Path) -> None:
+        if path.name.startswith("trial.ckpt") and "previous" not in path.name:
+            raise KeyboardInterrupt
+        removed(path)
+
+    folder = tmp_path / "checkpoints"
+    monkeypatch.setattr(shutil, "rmtree", kill_at_the_end)
+    with pytest.raises(KeyboardInterrupt):
+        directory.try_out(folder)
+    monkeypatch.undo()
+    assert newest(tmp_path) is None
+    directory.finish_changes(folder)
+    assert not [*folder.iterdir()]
