@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import re
@@ -151,11 +152,13 @@ class StepBoundary(Callback):
     def end_if_asked(self, trainer: Trainer) -> None:
         """End training here if it is asked to; subclasses know by whom."""
 
-    def _save_or_put_off(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _save_or_put_off(self, save: Callable[..., None], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(OSError):  # the write makes it again, and raises the error
+            Path(filepath).parent.mkdir(parents=True, exist_ok=True)  # Lightning links to it before it is written
         if self._puts_off:
-            self._waiting.append(functools.partial(save, *args, **kwargs))
+            self._waiting.append(functools.partial(save, filepath, *args, **kwargs))
         else:
-            save(*args, **kwargs)
+            save(filepath, *args, **kwargs)
 
     def _take_put_off(self) -> None:
         self._puts_off = False

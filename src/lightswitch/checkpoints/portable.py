@@ -5,7 +5,6 @@ Training waits until the tensors are copied into host memory; a thread writes th
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
@@ -109,9 +108,6 @@ class PortableCheckpoints(Strategy):
         """
         tensors, state = self._split(checkpoint)
         path, own = self._await_ranks(Path(filepath), tensors)
-        if self.is_global_zero:
-            with contextlib.suppress(OSError):  # the write makes it again, and raises the error
-                path.parent.mkdir(parents=True, exist_ok=True)  # Lightning links to it before it is written
         self._writer.write(partial(directory.write, path, self._writer.stage(own), state, self._ranks))
 
     def _split(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]]:
