@@ -146,15 +146,16 @@ def test_a_start_that_is_killed_while_it_removes_its_trial_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that is killed there would otherwise find a damaged checkpoint alone, and refuse to start again."""
-    removed = shutil.rmtree
+    remove = directory.remove_tree
 
-    def kill_at_the_end(path: Path) -> None:
-        if path.name.startswith("trial.ckpt") and "previous" not in path.name:
+    def kill_in_the_middle(path: Path) -> None:
+        if "previous" not in path.name:
+            (path / directory.SUMS).unlink()
             raise KeyboardInterrupt
-        removed(path)
+        remove(path)
 
     folder = tmp_path / "checkpoints"
-    monkeypatch.setattr(shutil, "rmtree", kill_at_the_end)
+    monkeypatch.setattr(directory, "remove_tree", kill_in_the_middle)
     with pytest.raises(KeyboardInterrupt):
         directory.try_out(folder)
     monkeypatch.undo()
