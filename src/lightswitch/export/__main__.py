@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from lightswitch.errors import Command, Refused
-from lightswitch.regular_files import MARK, remove_tree
 
 FOLDER_FILE = "model.safetensors"  # the file name if -o names a folder
 DTYPES = ("bfloat16", "float16", "float32")
@@ -118,6 +117,7 @@ def _export_to_hub(arguments: argparse.Namespace) -> None:
         raise Refused(f"{folder} exists already; remove it, or name another folder")
     from lightswitch.checkpoints import directory, weight_files
     from lightswitch.export.models import checkpoint_at
+    from lightswitch.regular_files import MARK, remove_tree
 
     checkpoint = checkpoint_at(arguments.source)
     print(f"reads      {checkpoint}", flush=True)
