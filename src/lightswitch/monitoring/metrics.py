@@ -154,7 +154,11 @@ class MetricsFile(Logger):
         if not self._trains and _is_training(metrics):
             self._trains = True
             self._table.drop_after(step)
-        self._table.put(step, {name: _text(value) for name, value in metrics.items()})
+        try:
+            self._table.put(step, {name: _text(value) for name, value in metrics.items()})
+        except OSError as error:
+            error.filename = error.filename or str(self._directory / "metrics.csv")  # a write to a full disk names none
+            raise
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Do nothing: a table of metrics has no place for hyperparameters, and the run directory has the config."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,19 @@ def test_a_table_that_was_removed_is_not_begun_anew(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         logger.log_metrics({"train/loss": 0.5}, 1)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["loss", "a new column"])
+def test_a_row_that_the_disk_does_not_take_is_of_a_named_file(name: str, tmp_path: Path) -> None:
+    logger = MetricsFile(tmp_path)
+    logger.log_metrics({"loss": 1.0}, 0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"metrics\.csv'$"):
+            logger.log_metrics({name: 1.0}, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # What is logged is held as Lightning holds it
