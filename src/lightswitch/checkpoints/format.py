@@ -17,6 +17,7 @@ import os
 import pickle
 import re
 import warnings
+import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -264,13 +265,14 @@ def load(path: Path, mapped: bool = False) -> Any:
     """Return the content of a file of `torch.save`, on the CPU, without running code from it.
 
     Args:
-        mapped: memory-map tensors, so that they are read on use.
+        mapped: memory-map tensors, so that they are read on use. A file of torch before 1.6 is no archive, and is read
+            at once.
 
     Raises:
         Damaged: with the reason, for example a name that would run code.
     """
     try:
-        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+        return torch.load(path, map_location="cpu", mmap=mapped and zipfile.is_zipfile(path), weights_only=True)
     except OSError as error:
         raise _unread(path.name, error) from error
     except Exception as error:  # torch raises many kinds of errors for a file that is not its own, or truncated

@@ -84,6 +84,11 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
             Reader(tmp_path / name, group=None)
 
 
+def test_a_file_of_torch_before_it_wrote_archives_is_read(tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(3.0)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert Reader(tmp_path / "old.pt", group=None).read_weights()["w"].tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("name", ["lightnings.ckpt", "model.ckpt"])
 def test_it_is_not_resumed(name: str, fresh: Finished, train: Train) -> None:
     path = fresh.run_dir / name
