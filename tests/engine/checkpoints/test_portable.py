@@ -246,7 +246,7 @@ class TakesName(PlainModel):
         checkpoint[self.name] = 7
 
 
-@pytest.mark.parametrize("name", ["position", *at_night("extra_state", "plateau")])
+@pytest.mark.parametrize("name", ["position", *at_night("extra_state", "names_of_tied")])
 def test_a_hook_that_takes_a_name_of_the_engine_is_refused_before_it_costs_the_run(name: str, train: Train) -> None:
     refused = train(*TWO, f"{HERE}.TakesName", f"model.name={name}", "trainer.max_steps=2", check=False)
     assert refused.returncode == 2
