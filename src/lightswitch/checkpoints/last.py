@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, Timer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 FROZEN_SINCE = "frozen_since"  # in a checkpoint: whether parameters are frozen that changed since the run began
 _SAMPLED_ELEMENTS = 64  # of each parameter, compared over the hooks on_train_start of a resumed run
+_ENDED_EARLY = "ended_early"  # in a checkpoint: training was asked to stop, and by no limit of time
 _CONFIGURED = "configured"  # in a checkpoint: options of optimizers and states of schedules at the start of the run
 
 
@@ -58,10 +59,13 @@ class StepBoundary(Callback):
             safetensors. A run that resumes from its own checkpoint ignores it.
         init_names: prefixes of names in the file, with the model's prefix for each; None to take all weights, or of
             safetensors those that fit.
+        ends_again: end a run that is resumed where it has stopped early, as when it was killed in its test.
     """
 
-    def __init__(self, init_from: str | None = None, init_names: Mapping[str, str] | None = None) -> None:
-        self._init_from, self._init_names = init_from, init_names
+    def __init__(
+        self, init_from: str | None = None, init_names: Mapping[str, str] | None = None, ends_again: bool = False
+    ) -> None:
+        self._init_from, self._init_names, self._ends_again = init_from, init_names, ends_again
         self._puts_off = False
         self._waiting: list[Callable[[], None]] = []  # saves that are put off, and what follows each, in order
         self._last: list[LastCheckpoints] = []
@@ -93,6 +97,9 @@ class StepBoundary(Callback):
             name: frozen[name] for name, one in self._frozen.items() if frozen.get(name, one) != one
         }
         checkpoint[_CONFIGURED] = self._configured
+        timers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Timer)]
+        is_timed_out = any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers)
+        checkpoint[_ENDED_EARLY] = trainer.should_stop and not is_timed_out
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
@@ -103,6 +110,10 @@ class StepBoundary(Callback):
                 parameter.requires_grad_(not frozen[name])
         if _CONFIGURED in checkpoint:
             reconfigure(trainer, checkpoint, checkpoint[_CONFIGURED], self._configured)
+        if self._ends_again and checkpoint.get(_ENDED_EARLY):
+            trainer.should_stop = True
+            if trainer.is_global_zero:
+                log.info("ended      early, at this step; resume=last goes on")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoints)]

@@ -43,7 +43,7 @@ class Survival(StepBoundary):
     Args:
         watchdog: is told of each batch that begins, and of an error before the teardown.
         losses: checks losses and weights; None if losses may have any value.
-        init_from, init_names: see `StepBoundary`.
+        init_from, init_names, ends_again: see `StepBoundary`.
     """
 
     def __init__(
@@ -53,8 +53,9 @@ class Survival(StepBoundary):
         losses: LossCheck | None = None,
         init_from: str | None = None,
         init_names: Mapping[str, str] | None = None,
+        ends_again: bool = False,
     ) -> None:
-        super().__init__(init_from, init_names)
+        super().__init__(init_from, init_names, ends_again)
         self._signals = signals
         self.watchdog = watchdog
         self._losses = losses

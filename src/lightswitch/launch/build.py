@@ -99,7 +99,13 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Beginning | 
     # GlobalBatch stores the random state after the constructors above; nothing may draw random numbers in between.
     batch = GlobalBatch(plan, cfg.seed, shares_streams=not shards_itself(cfg))
     record = RunRecord(used, run, batch)
-    watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch), partial(_what_to_try, plan))
+    watchdog = Watchdog(
+        cfg,
+        run,
+        batch,
+        Timeouts(cfg.watch.lost_after_seconds, cfg.watch.hung_after_seconds),
+        partial(_what_to_try, plan),
+    )
     engine = callbacks_of_engine(cfg, run, record, watchdog, batch, compilation or None)  # {} for compile=false
     users = callbacks_of_config(named, cfg.trainer)
     strategy = _strategy(cfg.trainer)
@@ -250,7 +256,8 @@ def callbacks_of_engine(
     """
     engine: list[Callback] = [record, batch]
     losses = None if cfg.on_nan == "ignore" else LossCheck(batch)
-    engine.append(Survival(run.signals, watchdog, losses, cfg.init_from, cfg.get("init_names")))
+    ends_again = (cfg.ckpt_path or cfg.resume) == "auto"
+    engine.append(Survival(run.signals, watchdog, losses, cfg.init_from, cfg.get("init_names"), ends_again))
     compares = [Agreement()] if cfg.trainer.num_nodes * devices.count(cfg.trainer) > 1 else []
     return [*engine, Notices(), StrategyCallback(cfg.matmul_precision, compilation), *compares]
 
