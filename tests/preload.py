@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from importlib import import_module
 from pathlib import Path
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as a run's entry sets it, before it imports torch
 
 from hydra import compose, initialize_config_dir
 

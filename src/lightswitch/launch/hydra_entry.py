@@ -236,7 +236,7 @@ def _run_name(*, _root_: DictConfig) -> str:
     """Return the choice of model, or the name of its class if the command line named one."""
     hydra = _root_.hydra if "hydra" in _root_ else HydraConfig.get()  # the former while a sweep names its directory
     choice = hydra.runtime.choices.get("model")
-    if choice is None and "model" not in _root_:
+    if choice is None and "model" not in _root_ and "hydra" not in _root_:
         raise RefusedRequest(["model: the config has no such key, and the engine reads it; add it to config.yaml"])
     target = (_root_.get("model") or {}).get("_target_", "sweep")  # a sweep over classes has none of its own
     return (choice or str(target).rpartition(".")[2].lower()).replace("/", "_")  # a choice may be in a subfolder

@@ -301,9 +301,10 @@ class Table:
         return [row for row in rows if row.get("step", "").isdecimal()]
 
     def _lines(self) -> list[bytes]:
-        """Return the whole lines of the file; a process that was killed may have left a part of one."""
+        """Return the whole lines of the file; a process that was killed may have left a part of one, and a crash of the
+        machine zeros."""
         lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
-        return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
+        return [line for line in lines if line.endswith(b"\n") and b"\0" not in line]
 
 
 def _is_training(metrics: Mapping[str, Any]) -> bool:

@@ -151,6 +151,10 @@ def _callbacks(cfg: dict[str, Any]) -> Iterator[str]:
             "no callback writes checkpoints, and Lightning would add its own; type callbacks=[default,NAME] to add to "
             "the default ones, or trainer.enable_checkpointing=false to train without"
         )
+    for name in nodes:
+        for key, value in cfg["callbacks"][name].items():
+            if key in ("folder", "dirpath") and "://" in str(value):
+                yield f"callbacks.{name}.{key}={value}: checkpoints are written to folders; type one's path"
     for name, target in nodes.items() if not any((cfg.get("logger") or {}).values()) else ():
         if target.endswith(("LearningRateMonitor", "DeviceStatsMonitor")):
             yield f"callbacks.{name} writes to a logger, and every logger was removed; also type ~callbacks.{name}"

@@ -54,6 +54,7 @@ _RANGES = {
     "optimizer.lr": (0, math.inf),
     "watch.lost_after_seconds": (5, _SECONDS[1]),  # a rank may be silent for some seconds, while it compiles
 }
+_CLOSED = ("watch", "lr_scaling", "dry_run", "check", "sweep")  # nodes that have no other keys than the engine's
 _OF_MODE = ("plan", "dry_run", "check", "sweep")  # nodes that other modes, or no sweep, need not have
 
 
@@ -78,7 +79,9 @@ def wrong(cfg: dict[str, Any]) -> Iterator[str]:
     for key, value in values.items():
         least, most = _RANGES.get(key, _SECONDS if key.endswith("_seconds") else (-math.inf, math.inf))
         kinds = _NUMBER if key == "optimizer.lr" else KINDS.get(key, (type(value),))
-        if type(value) not in kinds and value not in WORDS.get(key, ()):
+        if key not in KINDS and key.partition(".")[0] in _CLOSED:
+            yield f"{key}: there is no such key.{nearest(key, [*KINDS])}"
+        elif type(value) not in kinds and value not in WORDS.get(key, ()):
             yield f"{key}={value}: found {type(value).__name__}, expected {kinds_in_words(kinds)}"
         elif key in ALLOWED and value not in ALLOWED[key]:
             yield f"{key}={value}: use one of {', '.join(ALLOWED[key])}"

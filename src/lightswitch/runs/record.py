@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -196,6 +197,9 @@ class RunRecord(Callback):
             for path in files:
                 path.with_name(f"{path.name}.partial").replace(path)
         except OSError as error:
+            for path in files:
+                with contextlib.suppress(OSError):
+                    path.with_name(f"{path.name}.partial").unlink(missing_ok=True)
             raise Refused(f"the run directory can't be written: {error}") from error
         if self.mode == "fit":
             directory.finish_changes(self.run_dir / "checkpoints")

@@ -55,7 +55,6 @@ def test_a_stream_has_the_curve_of_one_process(
     assert alone["plain"].column("samples")[4] == 107
     if "micro_batch_size=4" not in more:  # else an empty slice of a last step reads a sample at weight 0
         assert _samples(split.run_dir) == _samples(alone["plain"].run_dir)
-    assert "stream     " in split.err + split.out
 
 
 @pytest.mark.nightly
@@ -107,8 +106,7 @@ def test_a_stream_that_splits_itself_by_ranks_is_refused_until_that_is_declared(
     assert refused.returncode == 2
     assert "the ranks read different samples of a stream" in refused.err
     declared = train(*run, "data.sharded_by=dataset", ranks=2)
-    assert "batch      16 samples a step = 8 × 2 devices × accumulation 1" in declared.out
-    assert "64 samples" not in declared.out
+    assert "batch      of each device's data loader × accumulation 1" in declared.out
     read = _samples(declared.run_dir)
     assert {step: sorted(ids) for step, ids in read.items()} == {0: [*range(16)], 1: [*range(16, 32)]}
 

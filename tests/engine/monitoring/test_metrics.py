@@ -163,6 +163,7 @@ class SaveAt(Callback):
 HARMED = {  # what is replaced in the file, and by what; the steps whose rows remain
     "no text": (b"9,", b"9\xff,", ["19"]),
     "a zero byte": (b"19,", b"1\x009,", ["9"]),
+    "zeros over the end of a row": (b"2.0\n19", b"\0\0\0\09", []),
     "two rows in a line": (b"\n19,64", b"", []),
     "no header": (b"step", b"\xfe\xff", []),
     "a header that is lost": (b"step,samples", b"9,64", []),

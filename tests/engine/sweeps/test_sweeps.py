@@ -325,6 +325,8 @@ def test_a_sweep_is_refused_in_a_line_before_any_job(tmp_path: Path) -> None:
         f"{plain} seed=range(0,1000) trainer.max_stps=4": TYPO,
         f"{plain} {classes} trainer.max_stps=4": TYPO,
         f"{plain} seed=1,2 sweep.jobs_at_once=0": "sweep.jobs_at_once=0: use a number from 1",
+        f"-m {classes} data._target_=tests.engine.plain.PlainData sweep.jobs_at_once=0": "sweep.jobs_at_once=0: use a "
+        "number from 1",
         f"CUDA_VISIBLE_DEVICES= {plain} seed=1,2 sweep.devices_per_job=1": "sweep.devices_per_job=1: found 0 GPUs; on "
         "CPUs type sweep.jobs_at_once=2",
         f"{rank} MASTER_ADDR=localhost MASTER_PORT=29500 {plain} seed=1,2": "a sweep starts the processes of its jobs "
