@@ -99,13 +99,7 @@ def build(cfg: DictConfig, run: RunContext, plan: BatchPlan, start: Beginning | 
     # GlobalBatch stores the random state after the constructors above; nothing may draw random numbers in between.
     batch = GlobalBatch(plan, cfg.seed, shares_streams=not shards_itself(cfg))
     record = RunRecord(used, run, batch)
-    watchdog = Watchdog(
-        cfg,
-        run,
-        batch,
-        Timeouts(cfg.watch.lost_after_seconds, cfg.watch.hung_after_seconds),
-        partial(_what_to_try, plan),
-    )
+    watchdog = Watchdog(cfg, run, batch, Timeouts(**cfg.watch), partial(_what_to_try, plan))
     engine = callbacks_of_engine(cfg, run, record, watchdog, batch, compilation or None)  # {} for compile=false
     users = callbacks_of_config(named, cfg.trainer)
     strategy = _strategy(cfg.trainer)
