@@ -95,7 +95,6 @@ OVERRIDES = {
     "hydra._internal.hydra.Hydra": ("compose_config", "get_mode", "multirun"),
     f"{_PL}.callbacks.ModelCheckpoint": ("_update_best_and_save",),
     f"{_PL}.loops._FitLoop": (
-        "on_run_end",
         "setup_data",
         "skip",
     ),

@@ -23,6 +23,7 @@ from lightswitch.batches.plan import (
     STREAMS,
     BatchPlan,
     Position,
+    end_epoch,
     rewrite_loops,
     save_position,
     saved_position,
@@ -197,6 +198,7 @@ class GlobalBatch(Callback):
             self._log_samples(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        end_epoch(trainer.fit_loop.epoch_progress)
         self._log_samples(trainer)
 
     def _weight(self) -> float | Tensor:

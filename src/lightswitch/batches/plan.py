@@ -244,5 +244,16 @@ def rewrite_loops(fit_loop: dict[str, Any], position: Position, accumulation: in
     fit_loop["epoch_loop.state_dict"][_LOGGED_STEPS] = logged_steps - bool(taken)
 
 
+def end_epoch(progress: Any) -> None:
+    """Let a run that is resumed at its last step end in the same epoch as when it trained that step.
+
+    Args:
+        progress: of the fit loop, over epochs.
+    """
+    if progress.current.processed < progress.current.started:
+        progress.increment_processed()
+        progress.increment_completed()
+
+
 def _batches(count: int, ended: bool) -> dict[str, int]:
     return {"ready": count, "completed": count if ended else count - 1, "started": count, "processed": count}

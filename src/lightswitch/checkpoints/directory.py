@@ -179,7 +179,9 @@ def try_out(folder: Path) -> None:
             write(trial, {"trial": torch.zeros(1)}, {}, None)
         write_link(alias, trial.name)
         alias.unlink()
-        remove_tree(trial.rename(beside_of(trial, "partial")))
+        left = [trial.rename(beside_of(trial, "partial")), beside_of(trial, "previous")]
+        for path in filter(Path.exists, left):  # the second if its removal has failed
+            remove_tree(path)
     except OSError as error:
         remove(trial)
         raise Refused(f"{shown(folder)}: {error}; choose a folder on another disk by hydra.run.dir=FOLDER") from error

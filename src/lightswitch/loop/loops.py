@@ -66,14 +66,6 @@ class RunLoop(_FitLoop):
         has_batches = self.max_batches != 0 and self.trainer.limit_train_batches != 0
         return super().skip and not (self.is_resuming and has_batches)
 
-    def on_run_end(self) -> None:
-        """End training; a run that is resumed at its last step ends in the same epoch as when it trained that step."""
-        progress: Any = self.epoch_progress
-        if progress.current.processed < progress.current.started:
-            progress.increment_processed()
-            progress.increment_completed()
-        super().on_run_end()
-
 
 class EpochLoop(_TrainingEpochLoop):
     """Loop over the batches of an epoch that does the same as Lightning's, in the same order, with fewer calls.

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
+from lightswitch.batches.callback import GlobalBatch
+from lightswitch.batches.plan import BatchPlan
 from lightswitch.loop.loops import replace_loops
 from lightswitch.monitoring import objective
 from lightswitch.monitoring.metrics import MetricsFile, Results
@@ -111,9 +113,8 @@ def test_a_resumed_run_leaves_the_file_of_one_uninterrupted_run(tmp_path: Path) 
 def test_a_run_that_is_resumed_at_its_last_step_tests_in_the_same_epoch(tmp_path: Path) -> None:
     checkpoint = tmp_path / "at_5.ckpt"  # within an epoch
     for name in ("whole", "resumed"):
-        run = trainer(
-            tmp_path, logger=MetricsFile(tmp_path / name), callbacks=[Engine(), SaveAt(5, checkpoint)], max_steps=5
-        )
+        callbacks = [GlobalBatch(BatchPlan.derive(8, 8, 1), seed=1), SaveAt(5, checkpoint)]
+        run = trainer(tmp_path, logger=MetricsFile(tmp_path / name), callbacks=callbacks, max_steps=5)
         replace_loops(run)
         model = Regression()
         run.fit(model, loader(), loader(16), ckpt_path=checkpoint if name == "resumed" else None)
