@@ -53,14 +53,15 @@ def test_garbage_is_collected_after_steps_and_at_no_other_moment_of_them(
 ) -> None:
     gc.freeze()  # as launch/build does
     asks, own, frozen = Asks(), gc.collect, gc.get_freeze_count()
-    monkeypatch.setattr(kernels, "_COLLECTS_EVERY_N_STEPS", 3)
+    monkeypatch.setattr(kernels, "_COLLECTS_OLDER", 2)
+    monkeypatch.setattr(kernels, "_COLLECTS_ALL", 4)
     monkeypatch.setattr(gc, "collect", lambda generation=2: asks.collected.append(generation) or own(generation))
     between = [StrategyCallback(), asks]
-    fitted(between, tmp_path, max_steps=3, accumulate_grad_batches=2, val_check_interval=4)
-    assert asks.in_steps == [False] * 6
+    fitted(between, tmp_path, max_steps=4, accumulate_grad_batches=2, val_check_interval=4)
+    assert asks.in_steps == [False] * 8
     assert asks.in_evaluation
     assert all(asks.in_evaluation)
-    assert asks.collected[-3:] == [0, 0, 2]
+    assert asks.collected[-4:] == [0, 1, 0, 2]
     assert gc.isenabled()
     assert gc.get_freeze_count() > frozen / 2, "imports stay frozen: to search them as the process ends takes a second"
     gc.unfreeze()
