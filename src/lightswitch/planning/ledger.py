@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -45,6 +46,7 @@ _MOST_READS = 10_000  # by one line of code in a step
 _PASSED = ("torch.", "lightswitch.")
 aten = torch.ops.aten
 _BY_SECOND_ARGUMENT = (aten.index.Tensor, aten.masked_select.default, aten._pack_padded_sequence.default)  # alone
+_STEPS = (aten._fused_adam_.default, aten._fused_adamw_.default)  # in place: nothing to record, of a thousand tensors
 _OF_UNUSUAL_VALUES = (aten.isnan.default, aten.isinf.default)
 
 
@@ -116,7 +118,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
     ) -> None:
         """Begin to name the storages of a module and of its optimizers."""
         self._rounded = rounded
-        self._model, self._optimizers, self._unit_paths = model, optimizers, ("", *units)
+        self._model, self._optimizers, self._numbers = model, optimizers, {path: n for n, path in enumerate(units, 1)}
         self.places.know(model)
         unit_of = {p: number for number, unit in enumerate(units.values(), 1) for p in unit.parameters()}
         for parameter in model.parameters():
@@ -158,6 +160,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # the most frequent operator
             return FakeTensor.__torch_dispatch__(func, types, args)
+        if func in _STEPS:
+            return None
         kwargs = kwargs or {}
         out = self._run(func, args, kwargs)
         made = [self.block_of(tensor) for tensor in tensors_in(out)]
@@ -313,7 +317,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
         )
 
     def _unit_of(self, place: str) -> int:
-        return next((n for n, path in enumerate(self._unit_paths) if path and _is_in(place, path)), 0)
+        paths = accumulate(place.split("."), "{}.{}".format)  # of the modules around it, the outermost first
+        return next((self._numbers[path] for path in paths if path in self._numbers), 0)
 
 
 class Places:

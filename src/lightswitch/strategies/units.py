@@ -32,15 +32,16 @@ def find_units(model: nn.Module, named: Sequence[str] | None = None) -> dict[str
     Raises:
         Refused: a name matches no module, or a unit shares parameters with the rest of the model.
     """
+    held = _held(model)
     if named is None:
         first = {unit: path for path, unit in reversed([*_repeated(model)])}  # a unit may have several paths
-        return {path: unit for path, unit in _repeated(model) if first[unit] == path and _is_separable(model, unit)}
+        return {path: unit for path, unit in _repeated(model) if first[unit] == path and _is_separable(unit, held)}
     found = {path: module for path, module in model.named_modules() if path and _fits(path, module, named)}
     for name in named:
         if not any(_fits(path, module, [name]) for path, module in found.items()):
             raise Refused(f"units: {name} is neither a class nor a path in {type(model).__name__}; {_classes(model)}")
     for path, unit in found.items():
-        if not _is_separable(model, unit):
+        if not _is_separable(unit, held):
             raise Refused(
                 f"units: {path} shares parameters with modules outside of it; name a module that contains both"
             )
@@ -52,9 +53,9 @@ def called_parts(model: nn.Module) -> list[nn.Module]:
 
     Under manual optimization, a training step calls these, and steps the optimizer between calls.
     """
-    parts = []
+    parts, held = [], _held(model)
     for child in model.children():
-        if _has_forward(child) and _is_separable(model, child) and any(True for _ in child.parameters()):
+        if _has_forward(child) and _is_separable(child, held) and any(True for _ in child.parameters()):
             parts.append(child)
         else:
             parts += called_parts(child)
@@ -86,14 +87,18 @@ def _has_matrix(module: nn.Module) -> bool:
     return any(parameter.ndim > 1 for parameter in module.parameters())
 
 
-def _is_separable(model: nn.Module, unit: nn.Module) -> bool:
+def _is_separable(unit: nn.Module, everywhere: Counter[nn.Parameter]) -> bool:
     """Return whether a unit shares no parameter with modules outside it; tied parameters are gathered by a module that
-    contains both."""
-    inside, everywhere = _held(unit), _held(model)
-    return all(everywhere[parameter] == times for parameter, times in inside.items())
+    contains both.
+
+    Args:
+        everywhere: how often the model has each parameter; see `_held`.
+    """
+    return all(everywhere[parameter] == times for parameter, times in _held(unit).items())
 
 
 def _held(module: nn.Module) -> Counter[nn.Parameter]:
+    """Return how often a module and its parts have each parameter."""
     return Counter(parameter for part in module.modules() for _, parameter in part.named_parameters(recurse=False))
 
 
