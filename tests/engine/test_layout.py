@@ -166,10 +166,11 @@ def test_what_runs_before_torch_imports_none() -> None:
     assert subprocess.check_output([sys.executable, "-c", script, *WITHOUT_TORCH.split()], text=True) == "set()\n"
 
 
-# matplotlib, where it is installed, is imported by the base class of torchmetrics; nothing that a run needs installs it
-SLOW = {"pandas", "scipy", "sklearn", "torchvision", "transformers"}
+SLOW = {"matplotlib", "pandas", "scipy", "sklearn", "torchvision", "transformers"}
 ASKED = "import torchmetrics as tm; from torchmetrics import Accuracy; from torchmetrics.text import BLEUScore; "
-ASKED += "assert tm.classification.Accuracy is Accuracy and issubclass(BLEUScore, tm.Metric) and tm.__version__"
+ASKED += "assert tm.classification.Accuracy is Accuracy and issubclass(BLEUScore, tm.Metric) and tm.__version__; "
+ASKED += "plots = sys.modules['torchmetrics.utilities.plot']; assert '__getattr__' in vars(plots), 'not loaded yet'; "
+ASKED += "assert plots._get_col_row_split(4) == (2, 2) and '__getattr__' not in vars(plots)"
 
 
 def test_a_run_imports_the_core_alone(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.util import find_spec, module_from_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +111,32 @@ def _defer_torchmetrics() -> None:
 
     package.__getattr__ = attribute
     sys.modules["torchmetrics"] = package
+    _defer_matplotlib(*package.__path__)
+
+
+def _defer_matplotlib(folder: str) -> None:
+    """Let torchmetrics import matplotlib only when a metric is plotted: its base class would, where it is installed."""
+    spec = spec_from_file_location("torchmetrics.utilities.plot", os.path.join(folder, "utilities", "plot.py"))
+    if spec is None or spec.loader is None or not os.path.exists(spec.origin or ""):
+        return
+    plots: Any = module_from_spec(spec)
+    load = spec.loader.exec_module
+
+    def attribute(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name.endswith("_TYPE"):  # of an argument, as if matplotlib were not installed
+            return object
+
+        def plotted(*args: Any, **options: Any) -> Any:
+            if vars(plots).pop("__getattr__", None) is not None:
+                load(plots)
+            return getattr(plots, name)(*args, **options)
+
+        return plotted
+
+    plots.__getattr__ = attribute
+    sys.modules[spec.name] = plots
 
 
 def show_first_line(arguments: Sequence[str]) -> None:
