@@ -96,9 +96,8 @@ class Items:
             is_of_step: False if the micro-batch repeats a sample, because the step has fewer samples than
                 micro-batches.
         """
-        is_whole = trainer.world_size == trainer.accumulate_grad_batches == 1  # its mean is that of the step
-        if self._of_batch is None or is_whole:
-            return
+        if self._of_batch is None or trainer.world_size == trainer.accumulate_grad_batches == 1:
+            return  # a single micro-batch's mean is that of the step
         if self._unit is None:
             mean = (
                 float(trainer.strategy.reduce(self._of_batch.clone(), reduce_op="mean"))

@@ -75,10 +75,10 @@ class GlobalBatch(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = HookedStrategy.of(trainer)
         _check_replicas(trainer, self.plan)
-        self._rank = data_rank(trainer)
+        self._rank, self._device = data_rank(trainer), strategy.root_device
         strategy.share = partial(self._loaders.share, trainer)
         strategy.on_loaders = partial(self._seed_loaders, trainer)
-        strategy.on_batch = partial(self._seed, trainer, _TRANSFER)
+        strategy.on_batch = partial(self._seed, _TRANSFER)
         strategy.on_output = partial(self._items.note, trainer)
         strategy.loss_weight = self._weight
         # configure_model draws the same weights as a constructor: from the same random state, in 32 bits, on the CPU
@@ -127,7 +127,7 @@ class GlobalBatch(Callback):
         if trainer.current_epoch > 0 and not trainer.fit_loop.is_resuming:  # new iterators are made
             self._loaders.note_replaced(trainer)
         self._loaders.start_epoch(trainer.current_epoch)
-        self._seed_alike(trainer, trainer.current_epoch)
+        self._seed_alike(trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._loaders.compare_ranks(trainer)
@@ -138,20 +138,19 @@ class GlobalBatch(Callback):
         results = trainer.fit_loop.epoch_loop._results
         if samples is not None and isinstance(results, Results):
             results.count(samples)
-        self._seed(trainer)
+        self._seed()
 
-    def _seed(self, trainer: Trainer, *of: int) -> None:
+    def _seed(self, *of: int) -> None:
         """Seed the generators by the position in the run, and by the purpose of the random numbers."""
         at = self._counter
-        seed = mix(self.seed, at.epoch_start.global_step, at.micro_batches, self._rank, *of)
-        seed_generators(seed, trainer.strategy.root_device)
+        seed_generators(mix(self.seed, at.epoch_start.global_step, at.micro_batches, self._rank, *of), self._device)
 
-    def _seed_alike(self, trainer: Trainer, *of: int) -> None:
+    def _seed_alike(self, *of: int) -> None:
         """Seed the generators for the hooks around an epoch or evaluation, and for new loaders, alike on all ranks.
 
         They would draw from the state that the last batch before has left, which a resumed run does not have.
         """
-        seed_generators(mix(self.seed, *of), trainer.strategy.root_device)
+        seed_generators(mix(self.seed, *of), self._device)
 
     def _seed_loaders(self, trainer: Trainer, for_training: bool) -> None:
         """Seed the generators for new loaders, for training by the epoch if they are made anew in some epochs."""
@@ -159,7 +158,7 @@ class GlobalBatch(Callback):
             self._loaders.start_set(trainer)
         is_of_epoch = for_training and trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set past its declaration
         epoch = trainer.current_epoch if is_of_epoch else 0
-        self._seed_alike(trainer, epoch if for_training else _EVALUATION, _LOADERS)
+        self._seed_alike(epoch if for_training else _EVALUATION, _LOADERS)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if not loss.requires_grad:
@@ -191,7 +190,7 @@ class GlobalBatch(Callback):
             self._log_step(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._seed_alike(trainer, self._counter.epoch_start.epoch, _END)
+        self._seed_alike(self._counter.epoch_start.epoch, _END)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
@@ -233,10 +232,10 @@ class GlobalBatch(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             self._metrics.restore(pl_module, trains=False)
-        self._seed_alike(trainer, _EVALUATION)
+        self._seed_alike(_EVALUATION)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._seed_alike(trainer, _EVALUATION, _END)
+        self._seed_alike(_EVALUATION, _END)
 
     on_test_start = on_predict_start = on_validation_start
     on_test_epoch_end = on_validation_epoch_end
@@ -250,7 +249,7 @@ class GlobalBatch(Callback):
             samples = samples_in(loaders.flattened[dataloader_idx], batch_idx)
             if samples is not None:
                 patches.replace(trainer._results, "batch_size", samples)
-        seed_generators(mix(self.seed, dataloader_idx, batch_idx, self._rank), trainer.strategy.root_device)
+        seed_generators(mix(self.seed, dataloader_idx, batch_idx, self._rank), self._device)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 

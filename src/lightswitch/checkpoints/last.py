@@ -144,7 +144,8 @@ class StepBoundary(Callback):
         patches.restore(trainer, "save_checkpoint")
 
     def _save_and_go_on(self, trainer: Trainer) -> None:
-        self._refuse_set_weights(trainer.lightning_module)
+        if self._resumed:
+            self._refuse_set_weights(trainer.lightning_module)
         self._take_put_off()
         for last in self._last:
             last.save_if_due(trainer)
@@ -152,7 +153,7 @@ class StepBoundary(Callback):
         self._puts_off = True
 
     def _refuse_set_weights(self, module: LightningModule) -> None:
-        now = _sampled(module) if self._resumed else {}
+        now = _sampled(module)
         if changed := [name for name, one in self._resumed.items() if not torch.equal(one, now[name])]:
             raise Refused(
                 f"on_train_start has set {listed(changed, 'parameters')}, but the run is resumed, with the weights of "

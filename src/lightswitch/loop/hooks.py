@@ -17,9 +17,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from lightswitch import patches
 from lightswitch.errors import Refused
@@ -34,10 +36,11 @@ _EMPTY = {  # hooks of a step that do nothing in LightningModule
         *("on_after_backward", "on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end"),
     )
 }
+_CLIPPING = "configure_gradient_clipping"
 _MONITORING = (EarlyStopping, Checkpoint)
 _KNOWN = ("lightning", "lightswitch")  # packages whose hooks don't write to weights, or only through the strategy
 _WITHOUT_WEIGHTS = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
-_OTHERS_WITH_WEIGHTS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
+_OTHERS_WITH_WEIGHTS = ("optimizer_step", "optimizer_zero_grad", _CLIPPING, "lr_scheduler_step")
 _EVALUATION = ("validation_step", "test_step", "predict_step")
 _NAME = "_current_fx_name"  # attribute of a LightningModule
 STEPS = 3  # number of a process's steps that count as its first
@@ -74,7 +77,7 @@ class _Hooks:
         self, trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
     ) -> None:
         """Call a hook of the callbacks that override it."""
-        module = trainer.strategy.lightning_module  # None before it is attached
+        module = trainer._accelerator_connector.strategy._lightning_module  # past two properties; None before a fit
         if trainer.profiler is not self._profiler or trainer.callbacks != self._callbacks:  # type: ignore[attr-defined]  # set by connectors
             self._note(trainer)
         if hook_name not in self._overriding:
@@ -96,10 +99,12 @@ class _Hooks:
         self, trainer: Trainer, hook_name: str, *args: Any, pl_module: LightningModule | None = None, **kwargs: Any
     ) -> Any:
         """Return the result of a module's hook, or None if it is empty."""
-        module: Any = pl_module or trainer.strategy.lightning_module
+        module: Any = pl_module or trainer._accelerator_connector.strategy._lightning_module
         may_be_empty = hook_name in _EMPTY and hook_name not in module.__dict__
         if may_be_empty and getattr(module.__class__, hook_name) is _EMPTY[hook_name]:
             return None
+        if hook_name == _CLIPPING and not self._is_profiled and _clips_as_lightning(module):
+            return _clip(trainer, *args, **kwargs)
         hook = getattr(module, hook_name)
         if not callable(hook):
             return None
@@ -107,8 +112,8 @@ class _Hooks:
 
     def call_strategy(self, trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
         """Return the result of a strategy's hook."""
-        strategy, is_guarded = trainer.strategy, hook_name in _EVALUATION
-        module, hook = strategy.lightning_module, getattr(strategy, hook_name)
+        strategy, is_guarded = trainer._accelerator_connector.strategy, hook_name in _EVALUATION
+        module, hook = strategy._lightning_module, getattr(strategy, hook_name)
         return self._run(trainer, module, strategy, hook, hook_name, args, kwargs, is_guarded)
 
     def _run(
@@ -160,6 +165,28 @@ class _Hooks:
         if around is not None:
             entered.enter_context(around)
         return entered
+
+
+def _clips_as_lightning(module: LightningModule) -> bool:
+    """Return whether a module clips gradients by Lightning's implementation, with the Trainer's arguments."""
+    kind, own = type(module), vars(module)
+    return (
+        kind.configure_gradient_clipping is LightningModule.configure_gradient_clipping
+        and kind.clip_gradients is LightningModule.clip_gradients
+        and not (_CLIPPING in own or "clip_gradients" in own)
+    )
+
+
+def _clip(trainer: Trainer, optimizer: Any, gradient_clip_val: float | None, gradient_clip_algorithm: Any) -> None:
+    """Clip gradients as LightningModule.clip_gradients does, which first compares the Trainer's arguments with
+    themselves, through twenty enums."""
+    plugin, kind = trainer.precision_plugin, gradient_clip_algorithm or GradClipAlgorithmType.NORM
+    if not gradient_clip_val:
+        return
+    if kind is GradClipAlgorithmType.NORM and type(plugin).clip_gradients is Precision.clip_gradients:
+        plugin.clip_grad_by_norm(optimizer, gradient_clip_val)
+    else:
+        plugin.clip_gradients(optimizer, gradient_clip_val, kind)
 
 
 def _is_users(hook: Any) -> bool:

@@ -14,6 +14,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -95,6 +96,7 @@ class EpochLoop(_TrainingEpochLoop):
         self._results.start_epoch()
         _Loop.restarting.fset(self.trainer.fit_loop, False)  # type: ignore[attr-defined]  # past FitLoop's own setter, which keeps it set by max_steps
         trainer = self.trainer
+        self._device = trainer.strategy.root_device  # which a strategy looks up in the environment
         owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
         own = any(is_overridden(name, owner) for name in _TRANSFERS for owner in owners)
         self._moves_by_hooks = own or type(trainer.strategy).batch_to_device is not Strategy.batch_to_device
@@ -105,7 +107,7 @@ class EpochLoop(_TrainingEpochLoop):
         Raises:
             StopIteration: no batch is left, or a hook ends the epoch.
         """
-        if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
+        if type(data_fetcher) is _DataLoaderIterDataFetcher:  # isinstance asks its abstract base class
             super().advance(data_fetcher)
             return
         trainer, progress, results = self.trainer, self.batch_progress, self._results
@@ -155,7 +157,7 @@ class EpochLoop(_TrainingEpochLoop):
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Step the schedulers that are due."""
-        if self.trainer.lr_scheduler_configs:
+        if self.trainer._accelerator_connector.strategy.lr_scheduler_configs:  # past a property: four times a step
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     def _moved(self, batch: Any) -> Any:
@@ -163,8 +165,7 @@ class EpochLoop(_TrainingEpochLoop):
         trainer = self.trainer
         batch = trainer.precision_plugin.convert_input(batch)
         if not self._moves_by_hooks:
-            device = trainer.strategy.root_device
-            return batch if device.type == "cpu" else move_data_to_device(batch, device)
+            return batch if self._device.type == "cpu" else move_data_to_device(batch, self._device)
         strategy = trainer.strategy
         if isinstance(strategy, HookedStrategy) and strategy.on_batch is not None:
             strategy.on_batch()
@@ -184,11 +185,17 @@ class EpochLoop(_TrainingEpochLoop):
             progress.increment_by(0, is_last_batch=True)
             return None, True
         progress.increment_started()
-        arguments = self._arguments(batch, batch_idx)
+        if isinstance(trainer.profiler, PassThroughProfiler):
+            return self._optimized(batch, batch_idx), False
         with trainer.profiler.profile("run_training_batch"):
-            if trainer.lightning_module.automatic_optimization:
-                return self.automatic_optimization.run(trainer.optimizers[0], batch_idx, arguments), False
-            return self.manual_optimization.run(arguments), False
+            return self._optimized(batch, batch_idx), False
+
+    def _optimized(self, batch: Any, batch_idx: int) -> Any:
+        """Return the output of the training step on a batch, by which optimizers have stepped if they are due."""
+        trainer, arguments = self.trainer, self._arguments(batch, batch_idx)
+        if trainer.lightning_module.automatic_optimization:
+            return self.automatic_optimization.run(trainer.optimizers[0], batch_idx, arguments)
+        return self.manual_optimization.run(arguments)
 
     def _arguments(self, batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
         """Return the arguments of `training_step`, whose signature is inspected once."""

@@ -106,8 +106,8 @@ class StrategyCallback(Callback):
         gc.disable()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step != self._step:  # not between micro-batches
-            self._step = trainer.global_step
+        if (step := trainer.global_step) != self._step:  # not between micro-batches
+            self._step = step
             gc.collect((self._step % _COLLECTS_OLDER == 0) + (self._step % _COLLECTS_ALL == 0))  # the generation
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -12,7 +12,8 @@ from lightning.fabric.utilities.device_parser import _select_auto_accelerator
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry, CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from torch import Tensor
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,6 +42,32 @@ class Single(PortableCheckpoints, SingleDeviceStrategy):
 _NAMES = ("forward_sync_buffers", "broadcast_buffers")  # from torch 2.13, which warns of the other, and before
 _BROADCASTS_BUFFERS = next(name for name in _NAMES if name in signature(DistributedDataParallel).parameters)
 _WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")  # in torch's long error message
+
+
+class _Redirection(_DDPForwardRedirection):
+    """Redirection of a step through DDP's forward pass that replaces the module's `forward` in its `__dict__`.
+
+    Lightning sets it twice a step as an attribute, for which nn.Module searches parameters, buffers and modules.
+    """
+
+    def __call__(
+        self, wrapper_module: nn.Module, original_module: Any, method_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        own = vars(original_module)
+        before = own.get("forward")
+
+        def redirected(*args: Any, **kwargs: Any) -> Any:
+            del own["forward"]  # the step may call it
+            if before is not None:
+                own["forward"] = before
+            output = getattr(original_module, method_name)(*args, **kwargs)
+            self.on_after_inner_forward(wrapper_module, original_module)
+            return output
+
+        own["forward"] = redirected
+        output = wrapper_module(*args, **kwargs)
+        self.on_after_outer_forward(wrapper_module, original_module)
+        return output
 
 
 class DDP(PortableCheckpoints, DDPStrategy):
@@ -79,6 +106,7 @@ class DDP(PortableCheckpoints, DDPStrategy):
             gradient_as_bucket_view=gradient_as_bucket_view,
             bucket_cap_mb=bucket_cap_mb,
         )
+        self._forward_redirection = _Redirection()
         self.broadcast_buffers = broadcast_buffers
         if not broadcast_buffers:
             self._ddp_kwargs[_BROADCASTS_BUFFERS] = False

@@ -94,15 +94,31 @@ def test_what_is_logged_is_shown_at_the_same_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_weights_are_the_same_to_the_bit(accumulation: int, tmp_path: Path) -> None:
-    def weights(arrange: Callable[[Trainer], None]) -> dict[str, Tensor]:
-        seed_everything(1, verbose=False)
-        model = PlainModel()
-        trainer = trained_by(tmp_path, [], max_epochs=2, accumulate_grad_batches=accumulation)
-        arrange(trainer)
-        trainer.fit(model, PlainData())
-        return model.state_dict()
+    expected = _weights(tmp_path, lambda trainer: None, accumulate_grad_batches=accumulation)
+    trained = _weights(tmp_path, replace_loops, accumulate_grad_batches=accumulation)
+    torch.testing.assert_close(trained, expected, rtol=0, atol=0)
 
-    torch.testing.assert_close(weights(replace_loops), weights(lambda trainer: None), rtol=0, atol=0)
+
+@pytest.mark.parametrize("clipping", [{"gradient_clip_algorithm": "value"}, {"gradient_clip_algorithm": "norm"}, {}])
+def test_gradients_are_clipped_as_lightning_clips_them(clipping: dict[str, str], tmp_path: Path) -> None:
+    clipping = {"gradient_clip_val": 0.01, **clipping}
+    expected = _weights(tmp_path, lambda trainer: None, **clipping)
+    torch.testing.assert_close(_weights(tmp_path, _as_the_engine, **clipping), expected, rtol=0, atol=0)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(_weights(tmp_path, _as_the_engine), expected)
+
+
+@pytest.mark.parametrize("hook", ["configure_gradient_clipping", "clip_gradients"])
+@pytest.mark.parametrize("is_of_class", [True, False])
+def test_a_module_that_clips_its_gradients_itself_is_asked(hook: str, is_of_class: bool, tmp_path: Path) -> None:
+    skip_empty_hooks()
+    asked: list[Any] = []
+    model = type("Clipping", (PlainModel,), {hook: lambda self, *given, **named: asked.append((given, named))})()
+    if not is_of_class:
+        model, own = PlainModel(), model
+        setattr(model, hook, getattr(own, hook))
+    trained_by(tmp_path, [], max_steps=2, gradient_clip_val=0.5).fit(model, PlainData())
+    assert len(asked) == 2
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # which Lightning says once a process
@@ -120,6 +136,14 @@ def test_a_step_that_is_replaced_between_epochs_gets_the_arguments_it_takes(tmp_
     replace_loops(trainer)
     trainer.fit(model, PlainData())
     assert len(model.took) == 4
+
+
+def _weights(folder: Path, arrange: Callable[[Trainer], None], **arguments: Any) -> dict[str, Tensor]:
+    seed_everything(1, verbose=False)
+    model, trainer = PlainModel(), trained_by(folder, [], max_epochs=2, **arguments)
+    arrange(trainer)
+    trainer.fit(model, PlainData())
+    return model.state_dict()
 
 
 def _shown(folder: Path, arrange: Callable[[Trainer], None]) -> list[dict[str, dict[str, float]]]:
