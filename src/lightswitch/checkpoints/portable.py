@@ -9,6 +9,7 @@ import functools
 import hashlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from datetime import timedelta
 from functools import partial
@@ -320,29 +321,23 @@ class PortableCheckpoints(Strategy):
         self._reader = reader = Reader(path, self.checkpoint_group, advice, names.parameters(module))
         is_of_hub = is_hub(reader.path)
         is_whole = renamed is None and not is_of_hub
+        state = self.lightning_module_state_dict().items()
+        wanted = {name for name, value in state if names.is_stored(value)}
         if not is_whole:
-            state = self.lightning_module_state_dict().items()
-            wanted = {name for name, value in state if names.is_stored(value)}
             reader.rename(partial(_renamed, renamed=renamed or {}))
             translate = getattr(module, "from_hf", None)
             if is_of_hub and translate is not None and not wanted & reader.names("model."):
                 reader.take(lambda found: dict(translate(found)))
-            self._report_fit(path, wanted, reader.names("model."))
-        self.load_model_state_dict(reader.state, strict=module.strict_loading and is_whole)
-
-    def _report_fit(self, path: Path, wanted: set[str], found: set[str]) -> None:
+        found = reader.names("model.")
         if not wanted & found:
             raise Refused(
                 f"init_from={path}: none of its {len(found)} tensors has the name of a tensor in the model; it has "
                 f"{listed(sorted(found))}, the model has {listed(sorted(wanted))}; "
-                "map the prefixes of names: 'init_names={old.: new.}'"
+                f"type {_mapping(found, wanted)}"
             )
-        if self.is_global_zero:
-            log.info("init_from  %d of the model's %d tensors are in %s", len(wanted & found), len(wanted), path)
-            if initial := sorted(wanted - found):
-                log.warning("init_from  %s keep their initial values", listed(initial))
-            if unused := sorted(found - wanted):
-                log.warning("init_from  %s of %s are not in the model", listed(unused), path)
+        if not is_whole and self.is_global_zero:
+            _report_fit(path, wanted, found)
+        self.load_model_state_dict(reader.state, strict=module.strict_loading and is_whole)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
@@ -410,6 +405,30 @@ def _renamed(name: str, renamed: Mapping[str, str]) -> str:
         if name.startswith(prefix):
             return new + name.removeprefix(prefix)
     return name
+
+
+def _report_fit(path: Path, wanted: set[str], found: set[str]) -> None:
+    log.info("init_from  %d of the model's %d tensors are in %s", len(wanted & found), len(wanted), path)
+    if initial := sorted(wanted - found):
+        log.warning("init_from  %s keep their initial values", listed(initial))
+    if unused := sorted(found - wanted):
+        log.warning("init_from  %s of %s are not in the model", listed(unused), path)
+
+
+def _mapping(found: Set[str], wanted: Set[str]) -> str:
+    """Return what to type for the prefix, and the one in its place, with which most names, and more than one, fit."""
+    pairs: Counter[tuple[str, str]] = Counter()
+    ends = {name[at:]: name[:at] for name in sorted(wanted) for at in _starts(name)}
+    for name in found:
+        if (at := next((at for at in _starts(name) if name[at:] in ends), None)) is not None:
+            pairs[name[:at] or ".", ends[name[at:]]] += 1
+    ((old, new), fitting), *_ = [*pairs.most_common(1), (("old.", "new."), 0)]
+    return f"""'init_names={{{old}: {new or '""'}}}'""" if fitting > 1 else "'init_names={old.: new.}'"
+
+
+def _starts(name: str) -> list[int]:
+    """Return where a name's parts start."""
+    return [0, *(at + 1 for at, letter in enumerate(name) if letter == ".")]
 
 
 def _is_within(path: Path, folder: Path) -> bool:

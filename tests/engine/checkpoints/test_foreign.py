@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightswitch.checkpoints.portable import PortableCheckpoints
+from lightswitch.checkpoints.portable import PortableCheckpoints, _mapping
 from lightswitch.checkpoints.reading import Reader
 from lightswitch.errors import UnfitCheckpoint
 from tests.engine.conftest import PLAIN, Finished, Train, once
@@ -130,4 +130,18 @@ def test_names_that_fit_nothing_are_refused_with_both_sides(folder: Path, train:
     refused = train(*SHORT, f"init_from={folder}", check=False)
     told = "none of its 4 tensors has the name of a tensor in the model; it has body.0.bias"
     assert told in refused.refusal
-    assert "'init_names={old.: new.}'" in refused.refusal
+    assert "type 'init_names={body.: net.}'" in refused.refusal
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "typed"),
+    [
+        ("conv.weight bn.weight fc.weight", "net.conv.weight net.bn.weight net.fc.weight net.fc.bias", "{.: net.}"),
+        ("module.conv.weight module.fc.weight", "conv.weight fc.weight", '{module.: ""}'),
+        ("a.x.0.weight a.x.1.weight b.weight", "c.d.0.weight c.d.1.weight", "{a.x.: c.d.}"),
+        ("a.weight", "b.weight", "{old.: new.}"),
+        ("a.b", "c.d", "{old.: new.}"),
+    ],
+)
+def test_the_prefix_that_most_names_want_is_proposed(found: str, wanted: str, typed: str) -> None:
+    assert _mapping({*found.split()}, {*wanted.split()}) == f"'init_names={typed}'"
