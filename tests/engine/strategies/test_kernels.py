@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins import Precision
 from torch import nn
 
 from lightswitch.errors import Refused
-from lightswitch.hooked_strategy import hooked
+from lightswitch.hooked_strategy import hooked, with_mixin
 from lightswitch.strategies import callbacks as kernels
-from lightswitch.strategies.callbacks import StrategyCallback
+from lightswitch.strategies.callbacks import StrategyCallback, _ClipsAtOnce
 from lightswitch.strategies.ddp import Single
 from lightswitch.strategies.units import Compilation, Float8, is_compiled, is_fitting
 from tests.engine.conftest import runs_in
@@ -76,6 +78,43 @@ def test_garbage_is_collected_as_before_once_a_run_has_failed(tmp_path: Path) ->
     with pytest.raises(RuntimeError, match="this is the bug"):
         fitted([StrategyCallback()], tmp_path, Raises(), max_steps=1)
     assert gc.isenabled()
+
+
+GRADIENTS = {  # of parameters, by what distinguishes them
+    "one kind": [torch.randn(3, 4), torch.randn(5), None, torch.tensor(2.0)],
+    "16 bits": [torch.randn(30, 4).bfloat16(), torch.randn(7).bfloat16()],
+    "two dtypes": [torch.randn(3, 4), torch.randn(5).double()],
+    "sparse": [torch.randn(3, 4).to_sparse()],
+    "complex": [torch.randn(3, dtype=torch.complex64)],
+    "not finite": [torch.tensor([1.0, float("inf")]), torch.ones(2)],
+    "none": [None],
+}
+
+
+@pytest.mark.parametrize("most", [0.1, 100])
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_gradients_are_clipped_by_their_norm_as_torch_does_to_the_bit(kind: str, most: float) -> None:
+    ours, torchs = (
+        [nn.Parameter(torch.ones(1) if one is None else one.to_dense().clone()) for one in GRADIENTS[kind]]
+        for _ in range(2)
+    )
+    for parameter, gradient in (*zip(ours, GRADIENTS[kind], strict=True), *zip(torchs, GRADIENTS[kind], strict=True)):
+        parameter.grad = None if gradient is None else gradient.clone()
+    clipped = _clipped(lambda: with_mixin(_ClipsAtOnce, Precision()).clip_grad_by_norm(torch.optim.SGD(ours), most))
+    assert clipped == _clipped(lambda: torch.nn.utils.clip_grad_norm_(torchs, most))
+    for own, its in zip(ours, torchs, strict=True):
+        if own.grad is not None and kind != "sparse":
+            assert torch.equal(own.grad.nan_to_num(5.0), its.grad.nan_to_num(5.0))  # type: ignore[union-attr]
+            assert torch.equal(own.grad, own) == (most == 100 and kind != "not finite")
+
+
+def _clipped(clip: Callable[[], object]) -> str:
+    """What torch refuses, as sparse gradients, or nothing."""
+    try:
+        clip()
+    except (NotImplementedError, RuntimeError) as error:
+        return str(error)
+    return ""
 
 
 class WithLoss(PlainModel):
