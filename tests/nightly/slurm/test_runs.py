@@ -65,7 +65,7 @@ def test_a_job_that_is_requeued_to_another_node_has_its_run_directory_at_once(
 
 def test_a_fork_trains_over_nodes(slurm_cluster: Cluster, tmp_path: Path) -> None:
     fork = made(clone_into(tmp_path / "clone"), tmp_path / "birdsong", "--bare")
-    environment(fork, "--editable", ".")
+    environment(fork, *map(str, fork.glob("wheels/*")), "--editable", ".")
     job = submit(slurm_cluster, fork / "slurm/multinode.sh", "strategy=fsdp", "debug=limit", cwd=fork, nodes=2)
     assert job.wait() == "COMPLETED", job.output()
     assert "test/accuracy" in job.output()
