@@ -178,7 +178,8 @@ def shared_problems(cfg: DictConfig, compose: Callable[[list[str]], DictConfig])
     with contextlib.suppress(HydraException, OmegaConfBaseException):
         shared = next(found)
         while shared and (other := next(found, None)) is not None:
-            shared = [problem for problem in shared if problem in other]
+            also = {problem.partition(";")[0] for problem in other}  # what to type has each job's value
+            shared = [problem for problem in shared if problem.partition(";")[0] in also]
         return shared
     return []
 

@@ -284,7 +284,7 @@ INCOMPLETE = f"{LANGUAGE_MODEL[0]} {TEXT}"
         (f"{LANGUAGE} trainer.max_stps=4 optimizer.eps=x,1e-8", [TYPO]),
         (f"{LANGUAGE} optimizer.eps=x,1e-8,y", []),
         (f"{LANGUAGE} seed=1,2 model.lr=0.1", ["model.lr: LanguageModel takes no lr; type optimizer.lr=0.1"]),
-        (f"{LANGUAGE} model.lr=0.1,0.2", []),  # each has another line
+        (f"{LANGUAGE} model.lr=0.1,0.2", ["model.lr: LanguageModel takes no lr; type optimizer.lr=0.1"]),
         # the first and the last take no such option
         (f"{LANGUAGE} strategy=fsdp,ddp,fsdp_hybrid trainer.strategy.find_unused_parameters=true", []),
         *at_night(
