@@ -295,7 +295,9 @@ def plan(cfg: DictConfig, run: RunContext) -> None:
         except Refused as refusal:
             refused[candidate.name] = str(refusal)
     if not estimates:
-        raise RefusedRequest(dict.fromkeys(line for why in refused.values() for line in why.splitlines()))
+        lines = [why.splitlines() for why in refused.values()]
+        shared = [line for line in lines[0] if all(line in others for others in lines)]
+        raise RefusedRequest(shared or dict.fromkeys(line for each in lines for line in each))
     among += [other for one in among if (other := one.recomputing()) is not None]
     best, *others = report.ordered(estimates)
     estimates = report.ordered([confirmed(request, best, among), *others])

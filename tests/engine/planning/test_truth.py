@@ -62,7 +62,8 @@ class Truth(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-        self.storages.add([*pl_module.parameters(), *pl_module.buffers()], states, batch)
+        with torch._C.DisableTorchFunction():  # ZeRO-3's shards, which a hook is refused to read
+            self.storages.add([*pl_module.parameters(), *pl_module.buffers()], states, batch)
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self.peaks.append(0)
             self.storages.peak = 0
