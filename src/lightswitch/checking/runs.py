@@ -68,7 +68,11 @@ class ShortRun:
     @property
     def problem(self) -> str:
         """Line that says why the run failed."""
-        failed = r"^error: (.*)$", r"^rank \d+(?: of \d+)? on \S+ failed: (.*)$", r"^([\w.]*(?:Error|Exception)\b.*)$"
+        failed = (
+            r"^error: (.*)$",
+            r"^rank \d+(?: of \d+)? on \S+ failed: (.*)$",
+            r"^([\w.]*\w(?:Error|Exception)(?:: .*)?)$",
+        )
         found = (re.search(pattern, self.output, re.MULTILINE) for pattern in failed)
         return next((one[1] for one in found if one), f"it {ended_by(self.code)}")
 
