@@ -74,7 +74,7 @@ def test_the_commands_of_the_first_pages_train(command: str, train: Train, tmp_p
 @pytest.mark.nightly
 def test_the_plan_of_the_page_is_what_its_command_prints(train: Train, tmp_path: Path) -> None:
     """Its table is cut, at the right and below; of another version of torch, a number may differ a little."""
-    shown = r"^    python train\.py (mode=plan .*)\n.*?^```\n(.*?)^…"
+    shown = r"^    python train\.py (mode=plan [^\n]*)\n.*?^```\n(.*?)^…"
     ((plan, table),) = re.findall(shown, SCALE_OUT, re.MULTILINE | re.DOTALL)
     folder = tmp_path / "plan"
     folder.mkdir()
