@@ -142,8 +142,7 @@ def test_its_precision_is_refused_by_deepspeed_before_anything_starts(fork: Path
     )
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("single", 0)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), *at_night(("single", 0))])
 def test_its_precision_computes_training_steps_in_bfloat16_and_nothing_else(
     fork: Path, train: Train, strategy: str, ranks: int
 ) -> None:
@@ -233,7 +232,7 @@ def test_the_commands_and_the_snippet_of_debugging_do_what_they_say(
     mine = train("run_id=mine", *short).folder
     pattern = r"^    (?:RANK=0 )?python (?:-m pdb -c continue )?train\.py (.*)$"
     commands = re.findall(pattern, DEBUGGING, re.MULTILINE)
-    assert len(commands) >= 10
+    assert len(commands) >= 8
     for number, command in enumerate(commands):
         folder = tmp_path / f"typed{number}"
         shutil.copytree(mine / "runs", folder / "runs")

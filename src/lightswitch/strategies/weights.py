@@ -32,6 +32,10 @@ FIRST_STEP_ALONE = (
     "train the first step in one process (strategy=single trainer.devices=1 trainer.max_steps=1 run_id=NAME), and go "
     "on with the same run_id"
 )
+_CONTEXTS = {  # of a precision plugin, by step
+    **{"training_step": "train_step_context", "validation_step": "val_step_context"},
+    **{"test_step": "test_step_context", "predict_step": "predict_step_context"},
+}
 _FIRST = 3  # steps that are examined: each examination reads every weight
 _data_of_tensor: Any = torch.Tensor.data
 
@@ -84,7 +88,7 @@ class WatchedWeights(Strategy):
     def _watched(self, step: str, number: int, *args: Any, **kwargs: Any) -> Any:
         self.is_examined = number <= _FIRST and detect_fake_mode() is None  # a simulated step has no values
         name = f"{step} of {type(self.lightning_module).__name__}"
-        with self.precision_plugin.forward_context(), self.around_step(name):
+        with getattr(self.precision_plugin, _CONTEXTS[step])(), self.around_step(name):
             output = self.run_step(step, *args, **kwargs)
         self.is_examined = False  # no try/finally: an error ends the run
         return output
