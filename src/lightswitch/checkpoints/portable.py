@@ -180,8 +180,14 @@ class PortableCheckpoints(Strategy):
             raise LostRank(f"the previous checkpoint was not written within {patience_seconds:g} s")
 
     def has_written(self) -> bool:
-        """Wait for the last checkpoint, and return whether it was written; the result is the same on all ranks."""
+        """Wait for the last checkpoint, and return whether it was written; the result is the same on all ranks.
+
+        Raises:
+            LostRank: it was not, because a rank has ended.
+        """
         self.wait_for_write()
+        if self._writer.has_lost_rank:
+            self._log_failure()
         return self._writer.is_good
 
     def once_saved(self, action: Callable[[], None]) -> None:

@@ -117,6 +117,11 @@ class Writer:
             self._last.join(timeout_seconds)
         return self._last is None or not self._last.is_alive()
 
+    @property
+    def has_lost_rank(self) -> bool:
+        """Whether `failure` returns a lost rank next."""
+        return isinstance(self._failure, LostRank)
+
     def failure(self) -> Exception | None:
         """Return the error of a failed write or action, and clear it; None if none failed since the last call."""
         failure, self._failure = self._failure, None

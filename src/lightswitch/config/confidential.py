@@ -62,7 +62,7 @@ def _as_written(raw: Any, resolved: Any) -> Any:
 
 def is_of_environment(value: object) -> bool:
     """Return whether a value, not resolved, takes something from the environment."""
-    return _ENVIRONMENT in str(value)
+    return _ENVIRONMENT in str(value).replace("\\", "")  # Hydra escapes the overrides of a sweep's jobs
 
 
 def masked(node: Any, key: str = "") -> Any:

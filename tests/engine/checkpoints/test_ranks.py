@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from lightswitch.checkpoints.shards import Box, Piece, local
 from lightswitch.checkpoints.writing import Ranks, Writer, replicas_of, share, together
 from lightswitch.errors import LostRank, UnwrittenCheckpoint
-from lightswitch.strategies.ddp import DDP
+from lightswitch.strategies.ddp import DDP, Single
 from tests.engine.conftest import PLAIN, Train
 from tests.engine.plain import PlainModel
 from tests.pool import Pool
@@ -155,6 +156,20 @@ def test_each_tensor_is_written_by_one_rank_of_those_that_hold_it() -> None:
     assert sorted(name for own in shares for name in own) == sorted(held)
     largest = max(tensor.nbytes for tensor in held.values())
     assert max(sum(tensor.nbytes for tensor in own.values()) for own in shares) <= largest
+
+
+def test_a_save_that_a_lost_rank_has_cut_off_is_its_and_no_full_disks() -> None:
+    """Of which the best checkpoint would tell to make room, with an exit code that no job script starts again."""
+
+    def write(error: Exception) -> None:
+        raise error
+
+    strategy = Single()
+    strategy._writer.write(partial(write, OSError(28, "No space left on device")))
+    assert not strategy.has_written()
+    strategy._writer.write(partial(write, LostRank("rank 1 did not write its shard")))
+    with pytest.raises(LostRank, match="rank 1"):
+        strategy.has_written()
 
 
 def test_the_next_save_reuses_the_memory_of_a_copy() -> None:

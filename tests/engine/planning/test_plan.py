@@ -25,7 +25,7 @@ def test_a_plan_compares_strategies_on_devices_that_are_not_here(train: Train) -
     names = {one["words"][0] for one in plan["strategies"]}
     assert names >= {"strategy=ddp", "strategy=fsdp", "strategy=fsdp_grad_op", "strategy=fsdp_offload"}
     assert names >= {f"strategy=deepspeed_stage_{stage}{where}" for stage in (1, 2, 3) for where in ("", "_offload")}
-    assert "single uses one device" in plan["refused"]["strategy=single"]
+    assert "single uses one device" in plan["refused"]["single"]
     assert all(one["fits"] and one["bound_by"] for one in plan["strategies"])
     (taken,) = (line for line in run.out.splitlines() if line.startswith("take"))
     assert f"{best}, micro batch 2: " in taken
@@ -46,7 +46,7 @@ def test_a_micro_batch_that_fits_is_found(train: Train) -> None:
     assert found["fits"]
     assert found["micro_batch"] < whole["micro_batch"] == 16
     assert found["micro_batch"] * found["accumulation"] == 16
-    assert found["bytes"] <= found["usable_bytes"] == pytest.approx(less * 2**30 * 0.99)
+    assert found["bytes"] <= found["memory"]["usable_bytes"] == pytest.approx(less * 2**30 * 0.99)
 
 
 def _only(run: object) -> dict[str, object]:

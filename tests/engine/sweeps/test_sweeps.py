@@ -299,7 +299,7 @@ def test_what_all_jobs_have_is_told_and_what_some_have_is_left_to_them(
     typed: str, told: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "experiment").mkdir()
-    search = "# @package _global_\nhydra:\n  sweeper:\n    params:\n      seed: choice(2, x)\n"
+    search = "# @package _global_\nhydra:\n  sweeper:\n    params:\n      seed: choice(2, 3)\n"
     (tmp_path / "experiment/search.yaml").write_text(search)
     assert _shared(*typed.replace("TMP", str(tmp_path)).split()) == told
 
