@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import mlp
 from benchmarks.contenders import CHECKPOINT_STEPS, CLIP_NORM, LOG_STEPS, Turns, raw_steps
 from benchmarks.results import options, publish, row
-from lightswitch.strategies.callbacks import StrategyCallback
+from lightswitch.strategies.agreement import Agreement
 
 CHECKOUT = Path(__file__).parents[1]
 BATCH, PROCESSES = 32, 2
@@ -67,7 +67,7 @@ class RankTurns(Turns):
 
 def _guard_seconds(trainer: Trainer, module: LightningModule) -> float:
     """Return the seconds per step of the comparison of replicas: its share of a save, and a call in each step."""
-    (guard,) = (one for one in trainer.callbacks if isinstance(one, StrategyCallback))
+    (guard,) = (one for one in trainer.callbacks if isinstance(one, Agreement))
     saves, steps = 20, 1000
     begin = time.perf_counter()
     for _ in range(saves):
