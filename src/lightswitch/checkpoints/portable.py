@@ -425,7 +425,7 @@ def _mapping(found: Set[str], wanted: Set[str]) -> str:
     """Return what to type for the prefix, and the one in its place, with which most names, and more than one, fit."""
     pairs: Counter[tuple[str, str]] = Counter()
     ends = {name[at:]: name[:at] for name in sorted(wanted) for at in _starts(name)}
-    for name in found:
+    for name in sorted(found):
         if (at := next((at for at in _starts(name) if name[at:] in ends), None)) is not None:
             pairs[name[:at] or ".", ends[name[at:]]] += 1
     ((old, new), fitting), *_ = [*pairs.most_common(1), (("old.", "new."), 0)]

@@ -162,7 +162,7 @@ def _unparsed(override: str) -> str:
         meant = f"mode={override}" if override in MODES else f"{override}=VALUE"  # as in LightningCLI: train.py fit
         return f"{override}: it has no value; type {meant}"
     key, _, value = override.partition("=")
-    if key == "init_names":
+    if key == "init_names" and re.match(r"\{\s*(''|\"\")?\s*:", value):
         return f"{override}: Hydra can't read this; for a prefix before each name, type 'init_names={{.: net.}}'"
     quoted = shlex.quote('{}="{}"'.format(key, value.replace('"', '\\"')))
     return f"{override}: Hydra can't read this value; close its brackets, or type {quoted} for a text"

@@ -179,7 +179,7 @@ def _clips_as_lightning(module: LightningModule) -> bool:
 
 def _clip(trainer: Trainer, optimizer: Any, gradient_clip_val: float | None, gradient_clip_algorithm: Any) -> None:
     """Clip gradients as LightningModule.clip_gradients does, which first compares the Trainer's arguments with
-    themselves, through twenty enums."""
+    themselves."""
     plugin, kind = trainer.precision_plugin, gradient_clip_algorithm or GradClipAlgorithmType.NORM
     if not gradient_clip_val:
         return

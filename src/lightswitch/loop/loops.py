@@ -157,7 +157,7 @@ class EpochLoop(_TrainingEpochLoop):
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Step the schedulers that are due."""
-        if self.trainer._accelerator_connector.strategy.lr_scheduler_configs:  # past a property: four times a step
+        if self.trainer._accelerator_connector.strategy.lr_scheduler_configs:  # past a property, in each batch
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     def _moved(self, batch: Any) -> Any:

@@ -46,7 +46,7 @@ _MOST_READS = 10_000  # by one line of code in a step
 _PASSED = ("torch.", "lightswitch.")
 aten = torch.ops.aten
 _BY_SECOND_ARGUMENT = (aten.index.Tensor, aten.masked_select.default, aten._pack_padded_sequence.default)  # alone
-_STEPS = (aten._fused_adam_.default, aten._fused_adamw_.default)  # in place: nothing to record, of a thousand tensors
+_FUSED_STEPS = (aten._fused_adam_.default, aten._fused_adamw_.default)  # in place: nothing to record
 _OF_UNUSUAL_VALUES = (aten.isnan.default, aten.isinf.default)
 
 
@@ -160,7 +160,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # the most frequent operator
             return FakeTensor.__torch_dispatch__(func, types, args)
-        if func in _STEPS:
+        if func in _FUSED_STEPS:
             return None
         kwargs = kwargs or {}
         out = self._run(func, args, kwargs)
