@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightswitch.collectives import mean_of_ranks, of_ranks
 from lightswitch.errors import Refused, listed
 
 log = logging.getLogger(__name__)
@@ -117,6 +117,8 @@ class HookedStrategy(Mixin, Strategy):
             self.on_data()
 
     def barrier(self, name: str | None = None) -> None:
+        if name == "Trainer.save_checkpoint":  # of Lightning, after a save; ranks have met in it
+            return
         barrier: Any = super().barrier  # type: ignore[safe-super]  # the strategy's class has one
         barrier(name)
         if name == "pre_setup" and self.on_data is not None:  # Lightning's name of the barrier before `setup`
@@ -236,7 +238,7 @@ class HookedStrategy(Mixin, Strategy):
         weight = torch.as_tensor(
             1.0 if self.loss_weight is None else self.loss_weight(), dtype=loss.dtype, device=loss.device
         )
-        weighted, weights = self.reduce(torch.stack([loss.detach() * weight, weight]), reduce_op="mean")
+        weighted, weights = mean_of_ranks(torch.stack([loss.detach() * weight, weight]))
         return weighted / weights
 
 
@@ -250,19 +252,6 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def _needs_closure(kind: Any) -> bool:
     closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def of_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return a value of every rank, in the order of ranks. Collective.
-
-    Args:
-        group: None for all ranks.
-    """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 def filled(tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:

@@ -29,11 +29,11 @@ CONF = sorted((CHECKOUT / "conf").rglob("*.yaml"))
 # From the top down: a package, or a file beside the packages, imports those below it alone. Each has the lines of code
 # that it may have: lower the number when it shrinks, and before you raise one, look for what can go instead.
 BUDGETS = {
-    **{"fork": 185, "doctor": 200, "launch": 1243, "checking": 507, "compare": 330, "sweeps": 355, "reference": 255},
-    **{"preflight": 941, "planning": 1731, "loop": 400, "failures": 895, "runs": 683, "export": 345, "config": 583},
+    **{"fork": 185, "doctor": 200, "launch": 1243, "checking": 505, "compare": 330, "sweeps": 355, "reference": 255},
+    **{"preflight": 941, "planning": 1731, "loop": 400, "failures": 894, "runs": 683, "export": 345, "config": 583},
     **{"deepspeed": 768, "strategies": 1528, "context": 20, "cluster": 372, "process": 212, "checkpoints": 1703},
-    **{"batches": 1690, "monitoring": 911, "hooked_strategy": 174, "patches": 245},
-    **{"regular_files": 100, "errors": 105},
+    **{"batches": 1686, "monitoring": 911, "hooked_strategy": 170, "collectives": 32},
+    **{"patches": 245, "regular_files": 100, "errors": 105},
 }
 PACKAGES = tuple(BUDGETS)
 # They need what a run is built from, which is in launch, and count as the tool that they are the upper half of.

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightswitch.batches.loaders import Combined
 from lightswitch.batches.plan import BatchPlan
+from lightswitch.collectives import mean_of_ranks
 from lightswitch.errors import Refused
 from lightswitch.hooked_strategy import HookedStrategy, needs_closure
 
@@ -99,10 +100,7 @@ class Items:
         if self._of_batch is None or trainer.world_size == trainer.accumulate_grad_batches == 1:
             return  # a single micro-batch's mean is that of the step
         if self._unit is None:
-            mean = (
-                float(trainer.strategy.reduce(self._of_batch.clone(), reduce_op="mean"))
-                * trainer.accumulate_grad_batches
-            )
+            mean = float(mean_of_ranks(self._of_batch)) * trainer.accumulate_grad_batches
             self._unit = 2.0 ** round(math.log2(max(1.0, mean)))
         counted = self._of_batch * is_of_step
         self._of_step = counted if self._of_step is None else self._of_step + counted
@@ -113,7 +111,7 @@ class Items:
         of_step, self._of_step, self.factor = self._of_step, None, None
         if of_step is None or self._unit is None:
             return
-        self.factor = self._unit / trainer.strategy.reduce(of_step.clone(), reduce_op="mean")
+        self.factor = self._unit / mean_of_ranks(of_step)
         HookedStrategy.of(trainer).multiply_gradients(optimizer, self.factor)
 
 

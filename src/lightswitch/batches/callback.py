@@ -30,6 +30,7 @@ from lightswitch.batches.plan import (
     set_logged_steps,
 )
 from lightswitch.batches.seeds import mix, seed_generators
+from lightswitch.collectives import mean_of_ranks
 from lightswitch.errors import Refused, listed
 from lightswitch.hooked_strategy import HookedStrategy, Mixin, with_mixin
 from lightswitch.monitoring.metrics import Results, is_counted
@@ -209,8 +210,7 @@ class GlobalBatch(Callback):
         if loss is not None:
             # Logged here, after the module's own hooks, this value replaces a `train/loss` of one micro-batch.
             of_items = 1.0 if self._items.factor is None else self._items.factor
-            mean = trainer.strategy.reduce(loss * of_items, reduce_op="mean")
-            pl_module.log("train/loss", mean, prog_bar=True, batch_size=1)
+            pl_module.log("train/loss", mean_of_ranks(loss * of_items), prog_bar=True, batch_size=1)
         self._log_samples(trainer)
 
     def _log_samples(self, trainer: Trainer) -> None:

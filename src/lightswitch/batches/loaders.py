@@ -23,8 +23,8 @@ from lightswitch.batches.order import (
 )
 from lightswitch.batches.plan import BatchPlan, Position, RankShare
 from lightswitch.batches.seeds import EvaluatedSamples, SeededSamples, mix, reads_batches
+from lightswitch.collectives import of_ranks
 from lightswitch.errors import Refused
-from lightswitch.hooked_strategy import of_ranks
 
 log = logging.getLogger(__name__)
 CYCLE = "max_size_cycle"  # Lightning's default for a list or a dict of loaders

@@ -22,7 +22,8 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightswitch import patches
-from lightswitch.hooked_strategy import Mixin, of_ranks, with_mixin
+from lightswitch.collectives import of_ranks
+from lightswitch.hooked_strategy import Mixin, with_mixin
 from lightswitch.monitoring.metrics import MetricsFile, Results, is_counted, is_logged
 
 # What a rank has logged under a name: the name for loggers; mean, sum, min or max; the value; its weight in a mean
@@ -113,13 +114,13 @@ class LogsOfRanks(Mixin, _LoggerConnector):
         for key, part in self._of_step:
             own.setdefault(key, []).append(part)
         self._of_step = []
-        of_ranks = self._of_all_ranks(own)
-        for key, parts in of_ranks.items():
+        combined = self._of_all_ranks(own)
+        for key, parts in combined.items():
             if key in results and results[key]._forward_cache is not None:
                 results.put_of_step(key, self._whole(parts))
             else:
                 self._add_of_others(results, parts)
-        if of_ranks:  # refresh the metrics that Lightning has cached, and shows until the next batch ends
+        if combined:  # refresh the metrics that Lightning has cached, and shows until the next batch ends
             _ = self.callback_metrics, self.logged_metrics, self.progress_bar_metrics
 
     def _combine_epoch(self) -> None:
@@ -268,14 +269,13 @@ def gather_lists_whole() -> None:
         if hasattr(self, "_gather_tuple_list"):
             patches.replace(self, "_gather_tuple_list", lambda list_to_gather, process_group=None: list_to_gather)
         group = process_group or self.process_group
-        of_ranks: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(of_ranks, apply_to_collection(lists, Tensor, lambda one: one.detach().cpu()), group)
+        gathered = of_ranks(apply_to_collection(lists, Tensor, lambda one: one.detach().cpu()), group)
         for name in lists:
             setattr(self, name, [])  # nothing is left for torchmetrics to gather
         given(self, dist_sync_fn, process_group)
         device = "cpu" if self.compute_on_cpu else self.device
         for name in lists:
-            entries = [entry for of_rank in of_ranks for entry in of_rank[name]]
+            entries = [entry for of_rank in gathered for entry in of_rank[name]]
             whole = apply_to_collection(entries, Tensor, partial(Tensor.to, device=device))
             setattr(self, name, reductions[name](whole) if whole and callable(reductions[name]) else whole)
 

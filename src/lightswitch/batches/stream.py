@@ -25,8 +25,8 @@ from lightswitch import patches
 from lightswitch.batches.order import TrainingSlices, check_shared
 from lightswitch.batches.plan import BatchPlan, RankShare, pieces
 from lightswitch.batches.seeds import KeptGenerators, StandIn, content_digest, mix, seed_generators
+from lightswitch.collectives import of_ranks
 from lightswitch.errors import Refused
-from lightswitch.hooked_strategy import of_ranks
 
 log = logging.getLogger(__name__)
 _COMPARED_SAMPLES = 16  # first samples of a reader, whose digest is compared among readers

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -27,6 +26,7 @@ from lightswitch.batches.seeds import generator_states
 from lightswitch.checkpoints import names
 from lightswitch.checkpoints.portable import PortableCheckpoints
 from lightswitch.checkpoints.shards import Piece, Stored, local
+from lightswitch.collectives import of_ranks
 from lightswitch.hooked_strategy import callbacks_of
 from lightswitch.strategies.agreement import Agreement
 
@@ -115,9 +115,7 @@ class Probe(Callback):
         logged: Mapping[str, Digest] | None = None,
         **facts: Any,
     ) -> None:
-        ranks = [shards(tensors)] * trainer.world_size
-        if trainer.world_size > 1:
-            dist.all_gather_object(ranks, ranks[0])
+        ranks = of_ranks(shards(tensors))
         if trainer.is_global_zero:
             self._folder.mkdir(parents=True, exist_ok=True)
             line = {"moment": moment, "digests": merged(ranks) | dict(logged or {}), **facts}

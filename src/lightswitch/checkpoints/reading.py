@@ -21,8 +21,8 @@ from lightswitch.checkpoints.format import Index, Shard
 from lightswitch.checkpoints.names import is_stored, own_name
 from lightswitch.checkpoints.shards import Stored, boxes, local, sharded_like
 from lightswitch.checkpoints.writing import why
+from lightswitch.collectives import of_ranks
 from lightswitch.errors import UnfitCheckpoint, listed, shown
-from lightswitch.hooked_strategy import of_ranks
 
 _REPLACED = "a run in progress replaced or removed it during the read; try again"
 _BRINGS = "the module brings these weights itself, set self.strict_loading = False in it"

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 
 from lightswitch.checkpoints.shards import Piece, Stored, local, with_local
+from lightswitch.collectives import of_ranks, of_ranks_if_short
 from lightswitch.errors import LostRank, UnwrittenCheckpoint
 
 log = logging.getLogger(__name__)
@@ -215,16 +216,15 @@ def _exchange(group: dist.ProcessGroup, what: str, own: Outcome, decide: Callabl
     arrived = [f"{group.group_name}/{one} has arrived" for one in ranks]  # in the store: gloo's errors name no rank
     try:
         _get_default_store().set(arrived[rank], "")
-        outcomes = [own for _ in ranks] if rank == 0 else None
-        dist.gather_object(own, outcomes, dst=0, group=group)
-        verdict: list[Any] = [outcomes and decide(outcomes)]
-        dist.broadcast_object_list(verdict, src=0, group=group)
+        if (outcomes := of_ranks_if_short(own, group)) is None:
+            outcomes = [own for _ in ranks]
+            dist.gather_object(own, outcomes if rank == 0 else None, dst=0, group=group)
+        outcome: Outcome = of_ranks(decide(outcomes) if rank == 0 else None, group)[0]
         _get_default_store().delete_key(arrived[rank])
     except RuntimeError as error:
         late = [str(one) for one in ranks if not _has(arrived[one])] or ["0"]  # all wait for what rank 0 decides
         who = f"rank{'s' * (len(late) > 1)} {', '.join(late)}"
         raise LostRank(f"the checkpoint could not be written: {who} did not {what}") from error
-    outcome: Outcome = verdict[0]
     return outcome
 
 

@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
+from lightswitch.collectives import of_ranks
 from lightswitch.deepspeed.state import parts
 from lightswitch.errors import Refused, listed
 
@@ -193,8 +194,7 @@ class ParameterUse:
             return
         used = set() if pass_alone else self.used
         unreached = {name for name, one in self.parameters.items() if one not in used and not _is_reached(one)}
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, unreached)
+        everywhere = of_ranks(unreached)
         for rank, its in enumerate(everywhere):
             if missing := sorted(its ^ everywhere[0]):
                 raise Refused(

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, replace
 from threading import Event, Lock, Thread, Timer
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -30,6 +29,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightswitch.batches.callback import GlobalBatch
+from lightswitch.collectives import of_ranks
 from lightswitch.context import RunContext
 from lightswitch.errors import Ended, ExitCode, Failure, Stopped
 from lightswitch.failures import classify, crash_report
@@ -127,8 +127,7 @@ class Watchdog:
         rank = Rank(trainer.global_rank, trainer.world_size, node_name(), os.getpid())
         namespace = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
         member = Member(rank, self.timeouts, self.run.process, self._answer)
-        everyone: list[Any] = [None] * trainer.world_size
-        torch.distributed.all_gather_object(everyone, (rank, namespace, trainer.local_rank, self.crash.folder))
+        everyone = of_ranks((rank, namespace, trainer.local_rank, self.crash.folder))
         mates = [one for one, other, *_ in everyone if (one.node, other) == (rank.node, namespace) and one != rank]
         self.run.process.hosts[:] = [one.node for one, _, local_rank, _ in everyone if local_rank == 0]
         self.run.process.crash_folder = everyone[0][3]

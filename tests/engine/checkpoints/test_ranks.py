@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightswitch.checkpoints.shards import Box, Piece, local
 from lightswitch.checkpoints.writing import Ranks, Writer, replicas_of, share, together
+from lightswitch.collectives import of_ranks
 from lightswitch.errors import LostRank, UnwrittenCheckpoint
 from lightswitch.strategies.ddp import DDP, Single
 from tests.engine.conftest import PLAIN, Train
@@ -60,6 +61,18 @@ def test_what_rank_0_concludes_is_the_result_of_all(pool: Pool) -> None:
 def test_a_rank_that_is_late_is_named(pool: Pool) -> None:
     told = pool(3, timeout_seconds=60)(_outcome_where_rank_1, _is_late)
     assert told[0] == told[2] == "LostRank: the checkpoint could not be written: rank 1 did not write its shard"
+
+
+LENGTHS = (1, *range(490, 520), 5000)  # of a text; short values are exchanged at once, with their lengths
+
+
+def test_ranks_exchange_values_of_any_length(pool: Pool) -> None:
+    assert pool(2)(_exchanged) == [[["", "é" * length] for length in LENGTHS]] * 2
+
+
+def _exchanged() -> list[list[str]]:
+    dist.init_process_group("gloo")
+    return [of_ranks("é" * length * dist.get_rank()) for length in LENGTHS]
 
 
 def _outcome_where_rank_1(does: Callable[[], int]) -> Any:

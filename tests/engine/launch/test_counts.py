@@ -34,6 +34,7 @@ def test_a_step_makes_no_more_calls_and_collectives(way: str, start: Start, tmp_
     collectives = found["collectives"]
     if way == "one process":
         assert not collectives
-    else:  # DDP's bucket of gradients in each step, and the exchange of stops, and of logged values, in few
+    else:  # DDP's bucket of gradients in each step, the exchange of stops in few, and a logged step's mean of the loss
         assert collectives.pop("all_reduce") <= 1.5
-        assert sum(collectives.values()) < 0.1
+        assert collectives.keys() == {"all_gather"}
+        assert collectives["all_gather"] <= 0.02 + 0.06  # of the other logged values, and of a save
