@@ -16,12 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -164,15 +163,14 @@ def _train(arguments: dict[str, Any], folder: str, callback: str, options: dict[
 
 def _ddp(samples: int) -> Iterator[None]:
     model = mlp.MLP()
-    net = DistributedDataParallel(model.net)
-    yield from raw_steps(model, _data(samples), lambda batch: _loss(net, batch))
+    model.net = DistributedDataParallel(model.net)
+    yield from raw_steps(model, _data(samples), lambda batch: model.training_step(batch, 0))
 
 
 def _fsdp(samples: int) -> Iterator[None]:
     model = mlp.MLP()
-    net = fully_shard(model.net)
-    net.set_force_sum_reduction_for_comms(True)  # gloo has no mean
-    yield from raw_steps(model, _data(samples), lambda batch: _loss(net, batch))
+    fully_shard(model.net).set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    yield from raw_steps(model, _data(samples), lambda batch: model.training_step(batch, 0))
 
 
 def _deepspeed(samples: int) -> Iterator[None]:
@@ -186,10 +184,11 @@ def _deepspeed(samples: int) -> Iterator[None]:
         "gradient_clipping": CLIP_NORM,
         "steps_per_print": 10**9,
     }
-    net, *_ = deepspeed.initialize(model=model.net, optimizer=model.configure_optimizers(), config=settings)
+    engine, *_ = deepspeed.initialize(model=model.net, optimizer=model.configure_optimizers(), config=settings)
+    model.net = engine
     for batch in itertools.chain.from_iterable(itertools.repeat(data.train_dataloader())):
-        net.backward(_loss(net, batch))
-        net.step()
+        engine.backward(model.training_step(batch, 0))
+        engine.step()
         yield
 
 
@@ -198,10 +197,6 @@ RAW = {"ddp": _ddp, "fsdp": _fsdp, "deepspeed_stage_2": _deepspeed}
 
 def _data(samples: int) -> mlp.PointsData:
     return mlp.PointsData(samples, BATCH // PROCESSES)
-
-
-def _loss(net: Callable[[Any], Any], batch: Any) -> Any:
-    return F.cross_entropy(net(batch[0]), batch[1])
 
 
 if __name__ == "__main__":
