@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 tqdm.monitor_interval = 0  # no thread beside training
 tqdm.set_lock(RLock())  # not its lock of processes, which a loader worker that is killed may hold
 
-REDRAW_SECONDS = 0.2
+REDRAW_SECONDS = 0.5
 LOG_LINES_A_RUN = 10
 LOG_SECONDS = 300
 LOG_EVALUATION_SECONDS = 30
