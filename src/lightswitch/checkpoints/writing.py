@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 
 from lightswitch.checkpoints.shards import Piece, Stored, local, with_local
-from lightswitch.collectives import of_ranks, of_ranks_if_short
+from lightswitch.collectives import of_ranks_if_short
 from lightswitch.errors import LostRank, UnwrittenCheckpoint
 
 log = logging.getLogger(__name__)
@@ -219,12 +219,14 @@ def _exchange(group: dist.ProcessGroup, what: str, own: Outcome, decide: Callabl
         if (outcomes := of_ranks_if_short(own, group)) is None:
             outcomes = [own for _ in ranks]
             dist.gather_object(own, outcomes if rank == 0 else None, dst=0, group=group)
-        outcome: Outcome = of_ranks(decide(outcomes) if rank == 0 else None, group)[0]
+        verdict: list[Any] = [decide(outcomes) if rank == 0 else None]
+        dist.broadcast_object_list(verdict, src=0, group=group)  # which waits for rank 0 alone
         _get_default_store().delete_key(arrived[rank])
     except RuntimeError as error:
         late = [str(one) for one in ranks if not _has(arrived[one])] or ["0"]  # all wait for what rank 0 decides
         who = f"rank{'s' * (len(late) > 1)} {', '.join(late)}"
         raise LostRank(f"the checkpoint could not be written: {who} did not {what}") from error
+    outcome: Outcome = verdict[0]
     return outcome
 
 

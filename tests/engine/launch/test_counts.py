@@ -36,5 +36,4 @@ def test_a_step_makes_no_more_calls_and_collectives(way: str, start: Start, tmp_
         assert not collectives
     else:  # DDP's bucket of gradients in each step, the exchange of stops in few, and a logged step's mean of the loss
         assert collectives.pop("all_reduce") <= 1.5
-        assert collectives.keys() == {"all_gather"}
-        assert collectives["all_gather"] <= 0.02 + 0.06  # of the other logged values, and of a save
+        assert collectives == {"all_gather": 0.02 + 0.03, "broadcast": 0.02}  # of other logged values, and of a save
