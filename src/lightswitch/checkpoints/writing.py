@@ -219,15 +219,14 @@ def _exchange(group: dist.ProcessGroup, what: str, own: Outcome, decide: Callabl
         if (outcomes := of_ranks_if_short(own, group)) is None:
             outcomes = [own for _ in ranks]
             dist.gather_object(own, outcomes if rank == 0 else None, dst=0, group=group)
-        verdict: list[Any] = [decide(outcomes) if rank == 0 else None]
+        verdict = [decide(outcomes) if rank == 0 else own]
         dist.broadcast_object_list(verdict, src=0, group=group)  # which waits for rank 0 alone
         _get_default_store().delete_key(arrived[rank])
     except RuntimeError as error:
         late = [str(one) for one in ranks if not _has(arrived[one])] or ["0"]  # all wait for what rank 0 decides
         who = f"rank{'s' * (len(late) > 1)} {', '.join(late)}"
         raise LostRank(f"the checkpoint could not be written: {who} did not {what}") from error
-    outcome: Outcome = verdict[0]
-    return outcome
+    return verdict[0]
 
 
 def _has(key: str) -> bool:
