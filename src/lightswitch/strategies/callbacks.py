@@ -169,8 +169,8 @@ class _ClipsAtOnce(Mixin, Precision):
         a small model longer than the operators.
         """
         gradients = [one.grad for one in self.main_params(optimizer) if one.grad is not None]
-        kinds = {(type(one), one.device) for one in gradients}
-        kind, device = kinds.pop() if len(kinds) == 1 else (None, torch.device("cpu"))
+        kinds = {(type(one), one.device, one.dtype) for one in gradients}
+        kind, device, _ = kinds.pop() if len(kinds) == 1 else (None, torch.device("cpu"), None)
         if kind is not Tensor or device.type not in ("cpu", "cuda"):
             super().clip_grad_by_norm(optimizer, clip_val)
             return
