@@ -55,7 +55,8 @@ def mlp_rows(quick: bool) -> list[Row]:
 def gpt_rows(quick: bool) -> list[Row]:
     """Return the rows of the GPT, in eager mode and compiled as a whole.
 
-    Two equal loops in one process differ by one percent, as their memory lies. So the first row is of several runs.
+    Two equal plain loops in one process were measured to differ by up to three percent, so the first row is of several
+    runs.
     """
     compiled = ["compile=true", "compile.units=[]", *(["compile.backend=aot_eager"] if quick else [])]
     turns = 2 if quick else 10

@@ -21,9 +21,9 @@ def mean_of_ranks(tensor: Tensor) -> Tensor:
     """
     if not dist.is_available() or not dist.is_initialized():
         return tensor
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
+    share = tensor / dist.get_world_size()  # before the sum, which 16 bits may not hold
+    dist.all_reduce(share)
+    return share
 
 
 def of_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

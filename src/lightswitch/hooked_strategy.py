@@ -117,8 +117,6 @@ class HookedStrategy(Mixin, Strategy):
             self.on_data()
 
     def barrier(self, name: str | None = None) -> None:
-        if name == "Trainer.save_checkpoint":  # of Lightning, after a save; ranks have met in it
-            return
         barrier: Any = super().barrier  # type: ignore[safe-super]  # the strategy's class has one
         barrier(name)
         if name == "pre_setup" and self.on_data is not None:  # Lightning's name of the barrier before `setup`

@@ -48,6 +48,9 @@ class _Halving(DDPStrategy):
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:  # type: ignore[override]
         return tensor / 2 if reduce_op == "mean" else tensor
 
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self.met = args
+
 
 @pytest.mark.parametrize("make", [Single, DDPStrategy, _Halving])
 def test_any_strategy_hands_its_loaders_to_be_shared(make: type[Strategy]) -> None:
@@ -57,6 +60,12 @@ def test_any_strategy_hands_its_loaders_to_be_shared(make: type[Strategy]) -> No
     assert strategy.process_dataloader([1, 2]) == [1, 2]
     strategy.share = lambda loader: [loader]
     assert strategy.process_dataloader([1, 2]) == [[1, 2]]
+
+
+def test_ranks_meet_after_a_save_of_a_strategy_that_has_its_own() -> None:
+    strategy: Any = hooked(_Halving())
+    strategy.barrier("Trainer.save_checkpoint")
+    assert strategy.met == ("Trainer.save_checkpoint",)
 
 
 def test_a_mean_of_whole_numbers_is_no_whole_number() -> None:

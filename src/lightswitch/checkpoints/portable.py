@@ -169,6 +169,10 @@ class PortableCheckpoints(Strategy):
         parameters = names.parameters(self.lightning_module)
         return path, share(tensors, replicas, parameters) if are_alike else tensors
 
+    def barrier(self, name: str | None = None) -> None:
+        if name != "Trainer.save_checkpoint":  # Lightning's, after a save, in which the ranks have met
+            super().barrier(name)  # type: ignore[safe-super]  # the strategy's class has one
+
     def wait_for_write(self) -> None:
         """Wait until the previous checkpoint is written, without a time limit in a run of one process.
 
